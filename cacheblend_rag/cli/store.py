@@ -157,7 +157,7 @@ def reembed(
     """
     from cacheblend_rag.retrieval.index import ChunkIndex
 
-    with ChunkIndex.open(index_directory(directory, namespace)) as index, progress("Embedding") as show:
+    with ChunkIndex(index_directory(directory, namespace)) as index, progress("Embedding") as show:
         before = index.stats().embedding
         index.rebuild(embedding, by_steps(show, index.count(), "chunks"))
         after = index.stats()

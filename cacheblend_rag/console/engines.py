@@ -200,7 +200,7 @@ def with_model(chosen: _Options, home: Path | None = None, otherwise: str = SMOL
     if getattr(chosen, "server", None) is not None:
         return chosen
     if home is not None and ChunkIndex.exists(home):
-        with ChunkIndex.open(home) as index:
+        with ChunkIndex(home) as index:
             return _as_indexed(chosen, index.config)
     if chosen.model is not None:
         return chosen

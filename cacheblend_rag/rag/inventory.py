@@ -239,7 +239,7 @@ class Inventory:
             StoreError: The index cannot be written, or a run is indexing into it.
         """
         self._need_every_tier()
-        with ChunkIndex.open(self._home) as index, indexing_alone(self._home):
+        with ChunkIndex(self._home) as index, indexing_alone(self._home):
             held = {chunk.id for chunk in index.chunks_of(path)}
             orphans = index.delete(path)
             own, stored = self._entries(index), self._stored()
@@ -256,7 +256,7 @@ class Inventory:
             StoreError: A tier refuses, or does not answer.
         """
         self._need_every_tier()
-        with ChunkIndex.open(self._home) as index:
+        with ChunkIndex(self._home) as index:
             chunks = {chunk.id: chunk for path in paths for chunk in index.chunks_of(path)}
             own, stored = self._entries(index), self._stored()
             keys: set[KVKey] = set()
@@ -306,7 +306,7 @@ class Inventory:
         if not ChunkIndex.exists(self._home):
             yield None
             return
-        with ChunkIndex.open(self._home) as index:
+        with ChunkIndex(self._home) as index:
             yield index
 
     def close(self) -> None:

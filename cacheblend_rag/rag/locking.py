@@ -81,7 +81,7 @@ def indexing_into(directory: Path) -> Iterator[None]:
 def _is_empty(directory: Path) -> bool:
     """Say whether a store directory holds no document and no KV."""
     if ChunkIndex.exists(directory):
-        with ChunkIndex.open(directory) as index:
+        with ChunkIndex(directory) as index:
             if index.documents():
                 return False
     return next(directory.glob("kv/*/*"), None) is None and not any(

@@ -341,7 +341,7 @@ def _open_index(
         # Half of how many tokens, where none are given, an index says that there may be.
         check_sizes(new.chunk_tokens, min(new.overlap, new.chunk_tokens // 2) if chunk_tokens is None else new.overlap)
     # Without asking first whether there is one: another process may be making it, and with other settings.
-    index = ChunkIndex.open(directory, new, query_encoder, check=False)
+    index = ChunkIndex(directory, new, query_encoder, check=False)
     try:
         own = index.config
         wanted = replace(

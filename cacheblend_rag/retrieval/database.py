@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -138,8 +138,17 @@ class IndexConfig:
             )
 
 
+@dataclass(frozen=True)
+class IndexedDocument:
+    """One document in the index: its path, content digest and number of chunks."""
+
+    path: str
+    digest: str
+    chunks: int
+
+
 class IndexDatabase(SQLiteFile):
-    """Keeps :class:`~cacheblend_rag.retrieval.index.ChunkIndex` in rows; "row" is a chunk's number in its table.
+    """Is the tables of :class:`~cacheblend_rag.retrieval.index.ChunkIndex`; "row" is a chunk's number in its table.
 
     Methods that change something need a transaction around them. Like all our SQLite files it has a rollback journal, which works
     on a network file system with locks, as WAL does not.
@@ -173,7 +182,7 @@ class IndexDatabase(SQLiteFile):
                 raise
 
     @staticmethod
-    def is_in(directory: Path | str) -> bool:
+    def exists(directory: Path | str) -> bool:
         """Say whether ``directory`` holds such a file with tables in it, of whatever kind, or one that cannot be read now."""
         file = SQLiteFile(Path(directory).expanduser() / FILE_NAME)
         if not file.path.is_file():
@@ -218,22 +227,18 @@ class IndexDatabase(SQLiteFile):
         # What is not committed stays in memory: in the file it would hold up those who read until it is.
         self.db.execute("PRAGMA cache_spill = OFF")
         if config is not None and check:
-            self.config().check(config, self.path.parent)
+            self.config.check(config, self.path.parent)
 
     def _absent(self) -> StoreError:
         return StoreError(
             f"There is no index in {self.path.parent}. Make one with: cacheblend index FILES --store DIRECTORY"
         )
 
-    def generation(self) -> Hashable:
-        """Return a value that is another one after every change of the contents, by this process or by others."""
-        with self.access():
-            return self.others_commits(), self.db.total_changes
-
     def nbytes(self) -> int:
         """Return the size of the file."""
         return self.path.stat().st_size if self.path.exists() else 0
 
+    @property
     def config(self) -> IndexConfig:
         """Return what the index was made with."""
         for text, stored in self.rows("SELECT json, checksum FROM config"):
@@ -253,13 +258,13 @@ class IndexDatabase(SQLiteFile):
         chunks, tokens = self.rows("SELECT count(*), ifnull(sum(length(token_ids)), 0) / 4 FROM chunks")[0]
         return documents, chunks, tokens
 
-    def documents(self) -> list[tuple[str, str, int]]:
-        """Return path, digest and number of chunks of every document, in path order."""
+    def documents(self) -> list[IndexedDocument]:
+        """List the documents in path order."""
         query = (
             "SELECT d.path, d.digest, count(o.ordinal) FROM documents d LEFT JOIN occurrences o ON o.document = d.id "
             "GROUP BY d.id ORDER BY d.path"
         )
-        return self.rows(query)
+        return [IndexedDocument(*row) for row in self.rows(query)]
 
     def digest_of(self, path: str) -> str | None:
         """Return the digest of a document, None where it is not in the index."""
@@ -343,7 +348,7 @@ class IndexDatabase(SQLiteFile):
         query = "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value"
         return {name for (name,) in self.rows(query, json.dumps(list(names)))}
 
-    def chunk_count(self) -> int:
+    def count(self) -> int:
         """Return the number of distinct chunks."""
         return int(self.rows("SELECT count(*) FROM chunks")[0][0])
 

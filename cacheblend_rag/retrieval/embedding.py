@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,11 @@ class VectorTable:
     def __init__(self, file: SQLiteFile):
         self._file, self.directory = file, file.path.parent
 
+    @property
+    def generation(self) -> Hashable:
+        """Return the file's."""
+        return self._file.generation
+
     def put(self, row: int, vectors: Vectors) -> None:
         """Enter the vectors ``[windows, dimension]`` of the chunk in ``row``, which has none."""
         stored = [vector.astype("<f4").tobytes() for vector in vectors]
@@ -260,9 +265,9 @@ class VectorSearch:
     It follows the table; :meth:`search` relies on a transaction's lock.
     """
 
-    def __init__(self, vectors: VectorTable, generation: Callable[[], Hashable]):
-        """Search ``vectors``, which change when ``generation`` does; nothing is read before the first search."""
-        self._vectors, self._generation_now = vectors, generation
+    def __init__(self, vectors: VectorTable):
+        """Search ``vectors``; nothing is read before the first search."""
+        self._vectors = vectors
         self._generation: Hashable = None
         self._held: Any = None
         self._last = 0  # the highest id that is held
@@ -286,7 +291,7 @@ class VectorSearch:
             wanted *= 4  # several windows of one chunk, or vectors that are gone, were among them
 
     def _follow(self) -> None:
-        generation = self._generation_now()
+        generation = self._vectors.generation
         if generation == self._generation:
             return
         if self._held is not None and self._held.ntotal > 1000 + 1.5 * self._vectors.count():

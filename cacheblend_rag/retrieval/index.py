@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -11,9 +11,8 @@ from typing import Self
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.prompts.registry import ChunkSource
-from cacheblend_rag.retrieval.database import IndexConfig, IndexDatabase
+from cacheblend_rag.retrieval.database import IndexConfig, IndexDatabase, IndexedDocument
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors, VectorSearch
 from cacheblend_rag.spans import span
 from cacheblend_rag.store.kv import WrittenBy
@@ -43,15 +42,6 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class IndexedDocument:
-    """One document in the index: its path, content digest and number of chunks."""
-
-    path: str
-    digest: str
-    chunks: int
-
-
-@dataclass(frozen=True)
 class IndexStats:
     """Contents of an index. ``tokens`` counts every distinct chunk once; ``nbytes`` is the size of the file."""
 
@@ -62,7 +52,7 @@ class IndexStats:
     embedding: str
 
 
-class ChunkIndex(ChunkSource):
+class ChunkIndex(IndexDatabase, ChunkSource):
     """Keeps what was indexed in one directory: documents, chunks, vectors, but no KV.
 
     Thread-safe; any number of processes may use it at once. The embedding model and FAISS are loaded by the first call that
@@ -72,23 +62,13 @@ class ChunkIndex(ChunkSource):
         directory: Where the index is; the KV store's directory.
     """
 
-    def __init__(self, database: IndexDatabase, query_encoder: str | Path | None = None):
-        """Use an open database; see :meth:`open`."""
-        self.directory = database.path.parent
-        self._query_encoder = query_encoder
-        self._database = database
-        self._search = VectorSearch(database.vectors, database.generation)
-        self._embedder: Embedder | None = None
-        self._loading = threading.Lock()
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         directory: Path | str,
         config: IndexConfig | None = None,
         query_encoder: str | Path | None = None,
         check: bool = True,
-    ) -> Self:
+    ):
         """Open the index in ``directory``; with a config, create it where there is none.
 
         Args:
@@ -101,18 +81,12 @@ class ChunkIndex(ChunkSource):
             StoreMismatchError: The index was made with another model or other settings.
             StoreError: There is none (and no config), it is damaged, or the directory cannot be used.
         """
-        return cls(IndexDatabase(Path(directory).expanduser(), config, check), query_encoder)
-
-    exists = staticmethod(IndexDatabase.is_in)
-
-    @property
-    def config(self) -> IndexConfig:
-        """Return the settings that the index was made with."""
-        return self._database.config()
-
-    @property
-    def generation(self) -> Hashable:
-        return self._database.generation()
+        self.directory = Path(directory).expanduser()
+        super().__init__(self.directory, config, check)
+        self._query_encoder = query_encoder
+        self._search = VectorSearch(self.vectors)
+        self._embedder: Embedder | None = None
+        self._loading = threading.Lock()
 
     def add(
         self,
@@ -140,16 +114,16 @@ class ChunkIndex(ChunkSource):
         distinct = {chunk.id: chunk for chunk in ordered}
         known: dict[str, Vectors] = {}
         while True:
-            with self._database.transaction(write=False):
+            with self.transaction(write=False):
                 name = self._embedding()
-                present = self._database.vectors.embedded(distinct)
+                present = self.vectors.embedded(distinct)
             missing = [c for c in distinct.values() if c.id not in present and c.id not in known]
             self._embed(name, missing, known, progress)
-            with self._database.transaction():
+            with self.transaction():
                 if self._embedding() != name:
                     known.clear()  # another process has rebuilt the index with another model meanwhile
-                elif distinct.keys() <= known.keys() | self._database.vectors.embedded(distinct):
-                    return self._database.replace_document(document_path, digest, ordered, known)
+                elif distinct.keys() <= known.keys() | self.vectors.embedded(distinct):
+                    return self.replace_document(document_path, digest, ordered, known)
 
     def delete(self, path: str) -> list[Chunk]:
         """Remove a document; return the chunks that no document holds any more, without metadata.
@@ -158,26 +132,15 @@ class ChunkIndex(ChunkSource):
             InputError: It is not in the index.
             StoreError: The index cannot be written.
         """
-        with self._database.transaction():
+        with self.transaction():
             if self.digest_of(path) is None:
                 raise InputError(f"{path} is not in the index {self.directory}. `documents()` lists what is.")
-            return self._database.delete_document(path)
-
-    def documents(self) -> list[IndexedDocument]:
-        """List the documents in path order."""
-        return [
-            IndexedDocument(path=path, digest=digest, chunks=chunks)
-            for path, digest, chunks in self._database.documents()
-        ]
-
-    def digest_of(self, path: str) -> str | None:
-        """Return the digest a document was indexed with, or None where it is not in the index."""
-        return self._database.digest_of(path)
+            return self.delete_document(path)
 
     def chunks(self) -> Iterator[Chunk]:
         """Iterate over every distinct chunk, in the order they came; each has the metadata of its first place."""
         last = 0
-        while page := self._database.chunks_after(last, _PAGE):
+        while page := self.chunks_after(last, _PAGE):
             yield from (chunk for _, chunk in page)
             last, _ = page[-1]
 
@@ -192,28 +155,18 @@ class ChunkIndex(ChunkSource):
             raise UnknownChunkError(f"There is no chunk {chunk_id} in the index {self.directory}.")
         return chunk
 
-    def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
-        return self._database.signatures_after(after)
-
     def chunk_at(self, row: int) -> Chunk | None:
-        return next(iter(self._database.find_chunks("c.id = ?", row)), None)
-
-    def known(self, chunk_ids: Sequence[str]) -> set[str]:
-        return self._database.known(chunk_ids)
+        return next(iter(self.find_chunks("c.id = ?", row)), None)
 
     def named(self, chunk_id: str) -> Chunk | None:
-        return next(iter(self._database.find_chunks("c.name = ?", chunk_id)), None)
+        return next(iter(self.find_chunks("c.name = ?", chunk_id)), None)
 
     def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
-        return self._database.find_chunks("c.name > ? ORDER BY c.name LIMIT ?", chunk_id, most)
-
-    def count(self) -> int:
-        """Return the number of distinct chunks."""
-        return self._database.chunk_count()
+        return self.find_chunks("c.name > ? ORDER BY c.name LIMIT ?", chunk_id, most)
 
     def chunks_of(self, path: str) -> list[Chunk]:
         """Return a document's chunks in order; none where it is not in the index."""
-        return [chunk for _, chunk in self._database.chunks_between(path, 0, _LAST)]
+        return [chunk for _, chunk in self.chunks_between(path, 0, _LAST)]
 
     def search(self, question: str, k: int) -> list[Hit]:
         """Return the ``k`` chunks nearest to the question, best first.
@@ -235,28 +188,28 @@ class ChunkIndex(ChunkSource):
         while True:
             name = self._embedding()
             vector = self._load(name).question(question)
-            with self._database.transaction(write=False):
+            with self.transaction(write=False):
                 if self._embedding() == name:
                     return [self._hit(row, score) for row, score in self._search.search(vector, k)]
 
     def _hit(self, row: int, score: float) -> Hit:
-        path, ordinal, chunk = self._database.first_place(row)
+        path, ordinal, chunk = self.first_place(row)
         return Hit(chunk, score, path, ordinal)
 
     def neighbours(self, hit: Hit, before: int = 0, after: int = 1) -> list[Hit]:
         """Return the chunks that stand before and after a hit in its document, in document order, without the hit."""
-        around = self._database.chunks_between(hit.path, hit.ordinal - before, hit.ordinal + after)
+        around = self.chunks_between(hit.path, hit.ordinal - before, hit.ordinal + after)
         return [Hit(chunk, None, hit.path, ordinal) for ordinal, chunk in around if ordinal != hit.ordinal]
 
     def nearest(self, vector: Vectors, k: int) -> list[tuple[str, float]]:
         """Return ids and cosine similarities of the ``k`` chunks nearest to a question's unit vector ``[dim]``, best first."""
-        with self._database.transaction(write=False):
+        with self.transaction(write=False):
             found = self._search.search(vector, k)
-            return [(self._database.first_place(row)[2].id, score) for row, score in found]
+            return [(self.first_place(row)[2].id, score) for row, score in found]
 
     def vectors_of(self, chunk_ids: Iterable[str]) -> dict[str, Vectors]:
         """Return the unit vectors ``[windows, dim]`` of chunks by their id; ids that are not in the index are left out."""
-        return self._database.vectors.of(chunk_ids)
+        return self.vectors.of(chunk_ids)
 
     def load_embedder(self) -> Embedder:
         """Load the embedding model now, which the first call that needs it would do, and return it.
@@ -282,11 +235,11 @@ class ChunkIndex(ChunkSource):
         known: dict[str, Vectors] = {}
         while True:
             self._embed(name, (chunk for chunk in self.chunks() if chunk.id not in known), known, progress)
-            with self._database.transaction():
-                rows = self._database.chunk_rows()
+            with self.transaction():
+                rows = self.chunk_rows()
                 if rows.keys() <= known.keys():  # else another process has added some meanwhile
-                    self._database.vectors.replace((row, known[chunk_id]) for chunk_id, row in rows.items())
-                    self._database.put_config(replace(self.config, embedding=name))
+                    self.vectors.replace((row, known[chunk_id]) for chunk_id, row in rows.items())
+                    self.put_config(replace(self.config, embedding=name))
                     return
 
     def note_writer(self, writer: WrittenBy) -> None:
@@ -295,20 +248,16 @@ class ChunkIndex(ChunkSource):
         Raises:
             StoreError: The index cannot be written.
         """
-        with self._database.transaction():
-            self._database.put_config(replace(self.config, writer=writer))
+        with self.transaction():
+            self.put_config(replace(self.config, writer=writer))
 
     def stats(self) -> IndexStats:
         """Count what is in the index."""
-        with self._database.transaction(write=False):
-            documents, chunks, tokens = self._database.counts()
+        with self.transaction(write=False):
+            documents, chunks, tokens = self.counts()
             embedding = self._embedding()
-        nbytes = self._database.nbytes()
+        nbytes = self.nbytes()
         return IndexStats(documents=documents, chunks=chunks, tokens=tokens, nbytes=nbytes, embedding=embedding)
-
-    def close(self) -> None:
-        """Close the database. The index must not be used afterwards."""
-        self._database.close()
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -104,11 +104,6 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
             except BaseException:
                 self.db.close()
                 raise
-
-    @property
-    def generation(self) -> Hashable:
-        with self.access():
-            return self.others_commits(), self.db.total_changes
 
     def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
         return self.read_signatures(

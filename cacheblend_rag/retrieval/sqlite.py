@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -103,10 +103,11 @@ class SQLiteFile:
         self.db.execute(f"PRAGMA user_version = {self.format}")
         return True
 
-    def others_commits(self) -> int:
-        """Return a number that is another one after every commit by another connection."""
+    @property
+    def generation(self) -> Hashable:
+        """Return a value that is another one after every change of the contents, by this process or by others."""
         with self.access():
-            return int(self.db.execute("PRAGMA data_version").fetchone()[0])
+            return self.db.execute("PRAGMA data_version").fetchone()[0], self.db.total_changes
 
     @contextmanager
     def access(self) -> Iterator[None]:

@@ -79,7 +79,7 @@ class ChunkCatalogue:
         home = home_of(self._directory, self._namespace)
         if not ChunkIndex.exists(home):
             return
-        index = ChunkIndex.open(home)
+        index = ChunkIndex(home)
         made_for = index.config.model
         if made_for == self._fingerprint:
             self._registry.attach(index)

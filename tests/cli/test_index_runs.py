@@ -110,7 +110,7 @@ def test_more_kv_than_the_store_can_hold_is_computed_only_once_somebody_says_so(
     found = index("--disk-budget", "4000B", stdin=answer)
     said = " ".join(found.stderr.split())
     assert re.search(r"The KV of these \d+ chunks will take about [\d.]+ KiB, and the store can hold 3.9 KiB", said)
-    with ChunkIndex.open(store) as opened:
+    with ChunkIndex(store) as opened:
         assert len(opened.documents()) == (3 if answer == "y" else 1)
         (old,) = opened.chunks_of(str(tmp_path / "before.txt"))
     if answer == "y":
@@ -171,7 +171,7 @@ def test_what_was_there_before_a_failed_run_stays(index, engine, documents, stor
     (documents / "aaa.txt").write_text("STOP")
     engine.stop = ModelError("no memory")
     assert index().exit_code == 4
-    with ChunkIndex.open(store) as opened:
+    with ChunkIndex(store) as opened:
         assert len(opened.documents()) == 2
 
 

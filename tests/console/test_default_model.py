@@ -49,12 +49,12 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def indexed(directory: Path, file: Path, model: str, writer: WrittenBy | None = None) -> Path:
     with (
-        ChunkIndex.open(directory, IndexConfig(ModelFingerprint("0" * 32, model), writer=writer)) as index,
-        index._database.transaction(),
+        ChunkIndex(directory, IndexConfig(ModelFingerprint("0" * 32, model), writer=writer)) as index,
+        index.transaction(),
     ):
         digest = file_digest(file)
         assert digest is not None
-        index._database.replace_document(str(file), digest, [Chunk("0" * 32, "text", (1,))], {})
+        index.replace_document(str(file), digest, [Chunk("0" * 32, "text", (1,))], {})
     return directory
 
 

@@ -150,7 +150,7 @@ def test_a_damaged_file_of_registered_chunks_is_an_error_in_words(data: st.DataO
 @pytest.fixture
 def index_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     monkeypatch.setattr(Embedder, "load", load)
-    with ChunkIndex.open(tmp_path, CONFIG) as index:
+    with ChunkIndex(tmp_path, CONFIG) as index:
         index.add("/a", "digest", [chunk(f"words number {number}", "/a", number) for number in range(20)])
     return (tmp_path / INDEX).read_bytes()
 
@@ -162,7 +162,7 @@ def test_a_damaged_index_is_an_error_in_words(index_file: bytes, data: st.DataOb
         file = root / INDEX
         file.write_bytes(data.draw(damage(index_file)))
         try:
-            with ChunkIndex.open(root) as opened:
+            with ChunkIndex(root) as opened:
                 opened.stats()
                 opened.documents()
                 list(opened.chunks())

@@ -408,7 +408,7 @@ def test_a_killed_run_loses_nothing_and_the_next_one_goes_on(
     environment = {**os.environ, "PYTHONPATH": str(root)}
     killed = subprocess.run([sys.executable, "-c", DIE, where, store, docs], cwd=root, env=environment, check=False)
     assert killed.returncode == -signal.SIGKILL
-    with ChunkIndex.open(store) as index:
+    with ChunkIndex(store) as index:
         assert len(index.documents()) == indexed
     engine = FakeEngine(DiskStore(store))
     kept = stored(engine)

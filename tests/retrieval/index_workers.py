@@ -55,7 +55,7 @@ def chunks(*texts: str) -> list[Chunk]:
 
 def add_many(connection: Connection, directory: Path, prefix: str, count: int) -> None:
     """Add documents that share a chunk with those of every other process."""
-    with patch.object(Embedder, "load", load), ChunkIndex.open(directory, CONFIG) as index:
+    with patch.object(Embedder, "load", load), ChunkIndex(directory, CONFIG) as index:
         for number in range(count):
             index.add(f"/{prefix}{number}", "d", chunks(f"own text {prefix} {number}", "shared by all"))
             connection.send(number)
@@ -63,7 +63,7 @@ def add_many(connection: Connection, directory: Path, prefix: str, count: int) -
 
 def replace_and_die(connection: Connection, directory: Path, statement: int) -> None:
     """Replace document /a, killed just before the ``statement``-th statement; tell "done" if there are fewer."""
-    with patch.object(Embedder, "load", load), ChunkIndex.open(directory, CONFIG) as index:
+    with patch.object(Embedder, "load", load), ChunkIndex(directory, CONFIG) as index:
         seen = 0
 
         def count(_: str) -> None:
@@ -72,7 +72,7 @@ def replace_and_die(connection: Connection, directory: Path, statement: int) -> 
             if seen == statement:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        database: sqlite3.Connection = index._database.db
+        database: sqlite3.Connection = index.db
         database.set_trace_callback(count)
         index.add("/a", "new", chunks("new one", "kept in both", "new two"))
         database.set_trace_callback(None)
@@ -86,7 +86,7 @@ def read_only(connection: Connection, directory: Path) -> None:
         os.setuid(NOBODY)
     with patch.object(Embedder, "load", load):
         try:
-            with ChunkIndex.open(directory, CONFIG) as index:
+            with ChunkIndex(directory, CONFIG) as index:
                 found = [hit.chunk.text for hit in index.search("blue anchor", 1)]
                 try:
                     index.add("/b", "d", chunks("another"))

@@ -41,7 +41,7 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def index(words: None, directory: Path) -> Iterator[ChunkIndex]:
-    with ChunkIndex.open(directory, CONFIG) as opened:
+    with ChunkIndex(directory, CONFIG) as opened:
         yield opened
 
 
@@ -62,7 +62,7 @@ def test_the_packaged_embedding_finds_what_a_question_is_about(
         "/sea.md": "The brig lost her anchor in a northern storm.\n\nThe crew ate dried cod for eleven weeks.",
         "/town.md": "Bread is baked before dawn and sold by noon.\n\nThe mayor of the town is Oda Fenwick.",
     }
-    with ChunkIndex.open(tmp_path, replace(CONFIG, embedding=None)) as index:
+    with ChunkIndex(tmp_path, replace(CONFIG, embedding=None)) as index:
         assert index.config.embedding == DEFAULT_EMBEDDING
         for path, text in documents.items():
             index.add(path, "d", split_text(text, tokenizer, 40, metadata={"source": path}))
@@ -93,7 +93,7 @@ def test_windows_cover_the_text_and_fit_the_model(real_embedder: Embedder) -> No
 
 
 def test_an_unknown_embedding_model_is_a_model_error(directory: Path) -> None:
-    with ChunkIndex.open(directory, replace(CONFIG, embedding="/nowhere/model")) as index:
+    with ChunkIndex(directory, replace(CONFIG, embedding="/nowhere/model")) as index:
         with pytest.raises(ModelError, match="/nowhere/model"):
             index.add("/a", "d", chunks("text"))
         assert index.documents() == []
@@ -105,7 +105,7 @@ def test_chunks_can_be_read_without_loading_an_embedding_or_faiss(index: ChunkIn
     program = (
         "import sys\n"
         "from cacheblend_rag.retrieval.index import ChunkIndex\n"
-        f"index = ChunkIndex.open({str(directory)!r})\n"
+        f"index = ChunkIndex({str(directory)!r})\n"
         "assert [c.text for c in index.chunks()] == ['one', 'two'] and index.stats().chunks == 2\n"
         "assert not {'faiss', 'sentence_transformers'} & set(sys.modules)\n"
     )
@@ -115,7 +115,7 @@ def test_chunks_can_be_read_without_loading_an_embedding_or_faiss(index: ChunkIn
 def test_a_chunk_keeps_text_tokens_and_metadata(index: ChunkIndex, directory: Path) -> None:
     made = chunk("Grüße — 你好 🎉", "/a", 7)
     index.add("/a", "d", [made])
-    with ChunkIndex.open(directory) as again:
+    with ChunkIndex(directory) as again:
         for read in (again.chunk(made.id), *again.chunks(), again.search("x", 1)[0].chunk):
             assert read == made and read.metadata == made.metadata
     with pytest.raises(UnknownChunkError, match="feed"):
@@ -187,7 +187,7 @@ def test_an_error_in_the_middle_of_adding_changes_nothing(index: ChunkIndex) -> 
 
 def test_rebuilding_changes_the_embedding_of_everything(index: ChunkIndex, directory: Path) -> None:
     index.add("/a", "d", chunks("one", "two"))
-    with ChunkIndex.open(directory) as other:
+    with ChunkIndex(directory) as other:
         assert texts(other, "two", 1) == ["two"]
         done: list[int] = []
         index.rebuild("more words", done.append)
@@ -199,7 +199,7 @@ def test_rebuilding_changes_the_embedding_of_everything(index: ChunkIndex, direc
 def test_chunks_added_while_another_process_rebuilds_get_the_new_embedding(
     index: ChunkIndex, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ChunkIndex.open(directory) as other:
+    with ChunkIndex(directory) as other:
         real = index_workers.WordEmbedder.texts
 
         def interrupted(self: index_workers.WordEmbedder, batch: list[str]) -> object:
@@ -229,28 +229,28 @@ def test_an_index_made_for_something_else_is_refused(
     index: ChunkIndex, directory: Path, wanted: index_workers.IndexConfig, message: str
 ) -> None:
     with pytest.raises(StoreMismatchError, match=f"{message}.*another directory"):
-        ChunkIndex.open(directory, wanted)
+        ChunkIndex(directory, wanted)
     renamed = replace(CONFIG, model=ModelFingerprint(CONFIG.model.digest, "moved"), embedding=None)
-    ChunkIndex.open(directory, renamed).close()
+    ChunkIndex(directory, renamed).close()
 
 
 def test_opening_what_is_not_there_or_not_ours_is_refused(directory: Path) -> None:
     assert not ChunkIndex.exists(directory)
     with pytest.raises(StoreError, match="There is no index"):
-        ChunkIndex.open(directory)
+        ChunkIndex(directory)
     assert list(directory.iterdir()) == []
     (directory / FILE_NAME).touch()  # what is left of a creation that was cut short
     with pytest.raises(StoreError, match="There is no index"):
-        ChunkIndex.open(directory)
-    ChunkIndex.open(directory, CONFIG).close()
+        ChunkIndex(directory)
+    ChunkIndex(directory, CONFIG).close()
     with sqlite3.connect(directory / FILE_NAME) as database:
         database.execute("PRAGMA user_version = 99")
     database.close()
     with pytest.raises(StoreMismatchError, match="format 99"):
-        ChunkIndex.open(directory)
+        ChunkIndex(directory)
     (directory / "file").touch()
     with pytest.raises(StoreError):
-        ChunkIndex.open(directory / "file" / "below", CONFIG)
+        ChunkIndex(directory / "file" / "below", CONFIG)
 
 
 def test_a_foreign_database_is_left_alone(directory: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_foreign_database_is_left_alone(directory: Path) -> None:
         database.execute("CREATE TABLE theirs (x)")
     database.close()
     with pytest.raises(StoreError, match="not an index of this library"):
-        ChunkIndex.open(directory, CONFIG)
+        ChunkIndex(directory, CONFIG)
 
 
 def test_damage_is_told_and_never_a_wrong_answer(index: ChunkIndex, directory: Path) -> None:
@@ -275,7 +275,7 @@ def test_damage_is_told_and_never_a_wrong_answer(index: ChunkIndex, directory: P
             leftover.unlink()
         (directory / FILE_NAME).write_bytes(broken)
         try:
-            with ChunkIndex.open(directory) as opened:
+            with ChunkIndex(directory) as opened:
                 assert all(expected.get(c.id) == c for c in opened.chunks())
                 assert all(expected.get(h.chunk.id) == h.chunk for h in opened.search("text about c", 60))
         except StoreError as error:
@@ -288,12 +288,12 @@ def test_damage_is_told_and_never_a_wrong_answer(index: ChunkIndex, directory: P
 def test_a_file_that_is_no_database_says_how_to_start_over(directory: Path, content: bytes) -> None:
     (directory / FILE_NAME).write_bytes(content)
     with pytest.raises(StoreError, match=r"damaged.*Delete index\.sqlite3\*.*index the documents again"):
-        ChunkIndex.open(directory, CONFIG)
+        ChunkIndex(directory, CONFIG)
 
 
 def test_damaged_vectors_are_repaired_by_rebuilding(index: ChunkIndex) -> None:
     index.add("/a", "d", chunks("one", "two"))
-    index._database.db.execute("UPDATE vectors SET vector = zeroblob(length(vector)) WHERE id = 1")
+    index.db.execute("UPDATE vectors SET vector = zeroblob(length(vector)) WHERE id = 1")
     with pytest.raises(StoreError, match="rebuilding the index repairs"):
         index.search("one", 1)
     index.rebuild()
@@ -304,7 +304,7 @@ def test_a_writer_may_die_before_any_statement(words: None, directory: Path) -> 
     versions = {"old": ["kept in both", "old one"], "new": ["kept in both", "new one", "new two"]}
     seen = set()
     for statement in range(1, 200):
-        with ChunkIndex.open(directory, CONFIG) as index:
+        with ChunkIndex(directory, CONFIG) as index:
             index.add("/a", "old", chunks("old one", "kept in both"))
         process, connection = start(index_workers.replace_and_die, directory, statement)
         try:
@@ -312,7 +312,7 @@ def test_a_writer_may_die_before_any_statement(words: None, directory: Path) -> 
         except EOFError:
             finished = False
         process.join()
-        with ChunkIndex.open(directory, CONFIG) as index:
+        with ChunkIndex(directory, CONFIG) as index:
             digest = index.digest_of("/a")
             assert digest is not None
             assert sorted(texts(index, "one", 9)) == sorted(c.text for c in index.chunks()) == versions[digest]
@@ -337,7 +337,7 @@ def test_another_process_makes_the_index_while_this_one_looks(
         def before(text: str) -> None:
             seen.append(text)
             if len(seen) == statement:
-                ChunkIndex.open(directory, CONFIG).close()
+                ChunkIndex(directory, CONFIG).close()
                 made.append(True)
 
         db.set_trace_callback(before)
@@ -345,7 +345,7 @@ def test_another_process_makes_the_index_while_this_one_looks(
 
     directory.joinpath(FILE_NAME).touch()
     monkeypatch.setattr(IndexDatabase, "connect", watched)
-    with ChunkIndex.open(directory, CONFIG) as index:
+    with ChunkIndex(directory, CONFIG) as index:
         assert index.stats().documents == 0 and made
 
 
@@ -358,7 +358,7 @@ def test_an_index_is_there_once_it_can_be_opened_and_no_sooner(
     def look(_: str) -> None:
         there.append(ChunkIndex.exists(directory))
         if there[-1]:
-            ChunkIndex.open(directory).close()
+            ChunkIndex(directory).close()
 
     def watched(database: IndexDatabase, mode: str) -> sqlite3.Connection:
         monkeypatch.setattr(IndexDatabase, "connect", connect)
@@ -367,7 +367,7 @@ def test_an_index_is_there_once_it_can_be_opened_and_no_sooner(
         return db
 
     monkeypatch.setattr(IndexDatabase, "connect", watched)
-    ChunkIndex.open(directory, CONFIG).close()
+    ChunkIndex(directory, CONFIG).close()
     assert there == sorted(there) and {*there} == {False, True}
 
 
@@ -375,7 +375,7 @@ def test_processes_add_at_once_and_see_each_other(words: None, directory: Path) 
     workers = [start(index_workers.add_many, directory, prefix, 15) for prefix in "xyz"]
     for _, connection in workers:
         connection.recv()  # all are at work, and the index exists
-    with ChunkIndex.open(directory, CONFIG) as index:
+    with ChunkIndex(directory, CONFIG) as index:
         before = index.generation
         while index.stats().documents < 45:
             paths = {document.path for document in index.documents()}
@@ -409,7 +409,7 @@ def test_threads_share_an_index(index: ChunkIndex) -> None:
 
 @pytest.mark.parametrize("writer_is_open", [False, True])
 def test_an_index_that_cannot_be_written_can_be_searched(words: None, directory: Path, writer_is_open: bool) -> None:
-    writer = ChunkIndex.open(directory, CONFIG)
+    writer = ChunkIndex(directory, CONFIG)
     writer.add("/a", "d", chunks("blue anchor", "red lantern"))
     if not writer_is_open:
         writer.close()
@@ -424,7 +424,7 @@ def test_an_index_that_cannot_be_written_can_be_searched(words: None, directory:
     assert found == ["blue anchor"]
     assert "no write permission" in refusal
     if not writer_is_open:
-        writer = ChunkIndex.open(directory, CONFIG)
+        writer = ChunkIndex(directory, CONFIG)
     writer.add("/b", "d", chunks("green bottle"))
     writer.close()
     connection.send("look again")
@@ -445,8 +445,8 @@ def test_an_index_holds_what_its_documents_hold(words: None, steps: list[tuple[s
     model: dict[str, list[str]] = {}
     with (
         memory_directory() as root,
-        ChunkIndex.open(root, CONFIG) as index,
-        ChunkIndex.open(root) as reader,
+        ChunkIndex(root, CONFIG) as index,
+        ChunkIndex(root) as reader,
     ):
         for number, (path, content) in enumerate(steps):
             before = {text for held in model.values() for text in held}

@@ -55,11 +55,11 @@ def add_document(index: IndexDatabase, path: str) -> None:
 def test_processes_share_an_index_without_memory_that_other_machines_do_not_see(directory: Path) -> None:
     first, second = IndexDatabase(directory, CONFIG), IndexDatabase(directory, CONFIG)
     assert journal(first) == journal(second) == "delete"
-    before = second.generation()
+    before = second.generation
     add_document(first, "one")
     add_document(second, "two")
     assert count_documents(first) == count_documents(second) == 2
-    assert second.generation() != before
+    assert second.generation != before
     assert {path.name for path in directory.iterdir()} <= {FILE_NAME, FILE_NAME + ".lock"}
     for each in (first, second):
         each.close()

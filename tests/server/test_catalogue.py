@@ -73,7 +73,7 @@ def test_what_one_server_registers_and_removes_reaches_the_other(tmp_path: Path)
 def test_chunks_of_the_index_are_known_followed_and_not_removed(tmp_path: Path) -> None:
     config = IndexConfig(MODEL)
     first, later = chunk("The index holds this text."), chunk("And this one came while the server ran.")
-    with ChunkIndex.open(tmp_path, config) as index:
+    with ChunkIndex(tmp_path, config) as index:
         index.add("a.md", "1", [first])
         mine, registry = catalogue(tmp_path)
         assert registry.get(first.id) is not None
@@ -90,7 +90,7 @@ def test_chunks_of_the_index_are_known_followed_and_not_removed(tmp_path: Path) 
 
 
 def test_an_index_of_another_model_is_left_alone_and_noted(tmp_path: Path) -> None:
-    with ChunkIndex.open(tmp_path, IndexConfig(OTHER)) as index:
+    with ChunkIndex(tmp_path, IndexConfig(OTHER)) as index:
         index.add("a.md", "1", [chunk("The index holds this text.")])
     mine, registry = catalogue(tmp_path)
     assert len(registry) == 0
@@ -100,7 +100,7 @@ def test_an_index_of_another_model_is_left_alone_and_noted(tmp_path: Path) -> No
 
 def test_an_index_of_another_kv_writer_is_known_and_noted(tmp_path: Path) -> None:
     hand = WrittenBy("ab", "/writers/one")
-    with ChunkIndex.open(tmp_path, IndexConfig(MODEL, writer=hand)) as index:
+    with ChunkIndex(tmp_path, IndexConfig(MODEL, writer=hand)) as index:
         index.add("a.md", "1", [chunk("The index holds this text.")])
     for writer, said in ((None, ["Give --writer /writers/one."]), (hand, [])):
         registry = ChunkRegistry()
@@ -117,7 +117,7 @@ def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
 
 def test_each_tenant_knows_its_own_index(tmp_path: Path) -> None:
     for tenant in ("default", "acme"):
-        with ChunkIndex.open(home_of(tmp_path, tenant), IndexConfig(MODEL)) as index:
+        with ChunkIndex(home_of(tmp_path, tenant), IndexConfig(MODEL)) as index:
             index.add("a.md", "1", [chunk(f"The index of {tenant} holds this text.")])
     for tenant, expected in (("default", 1), ("acme", 1), ("globex", 0)):
         registry = ChunkRegistry()
@@ -130,7 +130,7 @@ def test_each_tenant_knows_its_own_index(tmp_path: Path) -> None:
 def test_an_index_that_breaks_under_a_running_server_does_not_stop_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ChunkIndex.open(tmp_path, IndexConfig(MODEL)) as index:
+    with ChunkIndex(tmp_path, IndexConfig(MODEL)) as index:
         index.add("a.md", "1", [chunk("The index holds this text.")])
     mine, registry = catalogue(tmp_path)
 

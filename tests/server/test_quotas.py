@@ -312,7 +312,7 @@ async def test_what_expires_but_is_the_indexs_too_keeps_its_kv(tmp_path: Path) -
     own.catalogue._clock = clock
     for text in TEXTS[:2]:
         await server.register("default", text)
-    with ChunkIndex.open(tmp_path, IndexConfig(MODEL)) as index:
+    with ChunkIndex(tmp_path, IndexConfig(MODEL)) as index:
         index.add("a.md", "1", [make_chunk(TEXTS[0], server.client.tokenizer)])
         own.catalogue.refresh(force=True)
         clock.now += 100

@@ -215,7 +215,7 @@ async def test_an_own_id_stands_before_the_same_id_of_a_tenant_that_is_read(serv
 async def test_an_index_is_the_default_tenants_and_is_read_by_who_reads_that(tmp_path: Path) -> None:
     tenants = (DEFAULT, Namespace("acme", ("default",)), Namespace("globex"))
     text = make_chunk(TEXTS[0], Client().tokenizer)
-    with ChunkIndex.open(tmp_path, IndexConfig(MODEL)) as index:
+    with ChunkIndex(tmp_path, IndexConfig(MODEL)) as index:
         server = Server(tmp_path, tenants)
         index.add("a.md", "1", [text])
         for served in server.tenants.each.values():

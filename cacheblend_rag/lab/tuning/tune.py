@@ -181,13 +181,13 @@ class _TuneRun:
     def _tuned(self, student: Student, directory: Path) -> Iterator[ChunkIndex]:
         """Give the index as it will be asked: by another query encoder, or a copy that is embedded anew."""
         if not student.documents:
-            with ChunkIndex.open(self._index.directory, None, directory) as index:
+            with ChunkIndex(self._index.directory, None, directory) as index:
                 yield index
             return
         begin = time.perf_counter()
         show, documents = self._progress("Embedding"), self._index.documents()
         config = replace(self._index.config, embedding=str(directory))
-        with TemporaryDirectory(prefix="cacheblend-tuned-") as place, ChunkIndex.open(place, config) as index:
+        with TemporaryDirectory(prefix="cacheblend-tuned-") as place, ChunkIndex(place, config) as index:
             for number, document in enumerate(documents):
                 show(number, len(documents), "")
                 index.add(document.path, document.digest, self._index.chunks_of(document.path))

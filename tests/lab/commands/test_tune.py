@@ -88,7 +88,7 @@ def test_the_demonstration_of_another_seed_is_of_another_world_in_a_store_of_its
     found = as_json(run(*command, "--seed", 1, "--json"))
     directory = Path(found["settings"]["store"])
     assert directory.name.endswith("-tuning-1")
-    index = ChunkIndex.open(directory)
+    index = ChunkIndex(directory)
     expected = paraphrased_world(AutoTokenizer.from_pretrained(model_dir), (3, 4, 5), 4).documents
     assert sorted(document.path for document in index.documents()) == sorted(expected)
 
@@ -152,6 +152,6 @@ def test_an_index_records_where_its_embedding_model_is_however_it_was_named(
     monkeypatch.chdir(tmp_path)
     assert run("index", documents, "--store", "s", "--model", model_dir, "--embedding", retriever.name).exit_code == 0
     monkeypatch.chdir(documents)
-    with ChunkIndex.open(tmp_path / "s") as index:
+    with ChunkIndex(tmp_path / "s") as index:
         assert index.stats().embedding == str(retriever.resolve())
         assert index.search(QUESTION, 1)

@@ -116,7 +116,7 @@ def test_a_retriever_tuned_by_its_reader_finds_more_and_is_an_ordinary_model(
 
     model = SentenceTransformer(str(result.saved), device="cpu")
     held_out = split.held_out
-    with ChunkIndex.open(pipeline.chunks.directory, query_encoder=result.saved) as index:
+    with ChunkIndex(pipeline.chunks.directory, query_encoder=result.saved) as index:
         hits = [{hit.chunk.id for hit in index.search(q.text, 5)} for q in held_out]
         assert np.mean([bool(ids & q.relevant) for ids, q in zip(hits, held_out, strict=True)]) == found.after
         vector = index.load_embedder().question(held_out[0].text)
@@ -148,19 +148,19 @@ def test_an_encoder_of_chunks_too_finds_more_still_once_the_index_is_embedded_ag
     assert pipeline.chunks.generation == generation, "only a copy is embedded anew"
     assert "store reembed" in (result.saved / "README.md").read_text()
     with (
-        ChunkIndex.open(directory, query_encoder=result.saved) as index,
+        ChunkIndex(directory, query_encoder=result.saved) as index,
         pytest.raises(StoreMismatchError, match="store reembed"),
     ):
         index.load_embedder()
     other = shutil.copytree(directory, tmp_path / "store")
-    with ChunkIndex.open(other) as index:
+    with ChunkIndex(other) as index:
         before = [chunk.id for chunk in index.chunks()]
         index.rebuild(str(result.saved))
         assert [chunk.id for chunk in index.chunks()] == before, "chunks, and with them their KV, stay"
         held_out = split_questions(questions, FAST.seed).held_out
         hits = [{hit.chunk.id for hit in index.search(q.text, 5)} for q in held_out]
         assert np.mean([bool(ids & q.relevant) for ids, q in zip(hits, held_out, strict=True)]) == found.after
-    with ChunkIndex.open(other, query_encoder=result.saved) as index:
+    with ChunkIndex(other, query_encoder=result.saved) as index:
         assert index.search(held_out[0].text, 5), "naming it again does no harm"
 
 
