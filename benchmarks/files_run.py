@@ -142,7 +142,7 @@ def chat() -> dict[str, set[str]]:
         with _server(Path(folder), watched.environment) as url, RemoteEngine(url) as engine:
             with RagPipeline(engine, Path(folder) / "index") as pipeline:
                 pipeline.index([bundled_corpus()])
-                found = pipeline.retrieve(_question()).sources
+                found = pipeline.retrieve(_question()).hits
             model = ChatCacheBlend(engine=engine, max_tokens=1)
             texts = [{"type": "text", "text": source.text, "id": source.id} for source in found]
             question = HumanMessage([*texts, {"type": "text", "text": f"\n\n{_question()}"}])

@@ -11,7 +11,8 @@ from cacheblend_rag.printable import in_one_line
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.results import Generation
-    from cacheblend_rag.rag.results import RagAnswer, Source
+    from cacheblend_rag.rag.results import RagAnswer
+    from cacheblend_rag.retrieval.index import Hit
 
 _WIDTH = 100
 # Where a sentence or a line ends: a full stop within a number, a name or a path ends none.
@@ -26,7 +27,7 @@ def source_lines(answer: RagAnswer, question: str) -> list[str]:
     return [*found, *(f"note: {note}" for note in answer.notes)]
 
 
-def cite(source: Source) -> str:
+def cite(source: Hit) -> str:
     """Return the name of a source's document, and the page where it has pages."""
     return ", ".join(filter(None, (in_one_line(Path(source.path).name), source.pages)))
 

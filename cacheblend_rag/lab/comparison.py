@@ -11,7 +11,7 @@ from cacheblend_rag.demo.bundle import DemoQuestion, bundled_questions
 from cacheblend_rag.demo.methods import METHODS, answer_by_each_method
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.rag.pipeline import RagPipeline
-from cacheblend_rag.rag.results import Source
+from cacheblend_rag.retrieval.index import Hit
 
 # Shown one by one, in this order; references across chunks are what the library is about.
 _SHOWN_KINDS = ("cross", "two_hop_cross", "single")
@@ -39,7 +39,7 @@ class DemoRow:
     """
 
     question: DemoQuestion
-    sources: tuple[Source, ...]
+    sources: tuple[Hit, ...]
     prompt_tokens: int
     answers: dict[str, MethodAnswer]
     shown: bool = False
@@ -129,7 +129,7 @@ def _compare(pipeline: RagPipeline, question: DemoQuestion) -> DemoRow:
             computed_tokens=done.usage.computed_tokens,
             reused_tokens=done.usage.reused_tokens,
         )
-    return DemoRow(question, found.sources, tokens, answers)
+    return DemoRow(question, found.hits, tokens, answers)
 
 
 def _plain(text: str) -> str:

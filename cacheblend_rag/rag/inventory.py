@@ -6,8 +6,9 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.models import writer_of
@@ -101,13 +102,7 @@ class Inventory:
         self.store = open_store(self.directory, ram_budget=0)
 
     def unchanged(
-        self,
-        found: FoundDocuments,
-        model: str | None,
-        chunk_tokens: int | None = None,
-        overlap: int | None = None,
-        embedding: str | None = None,
-        writer: str | None = None,
+        self, found: FoundDocuments, model: str | None, writer: str | None = None, **made_with: Any
     ) -> IndexReport | None:
         """Return the report of indexing files again, where that has nothing to do; None where it has, or only a model can tell.
 
@@ -116,10 +111,8 @@ class Inventory:
         Args:
             found: The files.
             model: Name of the model that would do it.
-            chunk_tokens: As of the run, as are ``overlap`` and ``embedding``; None for the index's own.
-            overlap: See there.
-            embedding: See there.
             writer: Its KV writer, as an engine takes it.
+            made_with: What :class:`IndexConfig` would have besides; None for the index's own.
 
         Raises:
             InputError: The writer cannot be read.
@@ -127,23 +120,22 @@ class Inventory:
         named = writer_of(model, writer)
         by = None if named is None else KVWriter.read(named).name
         with self._index() as index:
-            if index is None or by not in (None, index.config.writer):
+            if index is None:
                 return None
-            made = index.config
-            settings = (made.model.name, model), (made.chunk_tokens, chunk_tokens), (made.overlap, overlap)
-            if any(asked not in (None, own) for own, asked in (*settings, (made.embedding, embedding))):
+            made, given = index.config, {name: value for name, value in made_with.items() if value is not None}
+            if made.model.name != model or by not in (None, made.writer) or replace(made, **given) != made:
                 return None
             known = {document.path: document.digest for document in index.documents()}
             report = nothing_to_read(found, known)
             if report is None or vanished(known.keys() - set(report.unchanged), found.roots):
                 return None
-            own, stats = self._entries(index).lasting(), self.store.stats()
+            own = self._entries(index).lasting()
             chunks = (chunk for path in report.unchanged for chunk in index.chunks_of(path))
             if not all(own.complete(chunk.token_ids) for chunk in chunks):
                 return None
         if why := made.unused_by(by):
             warnings.warn(why, stacklevel=2)
-        report.kv_bytes = max((tier.nbytes for tier in stats.tiers), default=stats.nbytes)
+        report.kv_bytes = max(tier.nbytes for tier in self.store.stats().tiers)
         return report
 
     def items(self) -> list[InventoryItem]:

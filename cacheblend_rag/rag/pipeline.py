@@ -237,7 +237,7 @@ class RagPipeline:
         stream: Generator[StreamEvent, None, None], shown: Retrieved, notes: tuple[str, ...]
     ) -> Iterator[RagEvent]:
         with closing(stream):
-            yield RagEvent("", sources=shown.sources)
+            yield RagEvent("", sources=shown.hits)
             for event in stream:
                 yield _event(event, shown, notes)
 
@@ -264,10 +264,6 @@ class RagPipeline:
         """Async twin of :meth:`ask`, off the event loop."""
         return await asyncio.to_thread(self.ask, question, sampling, settings, history)
 
-    async def aretrieve(self, question: str, history: Sequence[Turn] = ()) -> Retrieved:
-        """Async twin of :meth:`retrieve`, off the event loop."""
-        return await asyncio.to_thread(self.retrieve, question, history)
-
     async def astream(
         self,
         question: str,
@@ -280,7 +276,7 @@ class RagPipeline:
         with spans.current(asked):
             shown, built, notes = await asyncio.to_thread(self._prepare, question, sampling, history)
         async with aclosing(spans.awithin(asked, self.engine.astream(built, sampling, settings))) as events:
-            yield RagEvent("", sources=shown.sources)
+            yield RagEvent("", sources=shown.hits)
             async for event in events:
                 yield _event(event, shown, notes)
 
@@ -312,7 +308,7 @@ def _event(event: StreamEvent, shown: Retrieved, notes: tuple[str, ...]) -> RagE
 
 
 def _answer(done: Generation, shown: Retrieved, notes: tuple[str, ...]) -> RagAnswer:
-    return RagAnswer(done.text.strip(), shown.sources, done, shown.seconds, notes, shown.hits)
+    return RagAnswer(done.text.strip(), shown.hits, done, shown.seconds, notes)
 
 
 def _left_out(turns: int, kept_turns: int, hits: int, kept_hits: int, window: int) -> tuple[str, ...]:

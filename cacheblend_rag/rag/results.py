@@ -19,60 +19,11 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A chunk that stood in a prompt.
-
-    Attributes:
-        id: The chunk's id.
-        path: Its document.
-        ordinal: Its number in the document, from 0.
-        score: Similarity to the question, or to it and the turn before; None for a chunk that came along: the continuation of a
-            hit, or a chunk of the turn before.
-        text: Its text.
-        page: Page of the document that it begins on, from 1; None for documents without pages, and for those indexed before pages
-            were noted.
-        last_page: Page that it ends on; None where it is the same.
-    """
-
-    id: str
-    path: str
-    ordinal: int
-    score: float | None
-    text: str
-    page: int | None = None
-    last_page: int | None = None
-
-    @classmethod
-    def of(cls, hit: Hit) -> Source:
-        """Return a hit as it is shown to a user."""
-        at = hit.chunk.metadata
-        return cls(hit.chunk.id, hit.path, hit.ordinal, hit.score, hit.chunk.text, at.get("page"), at.get("last_page"))
-
-    @property
-    def pages(self) -> str:
-        """Return the pages in words, as ``page 3`` or ``pages 3-4``; empty where the document has none."""
-        if self.page is None:
-            return ""
-        word = "slide" if self.path.lower().endswith(".pptx") else "page"
-        return f"{word} {self.page}" if self.last_page is None else f"{word}s {self.page}-{self.last_page}"
-
-    @property
-    def place(self) -> str:
-        """Return where in the document it stands, in words: its pages, else the number of the chunk."""
-        return self.pages or f"chunk {self.ordinal}"
-
-
-@dataclass(frozen=True)
 class Retrieved:
     """Holds a question's chunks, best first, hits followed by their continuations; and the seconds it took."""
 
     hits: tuple[Hit, ...]
     seconds: float
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """Return the hits as they are shown to a user."""
-        return tuple(map(Source.of, self.hits))
 
 
 @dataclass(frozen=True)
@@ -85,19 +36,17 @@ class RagAnswer:
         generation: What the engine reports.
         retrieve_s: Seconds of retrieval.
         notes: What the user should know, such as sources left out for want of room.
-        hits: What the sources were made of, for the questions that follow: see :meth:`turn`.
     """
 
     answer: str
-    sources: tuple[Source, ...]
+    sources: tuple[Hit, ...]
     generation: Generation
     retrieve_s: float
     notes: tuple[str, ...] = ()
-    hits: tuple[Hit, ...] = ()
 
     def turn(self, question: str) -> Turn:
         """Return question and answer as the ``history`` of the next question takes them."""
-        return Turn(question, self.answer, self.hits)
+        return Turn(question, self.answer, self.sources)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as ``ask --json`` prints it."""
@@ -118,5 +67,5 @@ class RagEvent:
     """A piece of a streamed answer; the first carries the sources, the last the whole :class:`RagAnswer`."""
 
     text: str
-    sources: tuple[Source, ...] | None = None
+    sources: tuple[Hit, ...] | None = None
     answer: RagAnswer | None = None

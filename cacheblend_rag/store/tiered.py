@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -216,17 +217,11 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
     def stats(self) -> StoreStats:
         """See :meth:`Reporting.stats`. Entries are counted once, bytes in every tier; the tiers' own stats are nested."""
         tiers = tuple(map(stats_of, self.tiers))
-        counts = self._events.counts()
-        return StoreStats(
-            tier=self.tier,
-            entries=sum(1 for _ in self.entries()),
-            nbytes=sum(stats.nbytes for stats in tiers),
-            budget=self.budget,
-            hits=counts["hits"],
-            misses=counts["misses"],
-            puts=counts["puts"],
+        return replace(
+            self._stats(sum(1 for _ in self.entries()), sum(stats.nbytes for stats in tiers)),
             evictions=sum(stats.evictions for stats in tiers),
             damaged=sum(stats.damaged for stats in tiers),
+            codec="",
             tiers=tiers,
         )
 

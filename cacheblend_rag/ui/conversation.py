@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.results import Generation
     from cacheblend_rag.prompts.prompt import TokenizedPrompt
     from cacheblend_rag.rag.fates import PromptFate
-    from cacheblend_rag.rag.results import Source, Turn
+    from cacheblend_rag.rag.results import Turn
     from cacheblend_rag.retrieval.index import Hit
 
 _MOST_TABS = 200
@@ -52,13 +52,6 @@ class Exchange:
     fate: PromptFate | None = None
     retrieve_s: float = 0.0
     notes: tuple[str, ...] = ()
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """Return the chunks in the prompt as they are shown."""
-        from cacheblend_rag.rag.results import Retrieved
-
-        return Retrieved(self.hits, self.retrieve_s).sources
 
 
 @dataclass

@@ -13,8 +13,7 @@ from cacheblend_rag.console.output import counted, seconds
 if TYPE_CHECKING:
     from cacheblend_rag.engines.results import Generation
     from cacheblend_rag.rag.fates import ChunkFate, PromptFate
-    from cacheblend_rag.rag.results import Source
-    from cacheblend_rag.retrieval.index import IndexedDocument
+    from cacheblend_rag.retrieval.index import Hit, IndexedDocument
     from cacheblend_rag.ui.collection import FileState
     from cacheblend_rag.ui.conversation import Exchange
 
@@ -62,7 +61,7 @@ def answer(exchange: Exchange | None) -> str:
         parts.append(hint("Stopped before its end, so the engine reports no numbers."))
     parts += [hint(note) for note in exchange.notes]
     fates = {} if exchange.fate is None else {fate.id: fate for fate in exchange.fate.chunks}
-    cards = [_card(number, source, fates.get(source.id)) for number, source in enumerate(exchange.sources, 1)]
+    cards = [_card(number, source, fates.get(source.id)) for number, source in enumerate(exchange.hits, 1)]
     return "".join(parts) + f'<div class="cb-cards">{"".join(cards)}</div>'
 
 
@@ -109,7 +108,7 @@ def bar(fate: PromptFate, legend: bool = False) -> str:
     return f'{drawn}<ul class="cb-legend">{lines}</ul>'
 
 
-def _card(number: int, source: Source, fate: ChunkFate | None) -> str:
+def _card(number: int, source: Hit, fate: ChunkFate | None) -> str:
     score = "came along" if source.score is None else f"score {source.score:.2f}"
     said = ""
     if fate is not None:

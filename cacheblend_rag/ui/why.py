@@ -57,7 +57,7 @@ def coloured(exchange: Exchange, deviations: Deviations) -> str:
     assert exchange.prompt is not None
     shades = _shades(deviations.of)
     fates = {} if exchange.fate is None else {fate.id: fate.fate for fate in exchange.fate.chunks}
-    sources = {source.id: source for source in exchange.sources}
+    sources = {source.id: source for source in exchange.hits}
     parts = [_legend(len(deviations.recomputed))]
     for number, span in enumerate(exchange.prompt.spans, 1):
         source, fate = sources[span.chunk.id], fates.get(span.chunk.id, "")

@@ -13,11 +13,13 @@ from cacheblend_rag.cli.chat import Chat
 from cacheblend_rag.cli.citations import reuse_line, snippet, source_lines
 from cacheblend_rag.engines.results import Generation, Timings
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.rag.results import RagAnswer, RagEvent, Source, Turn
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.rag.results import RagAnswer, RagEvent, Turn
+from cacheblend_rag.retrieval.index import Hit
 
 SOURCES = (
-    Source("c2", "/docs/ships.txt", 3, 0.5, "Her cargo is grain."),
-    Source("c1", "/docs/log.pdf", 1, None, "The Proud Gull.", 3, 4),
+    Hit(Chunk("c2", "Her cargo is grain.", ()), 0.5, "/docs/ships.txt", 3),
+    Hit(Chunk("c1", "The Proud Gull.", (), {"page": 3, "last_page": 4}), None, "/docs/log.pdf", 1),
 )
 
 

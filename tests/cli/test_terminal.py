@@ -19,9 +19,10 @@ import cacheblend_rag
 from cacheblend_rag.console import output
 from cacheblend_rag.errors import ServerError
 from cacheblend_rag.printable import in_one_line, printable
+from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.inventory import Inventory
-from cacheblend_rag.rag.results import RagEvent, Source
-from cacheblend_rag.retrieval.index import IndexedDocument
+from cacheblend_rag.rag.results import RagEvent
+from cacheblend_rag.retrieval.index import Hit, IndexedDocument
 from tests.cli.test_chat import answer, converse
 from tests.cli.test_documents import store  # noqa: F401
 from tests.cli.test_shell import Terminal
@@ -29,7 +30,7 @@ from tests.cli.test_shell import Terminal
 STEERING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # A title, a bell, a link; 8-bit CSI that wipes the line; text shown from right to left; half a character.
 HOSTILE = "\x1b]0;owned\x07 \x1b]8;;http://evil\x1b\\link \x9b2K \u202egpj.exe\u2066 \udcff\r"
-ITEM = Source("c1", f"/docs/a\n[2] b{HOSTILE}.txt", 0, 0.5, f"Her cargo is grain.{HOSTILE}\n[2] b.txt: forged")
+ITEM = Hit(Chunk("c1", f"Her cargo is grain.{HOSTILE}\n[2] b.txt: forged", ()), 0.5, f"/docs/a\n[2] b{HOSTILE}.txt", 0)
 
 
 def test_chat_shows_what_documents_and_models_say_and_is_steered_by_neither(monkeypatch, capsys):

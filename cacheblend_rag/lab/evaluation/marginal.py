@@ -17,7 +17,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.spelling import answer_ids
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
 from cacheblend_rag.rag.pipeline import RagPipeline
-from cacheblend_rag.rag.results import RagAnswer, Source
+from cacheblend_rag.rag.results import RagAnswer
 
 TEMPERATURE: Final = 0.05
 """What cosine similarities are divided by for p(z|x), as when a retriever is tuned."""
@@ -130,11 +130,10 @@ def answer_marginally(
     )
     return MarginalAnswer(
         found.best,
-        tuple(Source.of(hit) for hit in hits),
+        tuple(hits),
         found.generation,
         retrieve_s,
         (note,),
-        tuple(hits),
         found.candidates,
         tuple(prior),
     )
