@@ -20,7 +20,6 @@ from cacheblend_rag.engines.entries import Entries, Ranking
 from cacheblend_rag.engines.results import (
     Generation,
     PrecomputeReport,
-    Score,
     StreamEvent,
     iterate_in_thread,
     last_generation,
@@ -75,12 +74,10 @@ class BlendEngine(ABC):
         prefix_cache_tokens: How many tokens the engine's own prefix cache holds at the most; 0 where it has none.
         supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
         without_json_schema: What to do where it has not.
-        supports_scoring: Whether it has :meth:`score`.
     """
 
     supports_json_schema: ClassVar[bool] = False
     without_json_schema: ClassVar[str] = "leave json_schema out or use VLLMEngine"
-    supports_scoring: ClassVar[bool] = False
 
     fingerprint: ModelFingerprint
     tokenizer: Any
@@ -181,32 +178,6 @@ class BlendEngine(ABC):
             last = event.generation
         assert last is not None
         return last
-
-    def score(
-        self, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None = None
-    ) -> list[Score]:
-        """Return how likely the model holds each of ``completions`` (token ids) behind the prompt, over stored KV.
-
-        The completions share the prompt's prefill. Behind header and one chunk nothing is blended: what is reused is exact.
-
-        Raises:
-            PromptTooLongError: Prompt and the longest completion exceed the context window.
-            UnknownChunkError: A reference to a chunk that was never registered.
-            InputError: A completion without tokens, or this engine cannot score.
-        """
-        raise InputError(
-            f"{type(self).__name__} cannot score completions; use TransformersEngine or VLLMEngine (--engine, without --server)."
-        )
-
-    def scoring_request(
-        self, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None
-    ) -> Request:
-        """Return the request for the prompt of :meth:`score`, with room for the longest completion; raises as it does."""
-        empty = [number for number, ids in enumerate(completions) if not ids]
-        if empty or not completions:
-            which = f"Completion {empty[0]} has no tokens" if empty else "There are no completions"
-            raise InputError(f"{which}; give the token ids of what is to be scored.")
-        return self.request(prompt, SamplingParams(max_tokens=max(map(len, completions))), settings)
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Return the prompt as token ids, and where its chunks are; a plain string is searched for registered chunks.

@@ -40,22 +40,6 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Score:
-    """Says how likely the model holds a given completion behind a prompt, at temperature 1.
-
-    Attributes:
-        token_logprobs: Natural-log probability of each of its tokens, given the prompt and those before it.
-    """
-
-    token_logprobs: tuple[float, ...]
-
-    @property
-    def logprob(self) -> float:
-        """Return the log-likelihood of the whole completion: log p(y | prompt)."""
-        return sum(self.token_logprobs)
-
-
 def likeliest(logprobs: Iterable[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
     """Return the ``count`` likeliest of token ids with their log-probabilities, likeliest first."""
     return tuple(sorted(logprobs, key=lambda pair: -pair[1])[:count])

@@ -16,6 +16,7 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError, UnknownChunkError
+from cacheblend_rag.lab.scoring import can_score, score
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, rag_prompt
 from cacheblend_rag.store import open_store
@@ -31,7 +32,7 @@ FULL = BlendSettings(quality="full")
 
 
 def _skip_without_scoring(engine: BlendEngine) -> None:
-    if not engine.supports_scoring:
+    if not can_score(engine):
         pytest.skip("this engine refuses to score")
 
 
@@ -326,11 +327,11 @@ class EngineContract:
             engine.generate("Is it so?", SamplingParams(max_tokens=4, json_schema="{no json"))
 
     def test_an_engine_that_cannot_score_says_which_can(self, engine, prompt) -> None:
-        if engine.supports_scoring:
-            assert len(engine.score(prompt, [[5], [6]])) == 2
+        if can_score(engine):
+            assert len(score(engine, prompt, [[5], [6]])) == 2
         else:
             with pytest.raises(InputError, match="TransformersEngine"):
-                engine.score(prompt, [[5]])
+                score(engine, prompt, [[5]])
 
     def test_scores_of_completions_are_those_the_model_gives_its_own_answer(self, engine, chunks, prompt) -> None:
         """Whatever is reused: the answer's tokens are as likely when they are given as when they are generated."""
@@ -338,7 +339,7 @@ class EngineContract:
         for settings in (FULL, BlendSettings(ratio=1.0), BlendSettings(ratio=0.3), BlendSettings(ratio=0.0)):
             made = engine.generate(prompt, SamplingParams(max_tokens=6, logprobs=0), settings)
             other = [*reversed(made.token_ids)]
-            got = engine.score(prompt, [made.token_ids, other, made.token_ids[:1]], settings)
+            got = score(engine, prompt, [made.token_ids, other, made.token_ids[:1]], settings)
             assert got[0].token_logprobs == pytest.approx([each.logprob for each in made.logprobs], abs=1e-4)
             assert got[0].logprob == pytest.approx(sum(got[0].token_logprobs))
             assert len(got[1].token_logprobs) == len(other)
@@ -352,18 +353,18 @@ class EngineContract:
         for chunk in chunks:
             alone = rag_prompt(engine.tokenizer, [chunk], "Who runs the observatory?")
             assert engine.generate(alone, SHORT).usage.reused_tokens == len(engine.header_ids) + len(chunk.token_ids)
-            want = [score.token_logprobs for score in engine.score(alone, answers, FULL)]
-            for got, expected in zip(engine.score(alone, answers), want, strict=True):
+            want = [each.token_logprobs for each in score(engine, alone, answers, FULL)]
+            for got, expected in zip(score(engine, alone, answers), want, strict=True):
                 assert got.token_logprobs == pytest.approx(expected, abs=1e-4)
 
     def test_what_cannot_be_scored_is_refused(self, engine, prompt) -> None:
         _skip_without_scoring(engine)
         with pytest.raises(InputError, match="Completion 1 has no tokens"):
-            engine.score(prompt, [[5], []])
+            score(engine, prompt, [[5], []])
         with pytest.raises(InputError, match="no completions"):
-            engine.score(prompt, [])
+            score(engine, prompt, [])
         with pytest.raises(PromptTooLongError):
-            engine.score(prompt, [[5] * engine.context_window])
+            score(engine, prompt, [[5] * engine.context_window])
 
     def test_references_are_resolved_and_unknown_ones_refused(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)

@@ -16,6 +16,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.engine import planned
 from cacheblend_rag.errors import ModelError
+from cacheblend_rag.lab.scoring import score
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
 from cacheblend_rag.store import MemoryStore
@@ -105,7 +106,7 @@ class TestTransformersEngine(EngineContract, ControllerContract, ConversationCon
         engine.precompute(chunks)
         answers = [[5, 6, 7], [9, 8, 7, 6, 5]]
         for settings in (BlendSettings(quality="full"), BlendSettings(ratio=1.0)):
-            for ids, got in zip(answers, engine.score(prompt, answers, settings), strict=True):
+            for ids, got in zip(answers, score(engine, prompt, answers, settings), strict=True):
                 whole = torch.tensor([[*engine.tokenize(prompt).token_ids, *ids]])
                 with torch.no_grad():
                     rows = engine.runner.model(whole).logits[0, -len(ids) - 1 : -1].log_softmax(-1)
@@ -137,7 +138,7 @@ def test_scores_behind_a_blend_are_those_of_the_reference(ratio: float) -> None:
     engine.precompute(scene.chunks)
     answer = [7, 11, 5]
     settings = BlendSettings(ratio=ratio, policy="hkvd", check_layers=(1,))
-    (got,) = engine.score(scene.prompt, [answer], settings)
+    (got,) = score(engine, scene.prompt, [answer], settings)
     parts = scene.parts()
     first = blend(model, scene.header, parts, ratio)
     for at, token in enumerate(answer):

@@ -20,11 +20,11 @@ from cacheblend_rag.blending.settings import BlendSettings, blend_terms
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, computing
 from cacheblend_rag.engines.base import Prompt, Request
 from cacheblend_rag.engines.entries import Entries, SideBySide
-from cacheblend_rag.engines.results import Generation, Score, StreamEvent, Timings
+from cacheblend_rag.engines.results import Generation, StreamEvent, Timings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache, Said
-from cacheblend_rag.engines.transformers.decoding import GUIDED, AnswerBuilder, Guide, score_behind
+from cacheblend_rag.engines.transformers.decoding import GUIDED, AnswerBuilder, Guide
 from cacheblend_rag.engines.transformers.owner import ModelOwner
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.prompts.templates import turn_ends, turn_lead
@@ -32,18 +32,19 @@ from cacheblend_rag.store.kv import StoredKV
 
 
 class PromptRun:
-    """One prompt on its way: it is prefilled, then answered or scored, and at its end lets go of what it used.
+    """One prompt on its way: it is prefilled, then answered, and at its end lets go of what it used.
 
     Attributes:
         plan: What is stored of what stands behind the first tokens, whose KV a conversation has left.
         logits: Of the last token so far, ``[vocab]``.
         outcome: What became of the prompt.
+        cache: Its KV, and that of what follows it; None before and behind.
     """
 
     plan: BlendPlan
     logits: torch.Tensor
     outcome: PromptOutcome
-    _cache: PositionedCache | ModelsOwnCache | None = None
+    cache: PositionedCache | ModelsOwnCache | None = None
     _trace: Trace | None = None
     _began = 0.0  # when its computing did
 
@@ -62,9 +63,9 @@ class PromptRun:
 
     def __exit__(self, *_: object) -> None:
         """Keep the KV for what is asked next, let go of stored KV, and write back what was missing."""
-        if self._cache is None:
+        if self.cache is None:
             return
-        said, cache, self._cache = self._said, self._cache, None
+        said, cache, self.cache = self._said, self.cache, None
         if said is not None and isinstance(cache, PositionedCache):
             said = replace(said, token_ids=(*said.token_ids, *self._tokens[: self._fed]))
             if cache.length == len(said.token_ids):  # not where a token was on its way
@@ -86,7 +87,7 @@ class PromptRun:
         with self._model.lock:
             while True:
                 try:
-                    self._cache = self._prefilled(unusable, late)
+                    self.cache = self._prefilled(unusable, late)
                     return
                 except UnusableSpanError as error:
                     # Missing, as far as this prompt goes: the next plan computes its chunk in place. Its tier has dropped
@@ -202,10 +203,10 @@ class PromptRun:
 
     def _decode(self, token: int) -> None:
         """Run a token of the answer."""
-        assert self._cache is not None
+        assert self.cache is not None
         ids = torch.tensor([[token]], device=self._model.device)
         with self._model.lock, computing(self._trace, DECODE, 1):
-            self.logits = self._model.runner.append(ids, self._cache)[0]
+            self.logits = self._model.runner.append(ids, self.cache)[0]
 
     def _learn(self) -> None:
         """Let what the prompt took keep the controller's costs current; its first token is there, so its work is done."""
@@ -214,12 +215,6 @@ class PromptRun:
         tokens = usage.computed_tokens + usage.selection_tokens
         computed = Computed(tokens, self.plan.num_tokens, took, self.plan.stored_tokens)
         self._model.learn(MeasuredCost((computed,), outcome.reads, outcome.load_s))
-
-    def score(self, completions: Sequence[Sequence[int]]) -> list[Score]:
-        """Return the log-likelihood of each completion behind the prompt."""
-        assert self._cache is not None
-        with self._model.lock:
-            return score_behind(self._model.runner, self._cache, self.logits, completions)
 
 
 def planned(model: ModelOwner, request: Request, unusable: Collection[tuple[int, ...]] = ()) -> BlendPlan:
@@ -254,7 +249,6 @@ class TransformersEngine(ModelOwner):
 
     supports_json_schema: ClassVar[bool] = GUIDED
     without_json_schema: ClassVar[str] = 'install llguidance ("cacheblend-rag[guided]"), or leave json_schema out'
-    supports_scoring: ClassVar[bool] = True
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
@@ -280,17 +274,3 @@ class TransformersEngine(ModelOwner):
             assert last.generation is not None
             spans.answered(last.generation)
             yield last
-
-    def score(
-        self, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None = None
-    ) -> list[Score]:
-        """See :class:`BlendEngine`; a model that is not blended runs the prompt anew for each completion."""
-        request = self.scoring_request(prompt, completions, settings)
-        # The state of a recurrent layer cannot go back to where the prompt ended.
-        together = [completions] if self.gate.passed else [[each] for each in completions]
-        return [score for each in together for score in self._score(request, each)]
-
-    def _score(self, request: Request, completions: Sequence[Sequence[int]]) -> list[Score]:
-        with PromptRun(self, request) as run:
-            run.prefill(None)
-            return run.score(completions)

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 import torch
-from vllm import SamplingParams as VLLMSampling
-from vllm.sampling_params import RequestOutputKind
 
 from cacheblend_rag.blending.controller import Terms
 from cacheblend_rag.blending.gate import GateReport
@@ -24,13 +22,12 @@ from cacheblend_rag.blending.profile import load_costs, log_uncalibrated
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, TraceEvent
-from cacheblend_rag.engines.base import Request, check_length
+from cacheblend_rag.engines.base import Request
 from cacheblend_rag.engines.entries import Entries, Ranking
 from cacheblend_rag.engines.models import end_tokens
 from cacheblend_rag.engines.results import (
     Generation,
     PrecomputeReport,
-    Score,
     StreamEvent,
     Timings,
     TokenLogprob,
@@ -289,36 +286,6 @@ class BlendClient:
         """Return what makes vLLM's span of a request a part of ours; None where vLLM traces nothing (--otlp-traces-endpoint)."""
         own = self.llm.vllm_config.observability_config.otlp_traces_endpoint
         return None if own is None else spans.headers
-
-    async def scores(self, request: Request, completions: Sequence[Sequence[int]]) -> list[Score]:
-        """See :meth:`BlendEngine.score`; vLLM computes what stands behind the last chunk itself, so it knows its likelihood."""
-        return list(await asyncio.gather(*(self._score(request, ids) for ids in completions)))
-
-    async def _score(self, request: Request, completion: Sequence[int]) -> Score:
-        prompt = replace(request.prompt, token_ids=(*request.prompt.token_ids, *completion), text=None)
-        check_length(len(prompt.token_ids), 1, self.context_window)
-        # A salt of its own: vLLM gives no log-probabilities of tokens that it finds in its prefix cache.
-        tokens, params = self.tokens_prompt(prompt, request.settings.asked, uuid4().hex, unasked=len(completion))
-        await self.before(prompt.token_ids, params, prompt)
-        wanted = VLLMSampling(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprobs=0,
-            detokenize=False,
-            # Left open, prompt_logprobs would switch the connector off as well as the prefix cache.
-            skip_reading_prefix_cache=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_transfer_params": params} if params else None,
-        )
-        last: RequestOutput | None = None
-        async for output in self.llm.generate(tokens, wanted, next(self._names)):  # type: ignore[arg-type]
-            last = output
-        if last is None or not last.prompt_logprobs:
-            raise CacheBlendError("vLLM ended a scoring request with an error; its log says why.")
-        rows = last.prompt_logprobs[-len(completion) :]
-        self.finished(self.report(last.kv_transfer_params, len(prompt.token_ids), 0, 0, asked=bool(params)), prompt)
-        found = [row[token].logprob for row, token in zip(rows, completion, strict=True) if row is not None]
-        return Score(tuple(found))
 
     def finished(self, report: FinishReport, prompt: TokenizedPrompt | None = None) -> None:
         """After an answer: chunks that had no stored KV, or no ranking, are precomputed in the background, for the next one.

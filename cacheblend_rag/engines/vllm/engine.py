@@ -24,7 +24,6 @@ from cacheblend_rag.engines.results import (
     EventQueue,
     Item,
     PrecomputeReport,
-    Score,
     StreamEvent,
 )
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -60,7 +59,6 @@ class VLLMEngine(BlendClient, BlendEngine):
     """
 
     supports_json_schema: ClassVar[bool] = True
-    supports_scoring: ClassVar[bool] = True
     store: KVStore
     device: torch.device
     dtype: torch.dtype
@@ -162,15 +160,6 @@ class VLLMEngine(BlendClient, BlendEngine):
                 yield event
         finally:
             work.cancel()
-
-    def score(
-        self, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None = None
-    ) -> list[Score]:
-        """See :class:`BlendEngine`; each completion is a request of its own, and they run side by side.
-
-        To a policy that asks what the question attends to, the completion counts as part of the question.
-        """
-        return self._run(self.scores(self.scoring_request(prompt, completions, settings), completions))
 
     def flush(self) -> None:
         self._run(self.drain())

@@ -13,6 +13,7 @@ import torch
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.measure import check_positive, count_rounds, take_turns
 from cacheblend_rag.lab.doctor.workbench import Workbench, own_attention
+from cacheblend_rag.lab.scoring import score
 from cacheblend_rag.prompts.chunk import Chunk
 
 Logprobs = list[list[float]]
@@ -88,7 +89,7 @@ def bench_score(
 def _cached(place: Workbench, settings: ScoreSettings, chunks: list[Chunk], answer: Sequence[int]) -> Logprobs:
     place.forget()
     prompts = (place.prompt([chunk], settings.question_tokens, settings.seed) for chunk in chunks)
-    return [list(place.engine.score(prompt, [answer])[0].token_logprobs) for prompt in prompts]
+    return [list(score(place.engine, prompt, [answer])[0].token_logprobs) for prompt in prompts]
 
 
 @torch.inference_mode()

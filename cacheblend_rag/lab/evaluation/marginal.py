@@ -14,6 +14,7 @@ from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.scoring import score
 from cacheblend_rag.lab.spelling import answer_ids
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
 from cacheblend_rag.rag.pipeline import RagPipeline
@@ -68,8 +69,8 @@ def marginalise(
     generations = tuple(engine.generate(prompt, sampling, settings) for prompt in prompts)
     answers = list(dict.fromkeys(done.text.strip() for done in generations))
     completions = [answer_ids(engine.tokenizer, answer) for answer in answers]
-    scores = [engine.score(prompt, completions, settings) for prompt in prompts]
-    likelihood = np.exp([[score.logprob for score in row] for row in scores])
+    scores = [score(engine, prompt, completions, settings) for prompt in prompts]
+    likelihood = np.exp([[each.logprob for each in row] for row in scores])
     probability = (np.asarray(prior) @ likelihood).tolist()
     ranked = sorted(zip(answers, probability, strict=True), key=lambda pair: -pair[1])
     return Marginal(generations, tuple(ranked))

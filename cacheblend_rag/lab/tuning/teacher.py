@@ -13,6 +13,7 @@ import xxhash
 
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.lab.evaluation.answers import AnswersFile
+from cacheblend_rag.lab.scoring import score
 from cacheblend_rag.lab.spelling import answer_ids
 from cacheblend_rag.lab.tuning.questions import TuningQuestion
 from cacheblend_rag.prompts.prompt import rag_prompt
@@ -51,9 +52,7 @@ def reader_logprobs(
         rag_prompt(engine.tokenizer, held, question.text, instruction)
         for held in (*([index.chunk(name)] for name in chunks), [])
     ]
-    return [
-        float(np.logaddexp.reduce([score.logprob for score in engine.score(prompt, answers)])) for prompt in prompts
-    ]
+    return [float(np.logaddexp.reduce([each.logprob for each in score(engine, prompt, answers)])) for prompt in prompts]
 
 
 class Teacher:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from cacheblend_rag import __version__
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import CacheBlendError, InputError
+from cacheblend_rag.lab.scoring import can_score
 from cacheblend_rag.lab.stats.metrics import exact_match, f1
 from cacheblend_rag.lab.tuning.card import example, write_card
 from cacheblend_rag.lab.tuning.estimate import estimate_checking, estimate_embedding, estimate_training, timed, total
@@ -89,7 +90,7 @@ def tune(
     settings = settings or TuneSettings()
     output = output.expanduser()
     check_free(output)
-    if not pipeline.engine.supports_scoring and any(question.answers for question in questions):
+    if not can_score(pipeline.engine) and any(question.answers for question in questions):
         raise InputError(
             f"{type(pipeline.engine).__name__} cannot score answers; tune with TransformersEngine or VLLMEngine."
         )

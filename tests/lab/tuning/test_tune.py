@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from cacheblend_rag.engines.results import Score
+from cacheblend_rag.engines.base import Request
 from cacheblend_rag.errors import InputError, ModelError, StoreMismatchError
+from cacheblend_rag.lab import scoring
+from cacheblend_rag.lab.scoring import Score
 from cacheblend_rag.lab.tuning.candidates import EMBEDDED, LearnedCandidates, StoredCandidates
 from cacheblend_rag.lab.tuning.judging import Gain, gain
 from cacheblend_rag.lab.tuning.out_of_domain import DocstringTask
@@ -27,7 +29,6 @@ from cacheblend_rag.lab.tuning.teacher import Teacher
 from cacheblend_rag.lab.tuning.training import TrainSettings
 from cacheblend_rag.lab.tuning.tune import TuneSettings, tune, verdict
 from cacheblend_rag.lab.tuning.world import digest_of, paraphrased_world
-from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.embedding import (
     DEFAULT_EMBEDDING,
@@ -48,17 +49,22 @@ FAST = TuneSettings(TrainSettings(part="adapter", epochs=40, batch=8), candidate
 class Reader(FakeEngine):
     """Likes an answer that stands in the prompt's chunk, and no other."""
 
-    supports_scoring = True
+    can_score = True
     scored = 0
     dies_at = -1
 
-    def score(self, prompt, completions: Sequence[Sequence[int]], settings=None) -> list[Score]:
+    def scores(self, request: Request, completions: Sequence[Sequence[int]]) -> list[Score]:
         self.scored += 1
         if self.scored == self.dies_at:
             raise KeyboardInterrupt
-        text = " ".join(part.text for part in prompt.segments if isinstance(part, Chunk))
+        text = " ".join(span.chunk.text for span in request.prompt.spans)
         answers = [self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]
         return [Score((-0.02 if answer in text else -9.0,)) for answer in answers]
+
+
+@pytest.fixture(autouse=True)
+def _scored_by_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_scorer", lambda reader: Reader.scores if reader.can_score else None)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +256,7 @@ def test_an_interrupted_run_has_lost_one_question_at_the_most(pipeline, question
 
 def test_questions_whose_chunks_are_known_need_no_answer(pipeline, questions, tmp_path) -> None:
     known = [replace(question, answers=()) for question in questions]
-    pipeline.engine.supports_scoring = False
+    pipeline.engine.can_score = False
     settings = replace(FAST, training=TrainSettings(epochs=12))
     result = tune(pipeline, known, tmp_path / "out", settings)
     assert result.held_out["recall_at_5"].difference > 0
