@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.remote import RemoteEngine
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.engines.vllm import VLLMEngine
+    from cacheblend_rag.prompts.prompt import Header
     from cacheblend_rag.rag.inventory import Inventory
     from cacheblend_rag.rag.pipeline import RagPipeline
     from cacheblend_rag.retrieval.database import IndexConfig
@@ -71,7 +72,11 @@ def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> Transform
 
 
 def open_vllm(
-    chosen: ModelOptions, store: Path | None, ram_budget: int | None, disk_budget: int | None, header: str | None = None
+    chosen: ModelOptions,
+    store: Path | None,
+    ram_budget: int | None,
+    disk_budget: int | None,
+    header: Header | None = None,
 ) -> VLLMEngine:
     """Start vLLM with the model of a command; ``store`` and ``header`` as its engine takes them.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -108,16 +108,22 @@ def header_ids(tokenizer: Any, header: str) -> tuple[int, ...]:
     return _tokenized([header], encoder_for(tokenizer), "a").token_ids
 
 
-def chosen_header_ids(tokenizer: Any, header: str | Sequence[int] | None, blockwise: bool = False) -> tuple[int, ...]:
-    """Return the tokens that an engine precomputes chunks behind: the given ids or text, else :func:`rag_header`'s.
+Header = str | Sequence[int] | Callable[[Any], str]
+"""What stands before the first chunk: the rendered text, its token ids, or what renders it for a tokenizer."""
+
+
+def chosen_header_ids(tokenizer: Any, header: Header | None, blockwise: bool = False) -> tuple[int, ...]:
+    """Return the tokens that an engine precomputes chunks behind: those of the given header, else of :func:`rag_header`'s.
 
     For a model that is ``blockwise`` (its profile says so) there are none, unless they are given.
     """
-    if header is not None and not isinstance(header, str):
+    if header is None:
+        header = () if blockwise else rag_header
+    if not isinstance(header, str) and not callable(header):
         return tuple(header)
-    if tokenizer is None or (header is None and blockwise):
+    if tokenizer is None:
         return ()
-    return header_ids(tokenizer, rag_header(tokenizer) if header is None else header)
+    return header_ids(tokenizer, header if isinstance(header, str) else header(tokenizer))
 
 
 def rag_header(tokenizer: Any, instruction: str = DEFAULT_INSTRUCTION) -> str:

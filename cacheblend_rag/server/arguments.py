@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.models import BUNDLED_MODEL, is_bundled
-from cacheblend_rag.errors import InputError, ModelError
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import encoder_for
-from cacheblend_rag.prompts.prompt import header_ids, rag_header
+from cacheblend_rag.prompts.prompt import rag_header
 from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, dated_template
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 from cacheblend_rag.server.keys import read_keys, refuse_stored_answers
@@ -92,7 +92,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
     launch = prepare(
         options.model,
         options.store,
-        header=_header(options, args),
+        header=None if options.instruction is None else partial(rag_header, instruction=options.instruction),
         ratio=options.ratio,
         dtype=args.dtype,
         ram_budget=options.ram_budget,
@@ -177,20 +177,6 @@ def _is_loopback(host: str | None) -> bool:
     except OSError:
         return False
     return bool(found) and all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
-
-
-def _header(options: ServeOptions, args: Namespace) -> tuple[int, ...] | None:
-    if options.instruction is None:
-        return None
-    from transformers import AutoTokenizer
-
-    from cacheblend_rag.engines.models import model_directory
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or model_directory(options.model))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"Cannot load the tokenizer of {options.model or BUNDLED_MODEL!r}: {error}") from error
-    return header_ids(tokenizer, rag_header(tokenizer, options.instruction))
 
 
 def _chat_template(args: Namespace, tokenizer: Any) -> str | None:

@@ -40,7 +40,7 @@ from cacheblend_rag.engines.transformers.target import ModelRunner, Transformers
 from cacheblend_rag.engines.writer import KVWriter, WriterNotice
 from cacheblend_rag.errors import CacheBlendError, InputError, ModelError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import chosen_header_ids
+from cacheblend_rag.prompts.prompt import Header, chosen_header_ids
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.base import page_lock_for
@@ -173,7 +173,7 @@ class ModelOwner(BlendEngine):
         store: KVStore | str | Path | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
-        header: str | Sequence[int] | None = None,
+        header: Header | None = None,
         ratio: float | None = None,
         write_back: bool = True,
         ranking: Ranking | None = None,
@@ -189,8 +189,8 @@ class ModelOwner(BlendEngine):
                 ``"ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,s3://bucket/prefix"``; or None for RAM alone.
             device: ``"cpu"``, ``"cuda"``...; None takes CUDA if there is one.
             dtype: None takes fp32 on a CPU, the model's own elsewhere.
-            header: What stands before the first chunk in your prompts: the rendered text, or its token ids. None takes
-                :func:`rag_header`'s.
+            header: What stands before the first chunk in your prompts: the rendered text, its token ids, or a function that
+                renders it for the tokenizer. None takes :func:`rag_header`'s.
             ratio: Default recompute ratio; None takes the model profile's.
             write_back: Store the KV of chunks that a prompt held but the store did not, after the answer.
             ranking: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`); None is ``"now"`` for a

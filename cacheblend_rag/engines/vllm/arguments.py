@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from cacheblend_rag.engines.models import BUNDLED_MODEL, dtype_named, is_bundled
 from cacheblend_rag.engines.vllm.starting import Tie, keep_what_is_compiled
 from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, ModelError
-from cacheblend_rag.prompts.prompt import chosen_header_ids
+from cacheblend_rag.prompts.prompt import Header, chosen_header_ids
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 
 # Tokens and sequences of an engine step on a GPU: what vLLM's server takes on a large one. Its Python API takes 2048 and 128,
@@ -62,7 +62,7 @@ def prepare(
     model: str | Path | None,
     store: Path | str,
     *,
-    header: str | Sequence[int] | None = None,
+    header: Header | None = None,
     ratio: float | None = None,
     dtype: str | torch.dtype | None = None,
     ram_budget: int | None = None,
@@ -197,15 +197,6 @@ def _dtype(given: str | torch.dtype | None, config: dict[str, Any]) -> torch.dty
         stated = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         given = "float32" if current_platform.is_cpu() else str(stated)
     return dtype_named(str(given))
-
-
-def load_tokenizer(model: str | Path | None) -> Any:
-    """Return the tokenizer of a model; see :func:`prepare`.
-
-    Raises:
-        ModelError: The model cannot be found, or has none.
-    """
-    return _tokenizer(_find(model, str(model))[0])
 
 
 def _tokenizer(where: str | Path) -> Any:

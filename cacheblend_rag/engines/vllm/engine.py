@@ -33,6 +33,7 @@ from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.starting import StartError, spawn_if_forking_fails
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import Header
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.opening import is_urls
 
@@ -68,7 +69,7 @@ class VLLMEngine(BlendClient, BlendEngine):
         model: str | Path | None = None,
         *,
         store: str | Path | None = None,
-        header: str | Sequence[int] | None = None,
+        header: Header | None = None,
         ratio: float | None = None,
         dtype: str | torch.dtype | None = None,
         write_back: bool = True,

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,13 +126,11 @@ class EvalOptions:
             with self.open() as engine:
                 yield engine
             return
-        from cacheblend_rag.engines.vllm.arguments import load_tokenizer
         from cacheblend_rag.lab.evaluation.evaluate import header_of
 
-        header = header_of(settings, load_tokenizer(self.chosen.model))
         with (
             tempfile.TemporaryDirectory(prefix="cacheblend-eval-") as name,
-            open_vllm(self.chosen, Path(name), _STORE_BYTES, None, header) as served,
+            open_vllm(self.chosen, Path(name), _STORE_BYTES, None, partial(header_of, settings)) as served,
         ):
             yield served
 
