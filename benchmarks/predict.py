@@ -40,6 +40,7 @@ from cacheblend_rag.blending.transfer import sent, transfer_to
 from cacheblend_rag.engines.transformers.attention import Looks
 from cacheblend_rag.lab.doctor.random_models import random_config
 from cacheblend_rag.lab.doctor.workbench import Workbench
+from cacheblend_rag.lab.policies import rank_for
 from tests.device import simulated
 
 QUESTION, BF16 = 32, 2
@@ -153,7 +154,7 @@ def count_launches(
         engine = _engine(few)
         place = Workbench(engine, "", None, torch.device(simulated.NAME), torch.float32, 256)
         prompt = place.prompt(place.random_chunks(chunks, chunk_tokens, 0), QUESTION, 0)
-        engine.rank_for(METHODS["static 5%"])
+        rank_for(engine, METHODS["static 5%"])
         engine.precompute(place.random_chunks(chunks, chunk_tokens, 0))
         if replayed:
             engine.runner.graphs = Replayed(engine.runner)  # type: ignore[assignment]

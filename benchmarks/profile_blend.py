@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from cacheblend_rag import BlendSettings, SamplingParams
 from cacheblend_rag.lab.bench import BenchModel, Workbench
 from cacheblend_rag.lab.doctor.workbench import name_methods
+from cacheblend_rag.lab.policies import rank_for
 
 LISTED = 15
 
@@ -74,7 +75,7 @@ def main() -> None:
     options = parser.parse_args()
     blend = BlendSettings(options.ratio, options.policy)
     with Workbench.open(BenchModel(options.model, options.random_weights, options.device, options.dtype)) as place:
-        place.engine.rank_for(blend)
+        rank_for(place.engine, blend)
         place.engine.precompute(place.random_chunks(options.chunks, 512, 0))
         methods = name_methods(blend)
         found = {

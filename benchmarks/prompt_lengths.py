@@ -22,6 +22,7 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.lab.doctor.measure import PeakMemory, take_turns
 from cacheblend_rag.lab.doctor.workbench import BenchModel, EngineName, Workbench, name_methods
+from cacheblend_rag.lab.policies import rank_for
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -109,7 +110,7 @@ def main() -> None:
         # Just room for one prompt: vLLM goes through all its pages in turn, and so would the memory in use.
         with Workbench.open(model, context=context, pages=context // PAGE + 3) as place:
             chunks = place.random_chunks(count, CHUNK, 0)
-            place.engine.rank_for(blend)
+            rank_for(place.engine, blend)
             place.engine.precompute(chunks)
             prompt = place.prompt(chunks, QUESTION, 0)
             for name in names:  # warm up: on vLLM with all of it, so that every page was touched and all KV is in RAM

@@ -180,22 +180,13 @@ class Choice:
         return replace(options, ratio=raised(options.ratio, self.ratio), most_wait_s=self.most_wait_s)
 
 
-@dataclass(frozen=True)
-class BlendTimes:
-    """Holds the seconds of one blend: of loading alone, of computing alone, and to the first token, one overlapping the other."""
-
-    load_s: float
-    compute_s: float
-    seconds: float
-
-
 def decide(load: Load, costs: Costs) -> Decision:
     """Return how to serve a prompt soonest; of what is about as soon, that which leaves the fewest tokens stale.
 
     Tried are: all stored KV; all but the spans whose loading costs most for what it spares, one more each time; none; of few
     spans every number from each tier. Tiers whose cost is not known count as free: what is loaded from them will tell.
     """
-    arms = [_Arm(load, costs, used) for used in _choices(load, costs)]
+    arms = [Arm(load, costs, used) for used in _choices(load, costs)]
     limit = (1 + SPENT) * min(arm.seconds(load.least) for arm in arms)
     ratios = {arm: arm.highest_ratio(limit) for arm in arms if arm.seconds(load.least) <= limit}
     best = min(ratios, key=lambda arm: (arm.stale(ratios[arm]), arm.seconds(load.least)))
@@ -238,7 +229,7 @@ def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: fl
         load = replace(load, least=needed)
         found = decide(load, terms.costs)
     at_hand = tuple(use and span.tier == "ram" for span, use in zip(located, found.used, strict=True))
-    most_wait_s = found.load_s + max(HICCUP_S, _Arm(load, terms.costs, at_hand).seconds(found.ratio))
+    most_wait_s = found.load_s + max(HICCUP_S, Arm(load, terms.costs, at_hand).seconds(found.ratio))
     expected = f"expected in {found.seconds:.3g} s, an ordinary prefill in {found.prefill_s:.3g} s"
     if all(found.used):
         return Choice(frozenset(), found.ratio / more, f" ({expected})", found.seconds, most_wait_s)
@@ -260,14 +251,7 @@ def _chunks_of(plan: BlendPlan) -> list[StoredSpan]:
     return [span for span in (*plan.exact, *plan.stale) if span.chunk is not None]
 
 
-def blend_times(load: Load, costs: Costs, tier: str) -> BlendTimes:
-    """Return what a blend of all of ``load`` at its lowest ratio takes with its KV in ``tier``, whatever tiers it names."""
-    moved = replace(load, spans=[replace(span, tier=tier) for span in load.spans])
-    arm = _Arm(moved, costs, (True,) * len(moved.spans))
-    return BlendTimes(arm.load_s, arm.compute_s(load.least), arm.seconds(load.least))
-
-
-class _Arm:
+class Arm:
     """Reckons with the use of some spans' stored KV, and the computing of the others."""
 
     def __init__(self, load: Load, costs: Costs, used: tuple[bool, ...]):
@@ -287,6 +271,7 @@ class _Arm:
         return (1 - ratio) * self._stale
 
     def compute_s(self, ratio: float) -> float:
+        """Return the time of computing alone."""
         return sum(self._passes_s(ratio))
 
     def seconds(self, ratio: float) -> float:

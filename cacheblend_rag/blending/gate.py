@@ -75,9 +75,6 @@ class GateSubject(Protocol):
     def kv(self, target: BlendTarget) -> Sequence[LayerKV]:
         """Return each layer's KV of the whole prompt, as a blend left it."""
 
-    def decode(self, target: BlendTarget, tokens: Sequence[int]) -> torch.Tensor:
-        """Append ``tokens`` to a blended prompt; return the logits ``[tokens, vocab]`` of what follows each."""
-
 
 @dataclass(frozen=True)
 class GateReport:

@@ -279,11 +279,6 @@ class BlendSchedule:
     check_layers: tuple[int, ...] = (1,)
     widths: tuple[float, ...] = (1.0,)
 
-    def dense_share(self, ratio: float, num_layers: int) -> float:
-        """Return what the dense passes of a blend compute, as a share of its stale tokens through all layers."""
-        sizes = [1.0, *(min(1.0, ratio * width) for width in self.widths[:-1])]
-        return sum(size * layer / num_layers for size, layer in zip(sizes, self.check_layers, strict=True))
-
 
 @dataclass(frozen=True)
 class FuseOptions:

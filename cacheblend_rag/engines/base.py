@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.gate import GateReport
-from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.engines.entries import Entries, Ranking
@@ -204,14 +203,6 @@ class BlendEngine(ABC):
         tokens = self.tokenize(prompt)
         check_length(len(tokens.token_ids), sampling.max_tokens, self.context_window)
         return Request(tokens, sampling, resolved)
-
-    def rank_for(self, *settings: BlendSettings) -> None:
-        """Measure static deviations with the KV from now on, if a blend by one of ``settings`` needs them."""
-        wanted = (self.profile.resolve(each, self.num_layers, self.controlled) for each in settings)
-        if any(
-            each.reuse == "chunks" and (each.ratio == "auto" or policy(each.policy).needs_static) for each in wanted
-        ):
-            self.ranking = "now"
 
     async def agenerate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None

@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from cacheblend_rag.blending.policies import Candidates, SelectionPolicy
+from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
+
+if TYPE_CHECKING:
+    from cacheblend_rag.blending.settings import BlendSettings
+    from cacheblend_rag.engines.base import BlendEngine
 
 _SINKS: Final = 2
 _WINDOW: Final = 7
@@ -93,3 +97,10 @@ class RandomPolicy(SelectionPolicy):
         generator = torch.Generator().manual_seed(int(candidates.positions.sum()))
         # A token's number is its place in the order, negated: the first come highest.
         return -torch.randperm(len(candidates.positions), generator=generator).argsort().to(candidates.positions.device)
+
+
+def rank_for(engine: BlendEngine, *settings: BlendSettings) -> None:
+    """Have an engine measure static deviations with the KV from now on, if a blend by one of ``settings`` needs them."""
+    wanted = (engine.profile.resolve(each, engine.num_layers, engine.controlled) for each in settings)
+    if any(each.reuse == "chunks" and (each.ratio == "auto" or policy(each.policy).needs_static) for each in wanted):
+        engine.ranking = "now"

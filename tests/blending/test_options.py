@@ -15,6 +15,7 @@ from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_pro
 from cacheblend_rag.blending.settings import BlendSettings, TextRange, TextRatio, left_out
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.policies import rank_for
 from cacheblend_rag.prompts.prompt import chosen_header_ids
 from tests.blending import reference
 from tests.blending.prompts import Scene
@@ -127,5 +128,5 @@ def test_chunks_without_a_rank_are_blended_at_the_profiles_ratio_and_ranked_for_
     assert first.ratio == 0.05
     assert second.ratio > 0.05
     engine.ranking = "off"
-    engine.rank_for(auto)
+    rank_for(engine, auto)
     assert engine.ranking == "now"

@@ -10,7 +10,7 @@ each block reads only the keys between its first and its last visible one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -28,24 +28,8 @@ NAME = "cacheblend_sdpa"
 # Queries per masked block: measured best on a CPU (benchmarks/attention_blocks.py); a GPU wants fewer, larger calls.
 _BLOCK, _GPU_BLOCK = 64, 1024
 
-_queries: ContextVar[Queries | None] = ContextVar("cacheblend_queries", default=None)
-
-Watcher = Callable[[int, torch.Tensor], None]
-_watcher: ContextVar[Watcher | None] = ContextVar("cacheblend_watcher", default=None)
-
-
-@contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
-    """Show every layer's attention weights, ``[heads, queries, keys]`` in fp32, to ``watcher(layer, weights)``.
-
-    For passes of few queries (a question): the weights of a whole prompt would not fit into memory. Models that need eager
-    attention are not shown.
-    """
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
+QUERIES: ContextVar[Queries | None] = ContextVar("cacheblendQUERIES", default=None)
+"""Of the scattered pass that runs, if one does."""
 
 
 class Looks:
@@ -89,7 +73,8 @@ def looking(looks: Looks | None) -> Iterator[None]:
         _looks.reset(token)
 
 
-def _weights(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
+def weights(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
+    """Return the attention weights ``[heads, queries, keys]``, in fp32, of one sequence under a mask of either kind."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = query.float() @ key.float().transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
     if mask is not None:
@@ -187,8 +172,8 @@ class Queries:
         self, looks: Looks, query: torch.Tensor, key: torch.Tensor, scale: float | None, window: int | None
     ) -> None:
         visible = self.visible(0, query.shape[1], 0, key.shape[1], window)
-        weights = _weights(query[None], key[None], visible, scale)
-        looks.begin_layer(key)[0] += looks.shares @ weights.mean(0)
+        found = weights(query[None], key[None], visible, scale)
+        looks.begin_layer(key)[0] += looks.shares @ found.mean(0)
 
     def visible(self, begin: int, end: int, first: int, last: int, window: int | None = None) -> torch.Tensor:
         """Return which of the keys from ``first`` to before ``last`` the queries ``begin`` to before ``end`` see.
@@ -312,23 +297,23 @@ def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @contextmanager
 def scattered(positions: torch.Tensor, on_device: torch.Tensor | None = None) -> Iterator[None]:
     """Run a forward whose queries stand at ascending positions of one sequence, without a mask; see :class:`Queries`."""
-    token = _queries.set(Queries(positions, on_device))
+    token = QUERIES.set(Queries(positions, on_device))
     try:
         yield
     finally:
-        _queries.reset(token)
+        QUERIES.reset(token)
 
 
 def _mask(*, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
     """Return the model's mask for a kind of layer; in a scattered pass nothing but how far a sliding window reaches."""
-    if _queries.get() is None:
+    if QUERIES.get() is None:
         mask: torch.Tensor | None = sdpa_mask(local_size=local_size, **kwargs)
         return mask
     # Not every model tells its attention the window, but all hand on the mask. Its shape says it: no device is waited for.
     return None if local_size is None else torch.empty(1, 1, 0, local_size)
 
 
-def _attention(
+def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -338,20 +323,15 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    queries = _queries.get()
-    watcher = _watcher.get()
-    window = None if queries is None or attention_mask is None else attention_mask.shape[3]
-    if watcher is not None:
-        mask = attention_mask
-        if queries is not None:
-            mask = queries.visible(0, query.shape[2], 0, key.shape[2], window)
-        watcher(int(module.layer_idx), _weights(query, key, mask, scaling))  # type: ignore[arg-type]
+    """Compute a layer's attention, as transformers calls it."""
+    queries = QUERIES.get()
     if queries is None:
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    window = None if attention_mask is None else attention_mask.shape[3]
     return queries.attend(query[0], key[0], value[0], scaling, window, _looks.get())[None], None
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, _mask)

@@ -302,35 +302,35 @@ class TransformersSubject(GateSubject):
     """Lets the gate and calibration drive a :class:`ModelRunner`."""
 
     def __init__(self, runner: ModelRunner):
-        self._runner = runner
+        self.runner = runner
         self.num_layers, self.dtype = runner.num_layers, runner.dtype
         self.vocab_size = int(runner.model.config.get_text_config().vocab_size)
 
     @property
     def window(self) -> int | None:
-        return self._runner.window
+        return self.runner.window
 
     def detect_rope(self) -> Rope:
         """Run the same tokens at two offsets and see how their keys moved, and which of the two cached tensors is the key."""
         old, new = two_runs(self.full_prefill, self.vocab_size)
         # Layer 0's depend on token and position alone. Where only the second moves, the first is MLA's latent.
         if not differ(old[0].k, new[0].k) and differ(old[0].v, new[0].v):
-            self._runner.latent_first = True
+            self.runner.latent_first = True
             old, new = (tuple(LayerKV(x.v, x.k) for x in side) for side in (old, new))
         shapes = {(tensor.shape[0], tensor.shape[2]) for layer in old for tensor in layer}
-        self._runner.layer_shape = shapes.pop() if len(shapes) == 1 else None
-        return rope_of_runs(self._runner.rope_tables(), (old, new))
+        self.runner.layer_shape = shapes.pop() if len(shapes) == 1 else None
+        return rope_of_runs(self.runner.rope_tables(), (old, new))
 
     def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
-        cache = self._runner.new_cache(len(token_ids))
-        logits = self._runner.append(torch.tensor([token_ids], device=self._runner.device), cache, offset)[0]
+        cache = self.runner.new_cache(len(token_ids))
+        logits = self.runner.append(torch.tensor([token_ids], device=self.runner.device), cache, offset)[0]
         return logits, ChunkKV([cache.read(i, 0, 0, len(token_ids)) for i in range(self.num_layers)], offset)
 
     def fits(self, tokens: int) -> bool:
         return True
 
     def target(self, token_ids: Sequence[int], rope: Rope) -> BlendTarget:
-        return TransformersTarget(self._runner, rope, token_ids)
+        return TransformersTarget(self.runner, rope, token_ids)
 
     def logits(self, target: BlendTarget) -> torch.Tensor:
         assert isinstance(target, TransformersTarget)
@@ -340,7 +340,3 @@ class TransformersSubject(GateSubject):
     def kv(self, target: BlendTarget) -> list[LayerKV]:
         assert isinstance(target, TransformersTarget)
         return [target.cache.view(layer, 0, 0, target.cache.length) for layer in range(self.num_layers)]
-
-    def decode(self, target: BlendTarget, tokens: Sequence[int]) -> torch.Tensor:
-        assert isinstance(target, TransformersTarget)
-        return self._runner.follow(torch.tensor([list(tokens)], device=self._runner.device), target.cache)[0]

@@ -300,10 +300,6 @@ class PagedSubject(GateSubject):
         assert target.hidden is not None
         return self._paged.logits(target.hidden)
 
-    def decode(self, target: Any, tokens: Sequence[int]) -> torch.Tensor:
-        """Refuse: the gate does not decode, and calibration runs on the transformers engine."""
-        raise NotImplementedError("Calibrate with the transformers engine; its profile serves every engine.")
-
 
 def _nothing(layer: int) -> None:
     return

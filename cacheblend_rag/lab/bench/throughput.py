@@ -16,6 +16,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.measure import check_positive
 from cacheblend_rag.lab.doctor.workbench import Workbench, blend_by
+from cacheblend_rag.lab.policies import rank_for
 from cacheblend_rag.lab.reorder import ReorderedPrompts
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -115,7 +116,7 @@ def bench_throughput(
         raise InputError(f"No such method here: {', '.join(unknown)}; this engine has {', '.join(methods)}.")
     methods = {name: how for name, how in methods.items() if name in (settings.methods or methods)}
     say("computing the chunks' KV")
-    place.engine.rank_for(blend)
+    rank_for(place.engine, blend)
     place.engine.precompute(corpus)
     load = _Load(place, settings, corpus)
     say("warm-up")

@@ -16,6 +16,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.measure import PeakMemory, check_positive, count_rounds, drop_page_cache, take_turns
 from cacheblend_rag.lab.doctor.workbench import Workbench, blend_by, name_methods, own_attention
+from cacheblend_rag.lab.policies import rank_for
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.base import Listing
 
@@ -98,7 +99,7 @@ def bench_ttft(
     blend = blend_by(settings.ratio, settings.policy, settings.check_layers)
     methods = {name: _Method(how) for name, how in name_methods(blend).items()}
     say("computing the chunks' KV")
-    engine.rank_for(blend)
+    rank_for(engine, blend)
     engine.precompute(chunks)
     bench = _Bench(place, prompt, methods, settings.cold)
     for number, name in count_rounds(settings.repeat):

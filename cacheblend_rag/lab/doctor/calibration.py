@@ -25,10 +25,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSchedule, TextRange
+from cacheblend_rag.engines.transformers.target import TransformersSubject
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.candidates import (
     RATIOS,
@@ -125,7 +125,7 @@ class Calibration:
 
 
 def calibrate(
-    subject: GateSubject,
+    subject: TransformersSubject,
     rope: Rope,
     header_ids: Sequence[int],
     prompts: Sequence[CalibrationPrompt],

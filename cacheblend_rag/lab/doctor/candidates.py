@@ -122,6 +122,12 @@ def list_candidates(
     return sorted(found, key=lambda each: estimate_compute(each, num_layers, stale, forced))
 
 
+def dense_share(schedule: BlendSchedule, ratio: float, num_layers: int) -> float:
+    """Return what the dense passes of a blend compute, as a share of its stale tokens through all layers."""
+    sizes = [1.0, *(min(1.0, ratio * width) for width in schedule.widths[:-1])]
+    return sum(size * layer / num_layers for size, layer in zip(sizes, schedule.check_layers, strict=True))
+
+
 def estimate_compute(candidate: Candidate, num_layers: int, stale: float, forced: float) -> float:
     """Return about what a blend computes, as a share of a full recompute: dense pass, ranking pass, sparse pass."""
     total = candidate.ratio * stale + forced
@@ -129,7 +135,7 @@ def estimate_compute(candidate: Candidate, num_layers: int, stale: float, forced
     if chosen.needs_attention:
         total += forced
     if chosen.needs_deviation:
-        total += stale * candidate.schedule.dense_share(candidate.ratio, num_layers)
+        total += stale * dense_share(candidate.schedule, candidate.ratio, num_layers)
     return total
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from cacheblend_rag.blending.fusor import fuse, kv_deviation
-from cacheblend_rag.blending.gate import GateSubject, cut
+from cacheblend_rag.blending.gate import cut
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
 from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
@@ -19,6 +19,7 @@ from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.blending.static import static_deviation
 from cacheblend_rag.blending.target import BlendTarget
+from cacheblend_rag.engines.transformers.target import TransformersSubject, TransformersTarget
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.judge import Judge
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -67,7 +68,7 @@ class PromptMeasurement:
 
     def __init__(
         self,
-        subject: GateSubject,
+        subject: TransformersSubject,
         rope: Rope,
         header: Sequence[int],
         prompt: TokenizedPrompt,
@@ -182,14 +183,14 @@ class PromptMeasurement:
             ends = len(answer) == ANSWER_TOKENS if self._judge is None else self._judge.ends(answer)
             if answer[-1] == self._end_token or ends:
                 return answer, torch.stack(found)
-            found.append(self._subject.decode(target, answer[-1:])[0])
+            found.append(decoded(self._subject, target, answer[-1:])[0])
 
     def _follow(self, target: BlendTarget) -> torch.Tensor:
         """Return the logits ``[tokens, vocab]`` of the answer's tokens, each behind those before it."""
         first = self._subject.logits(target)[None]
         if len(self._answer) == 1:
             return first
-        return torch.cat([first, self._subject.decode(target, self._answer[:-1])])
+        return torch.cat([first, decoded(self._subject, target, self._answer[:-1])])
 
     @cached_property
     def relative_deviation(self) -> torch.Tensor:
@@ -236,3 +237,10 @@ class Scored(SelectionPolicy):
     def score(self, candidates: Candidates) -> torch.Tensor:
         """Return the scores."""
         return self._scores.to(candidates.positions.device)
+
+
+def decoded(subject: TransformersSubject, target: BlendTarget, tokens: Sequence[int]) -> torch.Tensor:
+    """Append ``tokens`` to a blended prompt; return the logits ``[tokens, vocab]`` of what follows each."""
+    assert isinstance(target, TransformersTarget)
+    runner = subject.runner
+    return runner.follow(torch.tensor([list(tokens)], device=runner.device), target.cache)[0]

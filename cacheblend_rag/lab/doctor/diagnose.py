@@ -16,6 +16,7 @@ from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSchedule
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.lab.doctor.bandwidth import measure_device_copy, measure_disk_read, measure_ram_copy
+from cacheblend_rag.lab.doctor.candidates import dense_share
 from cacheblend_rag.lab.doctor.compute import fit_compute, measure_prefills, with_placing
 from cacheblend_rag.lab.doctor.costs import token_bytes
 from cacheblend_rag.lab.doctor.measure import describe_machine
@@ -188,7 +189,7 @@ def estimate(
     """Compute what the standard prompt would cost; the first chunk is an exact prefix. No schedule: no dense pass."""
     tokens = _CHUNKS * _CHUNK_TOKENS + _QUESTION_TOKENS
     stale = (_CHUNKS - 1) * _CHUNK_TOKENS
-    share = 0.0 if schedule is None else schedule.dense_share(ratio, layers)
+    share = 0.0 if schedule is None else dense_share(schedule, ratio, layers)
     dense = share * compute.seconds(stale, tokens)
     sparse = compute.seconds(round(ratio * stale) + _QUESTION_TOKENS, tokens, tokens - _QUESTION_TOKENS)
     load = kv_bytes_per_token * _CHUNKS * _CHUNK_TOKENS / bandwidth

@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from cacheblend_rag.blending.controller import Load, blend_times
+from cacheblend_rag.blending.controller import Load
 from cacheblend_rag.blending.costs import Costs, TierCost
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.doctor.storage import blend_times
 
 GIB: Final = 1 << 30
 _COMPUTE: Final = "compute"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cacheblend_rag.blending.controller import Load, Located, blend_times, decide
+from cacheblend_rag.blending.controller import Arm, Load, Located, decide
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.lab.doctor.costs import token_bytes
@@ -87,6 +87,22 @@ def plan_tiers(load: Load, costs: Costs) -> StoragePlan:
     prices = {tier: price for tier, price in _PRICES.items() if tier in costs.tiers}
     prefill_s = costs.compute.seconds(load.tokens, load.tokens)
     return StoragePlan(load.least, prefill_s, tuple(found), cheapest_tier(load, costs, prices))
+
+
+@dataclass(frozen=True)
+class BlendTimes:
+    """Holds the seconds of one blend: of loading alone, of computing alone, and to the first token, one overlapping the other."""
+
+    load_s: float
+    compute_s: float
+    seconds: float
+
+
+def blend_times(load: Load, costs: Costs, tier: str) -> BlendTimes:
+    """Return what a blend of all of ``load`` at its lowest ratio takes with its KV in ``tier``, whatever tiers it names."""
+    moved = replace(load, spans=[replace(span, tier=tier) for span in load.spans])
+    arm = Arm(moved, costs, (True,) * len(moved.spans))
+    return BlendTimes(arm.load_s, arm.compute_s(load.least), arm.seconds(load.least))
 
 
 def cheapest_tier(load: Load, costs: Costs, prices: Mapping[str, float]) -> str | None:

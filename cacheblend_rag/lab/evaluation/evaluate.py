@@ -21,6 +21,7 @@ from cacheblend_rag.lab.evaluation.answers import AnswersFile, Progress, Row, an
 from cacheblend_rag.lab.evaluation.methods import DEFAULT, SettingsMethod, make_methods
 from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, header_text, set_header
 from cacheblend_rag.lab.evaluation.summary import find_worst, summarize
+from cacheblend_rag.lab.policies import rank_for
 from cacheblend_rag.lab.stats.rows import Skipped
 
 
@@ -114,7 +115,7 @@ def evaluate(
     if engine.device is None or engine.dtype is None:
         raise ModelError("Only a model that runs here can be evaluated: what a server computes on is not known.")
     methods = make_methods(settings.methods, engine.profile.resolve(settings.blend, engine.num_layers))
-    engine.rank_for(*(method.settings for method in methods if isinstance(method, SettingsMethod)))
+    rank_for(engine, *(method.settings for method in methods if isinstance(method, SettingsMethod)))
     data = _load(settings, engine.tokenizer, settings.limit)
     set_header(engine, data.samples)
     settled = identify_run(engine, settings, data.files, data.samples[0].instruction)

@@ -14,7 +14,6 @@ from cacheblend_rag.blending.fusor import kv_deviation
 from cacheblend_rag.blending.policies import Candidates
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.settings import BlendSchedule
-from cacheblend_rag.engines.transformers.attention import watched
 from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS
 from cacheblend_rag.lab.frontier.measured import PLAIN, RECOMPUTED, WRITTEN, Measured
 from cacheblend_rag.lab.frontier.prompts import FrontierPrompt
@@ -29,6 +28,7 @@ from cacheblend_rag.lab.learn.blend import (
     divergences,
 )
 from cacheblend_rag.lab.learn.lesson import Lesson
+from cacheblend_rag.lab.watching import watched
 from cacheblend_rag.store.kv import LayerKV
 
 RATIOS: Final = (0.05, 0.15, 0.3, 0.5, 0.7)

@@ -19,7 +19,7 @@ from cacheblend_rag.lab.calibration_prompts import CalibrationPrompt
 from cacheblend_rag.lab.doctor import calibration
 from cacheblend_rag.lab.doctor.calibration import calibrate
 from cacheblend_rag.lab.doctor.candidates import Candidate, estimate_compute, examine_layers, layer_values
-from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS, PromptMeasurement, Scored
+from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS, PromptMeasurement, Scored, decoded
 from cacheblend_rag.lab.doctor.judge import Judge
 from cacheblend_rag.lab.doctor.ledger import Ledger, key_of
 from cacheblend_rag.lab.doctor.rounding import rounded_weights
@@ -114,7 +114,7 @@ def test_all_tokens_of_the_answer_are_compared_as_they_are_decoded_one_by_one(mo
     target = model.target(first.token_ids, rope)
     fuse(measured._plan, target, FuseOptions(policy("static"), 0.2))
     blended = [model.logits(target)]
-    blended += [model.decode(target, [token])[0] for token in measured._answer[:-1]]
+    blended += [decoded(model, target, [token])[0] for token in measured._answer[:-1]]
     want = [int(a.argmax()) == int(b.argmax()) for a, b in zip(measured._truth, blended, strict=True)]
     assert list(found.agrees) == want
     assert 0 < sum(want) < ANSWER_TOKENS
@@ -146,7 +146,7 @@ def test_with_a_judge_a_blend_gives_an_answer_of_its_own(model):
     logits = model.logits(target)
     while len(blended) < 6:
         blended.append(int(logits.argmax()))
-        logits = model.decode(target, blended[-1:])[0]
+        logits = decoded(model, target, blended[-1:])[0]
     found = measured.compare(FuseOptions(policy("full-reuse"), 0.0))
     assert found.loss == float(blended != answer) == 1  # or this would show nothing
     parts = next(i for i in range(6) if blended[i] != answer[i])

@@ -17,7 +17,7 @@ from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.lab.doctor.compared import PromptMeasurement
+from cacheblend_rag.lab.doctor.compared import PromptMeasurement, decoded
 from cacheblend_rag.lab.doctor.rounding import rounded
 from cacheblend_rag.lab.frontier.__main__ import main
 from cacheblend_rag.lab.frontier.frontier import Frontier
@@ -94,7 +94,7 @@ def test_the_right_answers_likelihood_is_the_models_behind_the_blend() -> None:
         for each in sorted(mine, key=lambda each: -each.ratio):
             target = subject.target(scene.prompt.token_ids, engine.rope)
             fuse(one._plan, target, FuseOptions(policy(each.policy), each.ratio))
-            logits = torch.cat([subject.logits(target)[None], subject.decode(target, list(GOLD[:-1]))])
+            logits = torch.cat([subject.logits(target)[None], decoded(subject, target, list(GOLD[:-1]))])
             want = float(logits.log_softmax(-1).gather(1, torch.tensor(GOLD)[:, None]).mean())
             full = want if each.policy == "full-recompute" else full
             assert each.gold == pytest.approx(want, abs=1e-4)
