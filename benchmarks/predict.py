@@ -124,7 +124,7 @@ class Replayed:
         transfer = transfer_to(self._runner.device)
         assert transfer is not None
         sent(stored.table(), self._runner.device)
-        bring(stored, transfer, self._arrivals, lambda memory, begin, end: memory[:1].zero_() and None, ())
+        bring(stored, transfer, self._arrivals, lambda begin, end, memory: memory[:1].zero_() and None, ())
         return self._arrivals.wait
 
     def run(self, cache: Any, ids: torch.Tensor, positions: torch.Tensor, looks: Looks | None = None) -> torch.Tensor:

@@ -106,7 +106,7 @@ def bring(
     stored: StoredLayers,
     transfer: Transfer,
     arrivals: Arrivals,
-    place: Callable[[torch.Tensor, int, int], None],
+    place: Callable[[int, int, torch.Tensor], None],
     used: Sequence[torch.Tensor],
 ) -> None:
     """Copy and place all of ``stored``, beside what is computed.
@@ -115,7 +115,7 @@ def bring(
         stored: What; all of one dtype.
         transfer: To the device.
         arrivals: Will tell when it has been placed.
-        place: Called with device memory and the layers, begin and end, that it will hold of each entry one behind another: queues
+        place: Called with layers, begin and end, and device memory that will hold them of each entry one behind another: queues
             their placing. They rotate alike.
         used: What that reads and writes on the device, beside what was copied.
     """
@@ -124,12 +124,8 @@ def bring(
     for begin, end, event in arrivals.groups:
         parts = list(stored.alike(begin, end, at_once))
         for a, b in parts:
-            steps.append(Step(stored.sources(a, b), partial(_placing, place, a, b), event if b == end else None))
+            steps.append(Step(stored.sources(a, b), partial(place, a, b), event if b == end else None))
         if not parts:  # what waits for it must not wait for an earlier prompt's
             steps.append(Step((), lambda memory: None, event))
     dtype = stored.spans[0].kv.layer(0).k.dtype if stored.spans else torch.uint8
     transfer.bring(steps, dtype, used)
-
-
-def _placing(place: Callable[[torch.Tensor, int, int], None], begin: int, end: int, memory: torch.Tensor) -> None:
-    place(memory, begin, end)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.results import PrecomputeReport
     from cacheblend_rag.engines.vllm.client import BlendClient
     from cacheblend_rag.server.catalogue import ChunkCatalogue
+    from cacheblend_rag.store.base import EntryInfo
 
 
 _AT_ONCE = 256
@@ -109,7 +110,9 @@ class ServedChunks:
         """
         failed = report.failed if self._client.gate.passed else {}
         kept = [chunk for chunk in {c.id: c for c in chunks}.values() if chunk.id not in failed]
-        self._catalogue.add(kept, {chunk.id: self._kv_bytes(chunk) or 0 for chunk in kept}, holder)
+        self._catalogue.add(
+            kept, {chunk.id: sum(entry.nbytes for entry in self._stored(chunk)) for chunk in kept}, holder
+        )
 
     def settle(self, chunks: Sequence[Chunk]) -> None:
         """End what :meth:`read` has begun: drop the KV of those chunks that have not been registered."""
@@ -120,11 +123,10 @@ class ServedChunks:
         # What another tenant lends has KV of its own.
         self._drop_kv(c for c, now in known if now is None or now.text != c.text or registry.is_lent(c.id))
 
-    def _kv_bytes(self, chunk: Chunk) -> int | None:
-        """Return how large the tenant's own KV of a chunk is; None where none is stored."""
-        entries, store = self._client.entries, self._client.store
-        found = [entry.nbytes for key in entries.keys(chunk.token_ids) if (entry := store.entry(key)) is not None]
-        return sum(found) if found else None
+    def _stored(self, chunk: Chunk) -> list[EntryInfo]:
+        """Return what the store lists of the tenant's own KV of a chunk."""
+        found = map(self._client.store.entry, self._client.entries.keys(chunk.token_ids))
+        return [entry for entry in found if entry is not None]
 
     def _chunk(self, body: _Piece) -> Chunk:
         if body.id == "stats":
@@ -172,15 +174,14 @@ class ServedChunks:
 
     def describe(self, chunk: Chunk) -> dict[str, Any]:
         """Return what a listing shows of a chunk: its size, where it is kept, whether its KV is stored."""
-        entries, store = self._client.entries, self._client.store
-        found = [entry for key in entries.keys(chunk.token_ids) if (entry := store.entry(key)) is not None]
+        found = self._stored(chunk)
         return {
             "id": chunk.id,
             "object": "chunk",
             "tokens": len(chunk.token_ids),
             "origin": self._catalogue.origin(chunk.id) or "prompt",
             "source": str(chunk.metadata.get("source", "")),
-            "stored": entries.complete(chunk.token_ids),
+            "stored": self._client.entries.complete(chunk.token_ids),
             "bytes": sum(entry.nbytes for entry in found) if found else None,
             "last_used": max(entry.last_used for entry in found) if found else None,
         }

@@ -179,7 +179,7 @@ def guard(options: ServeOptions, args: Namespace) -> RequestLimits:
 def _blend(state: State, tenants: ServedTenants) -> None:
     """Give vLLM's handlers our renderer, and the routes handlers that report."""
     from cacheblend_rag.server.renderer import BlendRenderer
-    from cacheblend_rag.server.served_engine import ReportingChat, ReportingCompletion
+    from cacheblend_rag.server.served_engine import ReportingHandler
 
     inner = state.online_renderer
     renderer = StandIn(
@@ -195,8 +195,8 @@ def _blend(state: State, tenants: ServedTenants) -> None:
         if (handler := getattr(state, name)) is not None:
             handler.online_renderer = renderer
     if state.openai_serving_chat is not None:
-        state.openai_serving_chat = ReportingChat(state.openai_serving_chat)
-        state.openai_serving_completion = ReportingCompletion(state.openai_serving_completion)
+        state.openai_serving_chat = ReportingHandler(state.openai_serving_chat)
+        state.openai_serving_completion = ReportingHandler(state.openai_serving_completion)
     hide_paths(state.openai_serving_models)
 
 

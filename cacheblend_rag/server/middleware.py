@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -81,16 +82,16 @@ class RequestLimits:
     refused: Callable[[str, int], None] = lambda tenant, status: None
 
 
-def error_response(message: str, status: int, kind: str, param: str | None = None) -> JSONResponse:
+def error_response(
+    message: str, status: int, kind: str, param: str | None = None, headers: Mapping[str, str] = MappingProxyType({})
+) -> JSONResponse:
     """Return an error in the shape that OpenAI clients read."""
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": status}}, status)
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": status}}, status, headers)
 
 
-def come_again(message: str, after_s: int) -> JSONResponse:
+def come_again(message: str, after_s: int, headers: Mapping[str, str] = MappingProxyType({})) -> JSONResponse:
     """Return a refusal to who shall try again in ``after_s`` seconds."""
-    response = error_response(message, 429, "RateLimitError")
-    response.headers["Retry-After"] = str(after_s)
-    return response
+    return error_response(message, 429, "RateLimitError", headers={"Retry-After": str(after_s), **headers})
 
 
 def answer_errors(app: Any) -> None:
@@ -160,10 +161,8 @@ class RequireKey:
             )
             await error_response(message, 403, "PermissionDeniedError")(scope, receive, send)
             return
-        response = error_response(
-            "This server asks for an API key: send the header 'Authorization: Bearer KEY'.", 401, "Unauthorized"
-        )
-        response.headers["WWW-Authenticate"] = "Bearer"
+        why = "This server asks for an API key: send the header 'Authorization: Bearer KEY'."
+        response = error_response(why, 401, "Unauthorized", headers={"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
 
 
@@ -243,6 +242,8 @@ def limits_of(scope: Scope) -> RequestLimits:
 
 _SLICE: Final = 1 << 16
 """Bytes looked at in one go, so that other threads get their turns."""
+_CLOSE: Final = {"Connection": "close"}
+"""For refusals of a body of which more may come."""
 
 
 class LimitBody:
@@ -275,7 +276,8 @@ class LimitBody:
                         return  # the client has gone
                 refusal = await _refusal(body, limits, admission)
             except TimeoutError:
-                refusal = _too_slow(limits.body_deadline_s)
+                why = f"The request's body has not come within {limits.body_deadline_s:g} seconds."
+                refusal = error_response(why, 408, "RequestTimeout", headers=_CLOSE)
             await (refusal or self._app)(scope, _with_body(bytes(body), receive), send)
         finally:
             admission.held -= len(body)
@@ -285,10 +287,15 @@ async def _refusal(body: bytearray, limits: RequestLimits, admission: Admission)
     if len(body) > limits.body:
         return _too_large(limits.body)
     if why := admission.body_refusal(limits.held):
-        return _too_much(why)
+        return come_again(why, 1, _CLOSE)
     # Fewer bytes than values are allowed need no counting.
     if len(body) > limits.values and await asyncio.to_thread(count_values, body) > limits.values:
-        return _too_many(limits.values)
+        return error_response(
+            f"The request holds more than {limits.values} values. Send fewer at a time, and long prompts as text, not as token "
+            "ids.",
+            413,
+            "RequestTooLarge",
+        )
     return None
 
 
@@ -342,32 +349,11 @@ def _with_body(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _too_slow(deadline_s: float) -> JSONResponse:
-    response = error_response(f"The request's body has not come within {deadline_s:g} seconds.", 408, "RequestTimeout")
-    response.headers["Connection"] = "close"
-    return response
-
-
 def _too_large(limit: int) -> JSONResponse:
-    response = error_response(
+    return error_response(
         f"The request is larger than {limit} bytes. Send fewer or shorter texts at a time, or start the server with a "
         "larger --max-request-size.",
         413,
         "RequestTooLarge",
+        headers=_CLOSE,
     )
-    response.headers["Connection"] = "close"
-    return response
-
-
-def _too_many(values: int) -> JSONResponse:
-    return error_response(
-        f"The request holds more than {values} values. Send fewer at a time, and long prompts as text, not as token ids.",
-        413,
-        "RequestTooLarge",
-    )
-
-
-def _too_much(why: str) -> JSONResponse:
-    response = come_again(why, 1)
-    response.headers["Connection"] = "close"
-    return response

@@ -6,13 +6,13 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 from starlette.convertors import Convertor, register_url_convertor
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import InputError, StoreError
@@ -41,7 +41,7 @@ class StoredChunk(BaseModel):
     model_config = _WHOLE
 
     id: str
-    object: Literal["chunk"]
+    object: Literal["chunk"] = "chunk"
     tokens: int
     stored: bool
 
@@ -51,7 +51,7 @@ class Precomputed(BaseModel):
 
     model_config = _WHOLE
 
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     data: list[StoredChunk]
     report: PrecomputeReport
 
@@ -62,7 +62,7 @@ class ListedChunk(BaseModel):
     model_config = _WHOLE
 
     id: str
-    object: Literal["chunk"]
+    object: Literal["chunk"] = "chunk"
     tokens: int
     origin: str
     source: str
@@ -76,7 +76,7 @@ class ChunkPage(BaseModel):
 
     model_config = _WHOLE
 
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     data: list[ListedChunk]
     has_more: bool
     last_id: str | None
@@ -96,8 +96,8 @@ class DeletedChunk(BaseModel):
     model_config = _WHOLE
 
     id: str
-    object: Literal["chunk"]
-    deleted: Literal[True]
+    object: Literal["chunk"] = "chunk"
+    deleted: Literal[True] = True
 
 
 class DeletedChunks(BaseModel):
@@ -105,7 +105,7 @@ class DeletedChunks(BaseModel):
 
     model_config = _WHOLE
 
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     data: list[DeletedChunk]
 
 
@@ -124,8 +124,8 @@ class Flushed(BaseModel):
 
     model_config = _WHOLE
 
-    object: Literal["flush"]
-    done: Literal[True]
+    object: Literal["flush"] = "flush"
+    done: Literal[True] = True
 
 
 class ErrorDetail(BaseModel):
@@ -168,11 +168,8 @@ def described(
     """Return what FastAPI is told of a route besides its path: what it answers, and with which statuses it refuses."""
     refusals = _EVERYWHERE | {status: _OWN[status] for status in errors}
     return {
-        "response_model": None,  # answers are made by the routes
-        "responses": {
-            200: {"model": answer},
-            **{status: {"model": ErrorBody, "description": text} for status, text in refusals.items()},
-        },
+        "response_model": answer,
+        "responses": {status: {"model": ErrorBody, "description": text} for status, text in refusals.items()},
         "openapi_extra": extra or {},
     }
 
@@ -221,7 +218,7 @@ _JSON = re.compile(r"application/([\w.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _REFUSED_S = 0.1
 """How long a refusal for want of room takes."""
 T = TypeVar("T")
-_Route = Callable[..., Awaitable[Response]]
+_Route = Callable[..., Awaitable[Any]]
 
 
 def chunk_router(served: PerNamespace[Served], metrics: ReuseMetrics, model: ModelInfo) -> APIRouter:
@@ -261,7 +258,7 @@ register_url_convertor("any_text", _AnyText())
 
 
 class ChunkRoutes:
-    """Requests to ``/v1/chunks`` and their responses; what is done is in :class:`ServedChunks`.
+    """Requests to ``/v1/chunks`` and their answers; what is done is in :class:`ServedChunks`.
 
     Each is about the chunks of the namespace that its key is for, and of no other.
     """
@@ -278,7 +275,7 @@ class ChunkRoutes:
         async with self._served.current.looking:
             return await asyncio.to_thread(work, *arguments)
 
-    async def precompute(self, request: Request) -> Response:
+    async def precompute(self, request: Request) -> Precomputed | Response:
         """Compute and store the KV of texts, and register them; texts that are stored already cost nothing."""
         # What a page of another site sends without asking the browser's leave is of other types.
         if not _JSON.fullmatch(request.headers.get("content-type", "")):
@@ -305,59 +302,45 @@ class ChunkRoutes:
             await asyncio.to_thread(served.chunks.keep, wanted, report, holder)
         finally:
             await asyncio.to_thread(served.chunks.settle, wanted)
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": [
-                    {
-                        "id": chunk.id,
-                        "object": "chunk",
-                        "tokens": len(chunk.token_ids),
-                        "stored": chunk.id not in report.failed,
-                    }
-                    for chunk in wanted
-                ],
-                "report": asdict(replace(report, failed=told(report.failed))),
-            }
-        )
+        stored = [
+            StoredChunk(id=chunk.id, tokens=len(chunk.token_ids), stored=chunk.id not in report.failed)
+            for chunk in wanted
+        ]
+        return Precomputed(data=stored, report=replace(report, failed=told(report.failed)))
 
-    async def list_chunks(self, request: Request) -> Response:
+    async def list_chunks(self, request: Request) -> dict[str, Any]:
         """List chunks in the order of their ids, a page at a time: ``?limit=100&after=ID``."""
         query = read_query(PageQuery, request.query_params)
         found, more = await self._in_turn(self._chunks.page, query.limit, query.after)
-        return JSONResponse(
-            {"object": "list", "data": found, "has_more": more, "last_id": found[-1]["id"] if found else None}
-        )
+        return {"data": found, "has_more": more, "last_id": found[-1]["id"] if found else None}
 
-    async def stats(self) -> Response:
+    async def stats(self) -> ChunkStats:
         """Say how many chunks there are, which model this is, and to the operator what the store holds."""
         served = self._served.current
         await self._in_turn(served.catalogue.refresh)
         # The store is everybody's: its counters would tell one what the others do.
         seen = self._served.alone or calling.get().operator
-        held = asdict(await asyncio.to_thread(stats_of, served.client.store)) if seen else None
-        return JSONResponse(
-            {"chunks": len(served.client.registry), "kv": held, "model": self._model.model_dump(mode="json")}
-        )
+        held = await asyncio.to_thread(stats_of, served.client.store) if seen else None
+        return ChunkStats(chunks=len(served.client.registry), kv=held, model=self._model)
 
-    async def flush(self) -> Response:
+    async def flush(self) -> Flushed:
         """Wait until the chunks that finished answers found missing have been stored."""
         await self._served.current.client.drain()
-        return JSONResponse({"object": "flush", "done": True})
+        return Flushed()
 
-    async def inspect(self, chunk_id: str) -> Response:
+    async def inspect(self, chunk_id: str) -> dict[str, Any]:
         """Return one chunk with its text, tokens and metadata."""
         chunk = await self._in_turn(self._chunks.known, chunk_id)
         described = await self._in_turn(self._chunks.describe, chunk)
         detail = {"text": chunk.text, "token_ids": list(chunk.token_ids), "metadata": dict(chunk.metadata)}
-        return JSONResponse({**described, **json.loads(json.dumps(detail, default=str))})
+        return {**described, **json.loads(json.dumps(detail, default=str))}
 
-    async def delete(self, chunk_id: str) -> Response:
+    async def delete(self, chunk_id: str) -> DeletedChunk:
         """Forget a chunk and drop its KV."""
         await self._in_turn(lambda: self._chunks.delete([self._chunks.known(chunk_id)]))
-        return JSONResponse({"id": chunk_id, "object": "chunk", "deleted": True})
+        return DeletedChunk(id=chunk_id)
 
-    async def delete_several(self, request: Request) -> Response:
+    async def delete_several(self, request: Request) -> DeletedChunks:
         """Forget several chunks (``?id=…&id=…``), or all (``?all=true``); not those of the index, nor unknown ids.
 
         ``&holder=NAME``: for that client alone, so that what others hold stays.
@@ -372,6 +355,4 @@ class ChunkRoutes:
                 "Name the chunks to delete, as ?id=...&id=..., or give ?all=true for every registered one."
             )
         gone = await self._in_turn(self._chunks.delete_named, chunk_ids, everything, query.holder)
-        return JSONResponse(
-            {"object": "list", "data": [{"id": name, "object": "chunk", "deleted": True} for name in gone]}
-        )
+        return DeletedChunks(data=[DeletedChunk(id=name) for name in gone])

@@ -70,24 +70,18 @@ def clients_salt(given: str | None) -> str | None:
     return None if given is None else f"client:{given}"
 
 
-class _Reporting:
+class ReportingHandler:
+    """Stands in for vLLM's handler of chats, or of completions."""
+
     def __init__(self, handler: Any):
         self._handler = handler
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
 
-
-class ReportingChat(_Reporting):
-    """Stands in for vLLM's chat handler."""
-
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         """Answer a chat; see vLLM's method of that name."""
         return reported(request, await self._handler.create_chat_completion(request, raw_request))
-
-
-class ReportingCompletion(_Reporting):
-    """Stands in for vLLM's completion handler."""
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
         """Complete prompts; see vLLM's method of that name."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import schemathesis
 from hypothesis import given
@@ -21,22 +19,8 @@ from tests.server.test_routes import Server
 pytestmark = pytest.mark.slow
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-MODEL = {
-    "name": "one",
-    "served_as": ["one"],
-    "fingerprint": "a" * 32,
-    "tokenizer": "bundled",
-    "tokenizer_probe": [1],
-    "header_ids": [1, 2],
-    "context_window": 500,
-    "blended": True,
-    "num_layers": 1,
-    "defaults": {},
-    "widths": [1.0],
-}
 
-
-SERVER = Server(None, model=SimpleNamespace(model_dump=lambda mode: MODEL))
+SERVER = Server(None)
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", SERVER.app)
 OPERATIONS = {operation.ok().label: operation.ok() for operation in SCHEMA.get_all_operations()}
 

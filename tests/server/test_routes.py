@@ -24,6 +24,7 @@ from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.protocol import ModelInfo
 from cacheblend_rag.retrieval.registered import RegisteredChunks
 from cacheblend_rag.server.keys import Quota, QuotaError
 from cacheblend_rag.server.middleware import NAMES, RequestLimits, answer_errors
@@ -68,16 +69,30 @@ class Client:
         return PrecomputeReport(len(chunks) - len(failed), failed=failed)
 
 
+INFO = ModelInfo(
+    name="one",
+    served_as=("one",),
+    fingerprint="a" * 32,
+    tokenizer="bundled",
+    tokenizer_probe=(1,),
+    header_ids=(1, 2),
+    context_window=500,
+    blended=True,
+    num_layers=1,
+    defaults={},
+    widths=(1.0,),
+)
+
+
 class Server:
-    def __init__(self, directory: Path | None, most: int = 1_000_000, model: Any = None) -> None:
+    def __init__(self, directory: Path | None, most: int = 1_000_000) -> None:
         self.client = Client()
         self.registry = self.client.registry
         tenants = ServedTenants.open(self.client, directory, [DEFAULT], most)  # type: ignore[arg-type]
         self.catalogue = tenants.each["default"].catalogue
-        model = model or SimpleNamespace(model_dump=lambda mode: {})
         self.app = FastAPI()
         answer_errors(self.app)
-        router = chunk_router(tenants, ReuseMetrics(CollectorRegistry()), model)
+        router = chunk_router(tenants, ReuseMetrics(CollectorRegistry()), INFO)
         self.app.include_router(router)
         self.app.state.limits = RequestLimits()
         for name in NAMES:

@@ -8,7 +8,6 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +26,7 @@ from cacheblend_rag.server.observing import ReuseMetrics
 from cacheblend_rag.server.routes import chunk_router
 from cacheblend_rag.server.tenants import ServedTenants, calling
 from cacheblend_rag.store.files import DEFAULT, Namespace
-from tests.server.test_routes import MODEL, Client
+from tests.server.test_routes import INFO, MODEL, Client
 
 # Acme and Globex have customers who compete; both read what the operator's corpus says, and only Acme the public one.
 TENANTS = (DEFAULT, Namespace("public"), Namespace("acme", ("public",)), Namespace("globex"))
@@ -44,8 +43,7 @@ class Server:
         self.tenants = ServedTenants.open(self.client, directory, tenants, 1000, quotas or {})  # type: ignore[arg-type]
         self.app = FastAPI()
         answer_errors(self.app)
-        model: Any = SimpleNamespace(model_dump=lambda mode: {})
-        self.app.include_router(chunk_router(self.tenants, ReuseMetrics(CollectorRegistry()), model))
+        self.app.include_router(chunk_router(self.tenants, ReuseMetrics(CollectorRegistry()), INFO))
         keys = [Key.of(tenant.name) for tenant in tenants]
         self.app.state.limits = RequestLimits(
             tuple(Key(key.digest, "admin", tenant.name) for key, tenant in zip(keys, tenants, strict=True))

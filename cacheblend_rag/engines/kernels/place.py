@@ -178,7 +178,7 @@ def place_in_bulk(
     before, within, length = sent(stored.table(), slots.device)
     table = TokenTable(before, within, length, slots)
 
-    def some(copied: torch.Tensor, begin: int, end: int) -> None:
+    def some(begin: int, end: int, copied: torch.Tensor) -> None:
         place_layers(copied, table, stored.moves[begin], layers._replace(offsets=layers.offsets[begin:end]))
 
     moves = {id(move): move for move in stored.moves if move is not None}.values()
