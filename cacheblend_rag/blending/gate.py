@@ -130,12 +130,12 @@ def check_codecs(subject: GateSubject, rope: Rope, codecs: Collection[str]) -> d
         return {}
     prompts = [_Prompt(subject, rope, _CHUNK, question) for question in range(_QUESTIONS)]
     exact = prompts[0].alone()  # the prompts differ in their questions alone
-    want = [subject.logits(prompt.blend(exact, "full-reuse", 0.0)) for prompt in prompts]
+    want = [subject.logits(prompt.blend(exact, 0.0)) for prompt in prompts]
     found = {}
     for name in lossy:
         kvs = [ChunkKV([through(name, layer) for layer in kv.layers], kv.start) for kv in exact]
         found[name] = median(
-            first_token_kl(logits, subject.logits(prompt.blend(kvs, "full-reuse", 0.0)))
+            first_token_kl(logits, subject.logits(prompt.blend(kvs, 0.0)))
             for prompt, logits in zip(prompts, want, strict=True)
         )
     return found
@@ -187,11 +187,11 @@ class _Prompt:
         """Return each chunk's KV out of the full prefill at other positions."""
         return [cut(self.elsewhere[1], s, s + self._chunk, _OFFSET) for s in self._starts]
 
-    def blend(self, kvs: Sequence[ChunkKV], name: str, ratio: float) -> BlendTarget:
+    def blend(self, kvs: Sequence[ChunkKV], ratio: float) -> BlendTarget:
         """Blend ``kvs``."""
         spans = tuple(StoredSpan(s, s + self._chunk, kv) for s, kv in zip(self._starts, kvs, strict=True))
         target = self._subject.target(self.ids, self._rope)
-        fuse(BlendPlan(len(self.ids), (), spans, (), "gate"), target, FuseOptions(policy(name), ratio))
+        fuse(BlendPlan(len(self.ids), (), spans, (), "gate"), target, FuseOptions(policy("hkvd"), ratio))
         return target
 
     def wrong_layer(self, got: Sequence[LayerKV]) -> str | None:
@@ -230,26 +230,26 @@ def _compare(subject: GateSubject, rope: Rope) -> GateReport:
     limit = TOLERANCE[subject.dtype]
     limit *= min(_MOST, max(_ROUNDINGS * _error(prompt.elsewhere[0], prompt.full[0]) / limit, _LEAST))
 
-    def compare(name: str, prompt: _Prompt, kvs: Sequence[ChunkKV], policy_name: str, ratio: float) -> None:
-        done = prompt.blend(kvs, policy_name, ratio)
+    def compare(name: str, prompt: _Prompt, kvs: Sequence[ChunkKV], ratio: float) -> None:
+        done = prompt.blend(kvs, ratio)
         errors[name] = _error(subject.logits(done), prompt.full[0])
         if (layer := prompt.wrong_layer(subject.kv(done))) is not None:
             wrong[name] = layer
         if not errors[name] <= limit:  # logits are the same on every rank, so all of them ask on, or none
             others = [prompt.asking(question) for question in range(1, _QUESTIONS)]
-            more = [_error(subject.logits(each.blend(kvs, policy_name, ratio)), each.full[0]) for each in others]
+            more = [_error(subject.logits(each.blend(kvs, ratio)), each.full[0]) for each in others]
             errors[name] = float(torch.tensor([errors[name], *more]).median())  # no number, if one of them is none
 
-    compare("ratio 1 equals the full prefill", prompt, alone, "hkvd", 1.0)
-    compare("exact KV from other positions, reused", prompt, prompt.in_context(), "full-reuse", 0.0)
-    compare("exact KV from other positions, blended", prompt, prompt.in_context(), "hkvd", 0.3)
-    kl = first_token_kl(prompt.full[0], subject.logits(prompt.blend(alone, "hkvd", 0.15)))
+    compare("ratio 1 equals the full prefill", prompt, alone, 1.0)
+    compare("exact KV from other positions, reused", prompt, prompt.in_context(), 0.0)
+    compare("exact KV from other positions, blended", prompt, prompt.in_context(), 0.3)
+    kl = first_token_kl(prompt.full[0], subject.logits(prompt.blend(alone, 0.15)))
     window = subject.window or 0
     chunk = window // _CHUNKS + _CHUNK  # so that the prompt is longer than the window by three of the chunks above
     # The prompt above looks past a window of less than half its length.
     if prompt_tokens(_CHUNK) <= 2 * window and window <= _WINDOW and subject.fits(prompt_tokens(chunk)):
         past = _Prompt(subject, rope, chunk)
-        compare("exact KV from other positions, past a window", past, past.in_context(), "hkvd", 0.3)
+        compare("exact KV from other positions, past a window", past, past.in_context(), 0.3)
     failed = [f"{name}: off by {error:.2g} standard deviations" for name, error in errors.items() if not error <= limit]
     failed += [f"{name}: {layer}" for name, layer in wrong.items()]
     return GateReport(not failed, "; ".join(failed), errors, kl, limit)

@@ -98,34 +98,6 @@ def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
     return mask
 
 
-class FullReusePolicy(SelectionPolicy):
-    """Recomputes nothing, one end of the range: full KV reuse, with positions corrected."""
-
-    name = "full-reuse"
-
-    def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return 0 for every token."""
-        return candidates.positions.new_zeros(len(candidates.positions))
-
-    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
-        """Return an empty selection."""
-        return super().select(candidates, 0)
-
-
-class FullRecomputePolicy(SelectionPolicy):
-    """Recomputes everything, the other end: equal to the full prefill."""
-
-    name = "full-recompute"
-
-    def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return 1 for every token."""
-        return candidates.positions.new_ones(len(candidates.positions))
-
-    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
-        """Return all tokens."""
-        return super().select(candidates, len(candidates.positions))
-
-
 class HKVDPolicy(SelectionPolicy):
     """Scores by KV deviation at the check layer (CacheBlend, arXiv 2405.16444, section 4).
 
@@ -190,8 +162,7 @@ class QueryPolicy(SelectionPolicy):
 
 
 POLICIES: Final[dict[str, type[SelectionPolicy]]] = {
-    each.name: each
-    for each in (StaticPolicy, StaticQueryPolicy, HKVDPolicy, QueryPolicy, FullReusePolicy, FullRecomputePolicy)
+    each.name: each for each in (StaticPolicy, StaticQueryPolicy, HKVDPolicy, QueryPolicy)
 }
 """Ours, by name."""
 

@@ -178,7 +178,8 @@ BLEND = BlendSettings(quality="high")
 """The profile's blend, even where the profile says that there better were none."""
 FULL_RECOMPUTE = BlendSettings(quality="full")
 PREFIX_CACHING = BlendSettings(quality="exact")
-FULL_REUSE = BlendSettings(ratio=0.0, policy="full-reuse")
+FULL_REUSE = BlendSettings(ratio=0.0, policy="hkvd")
+"""At this ratio nothing is measured for a policy; this one asks for nothing that would be stored with the chunks."""
 
 
 MOST = 0.6

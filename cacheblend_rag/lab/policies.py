@@ -21,6 +21,34 @@ _WINDOW: Final = 7
 _FLOOR: Final = 0.1
 
 
+class FullReusePolicy(SelectionPolicy):
+    """Recomputes nothing, one end of the range: full KV reuse, with positions corrected."""
+
+    name = "full-reuse"
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return 0 for every token."""
+        return candidates.positions.new_zeros(len(candidates.positions))
+
+    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
+        """Return an empty selection."""
+        return super().select(candidates, 0)
+
+
+class FullRecomputePolicy(SelectionPolicy):
+    """Recomputes everything, the other end: equal to the full prefill."""
+
+    name = "full-recompute"
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        """Return 1 for every token."""
+        return candidates.positions.new_ones(len(candidates.positions))
+
+    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
+        """Return all tokens."""
+        return super().select(candidates, len(candidates.positions))
+
+
 class HybridPolicy(SelectionPolicy):
     """Scores by the order of the question's attention, smoothed over neighbours, times the order of the KV deviation.
 
