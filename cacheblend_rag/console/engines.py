@@ -72,11 +72,7 @@ def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> Transform
 
 
 def open_vllm(
-    chosen: ModelOptions,
-    store: Path | None,
-    ram_budget: int | None,
-    disk_budget: int | None,
-    header: Header | None = None,
+    chosen: ModelOptions, store: Path | None, ram_budget: int | None, disk_budget: int | None, header: Header | None
 ) -> VLLMEngine:
     """Start vLLM with the model of a command; ``store`` and ``header`` as its engine takes them.
 
@@ -159,7 +155,7 @@ def open_any_engine(
         return open_server(chosen)
     budgets.note(store)
     if chosen.engine == "vllm":
-        return open_vllm(chosen, store, ram, disk)
+        return open_vllm(chosen, store, ram, disk, None)
     return open_engine(chosen, open_store(store, ram, disk))
 
 

@@ -70,22 +70,15 @@ class ChunkNaming:
                 blocks.append(block)
                 continue
             text = str(block.get("text") or "") or self._resolve(name).text
-            self._note_if_new(name, text.strip())
-            if self._is_chunk(name, text.strip()):
+            said = text.strip()
+            if self._registry.get(name) is None and said and name == chunk_id(said):  # nobody has registered it
+                self._note(make_chunk(said, self._tokenizer))
+            known = self._registry.get(name)
+            if known is not None and known.text == said:
                 named.append(name)
             kept = {key: value for key, value in block.items() if key not in {"id", "cache_control"}}
             blocks.append({**kept, "text": text})
         return {**copied, "content": blocks}
-
-    def _note_if_new(self, name: str, text: str) -> None:
-        """Make a chunk known that is named by its content and that nobody has registered."""
-        if self._registry.get(name) is None and text and name == chunk_id(text):
-            self._note(make_chunk(text, self._tokenizer))
-
-    def _is_chunk(self, name: str, text: str) -> bool:
-        """Say whether ``name`` is the chunk of that text."""
-        known = self._registry.get(name)
-        return known is not None and known.text == text
 
     def _absent(self, chunk_ids: Sequence[str], texts: Sequence[str]) -> list[Chunk]:
         return [chunk for chunk in self.resolved(chunk_ids) if not any(chunk.text in text for text in texts)]

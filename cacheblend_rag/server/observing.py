@@ -104,7 +104,11 @@ class ReuseMetrics:
         self._computed.labels(tenant).inc(outcome.usage.computed_tokens)
         self._missing.labels(tenant).inc(len(outcome.missing))
         if outcome.expected_s is not None:
-            self._decided(outcome, tenant, outcome.expected_s, first_token_s)
+            partly = "partly_in_place" if outcome.in_place else "blended"
+            self._decisions.labels(tenant, partly if outcome.mode == "blend" else "prefilled").inc()
+            if first_token_s is not None:
+                self._expected.observe(outcome.expected_s)
+                self._taken.observe(first_token_s)
         if outcome.mode == "prefill":
             self._fallbacks.labels(tenant, reason_label(outcome.reason)).inc()
             return
@@ -119,13 +123,6 @@ class ReuseMetrics:
             self._tier_seconds.labels(tenant, load.tier).inc(load.seconds)
         self._blend.observe(outcome.blend_s)
         self._load.observe(outcome.load_s)
-
-    def _decided(self, outcome: PromptOutcome, tenant: str, expected_s: float, first_token_s: float | None) -> None:
-        partly = "partly_in_place" if outcome.in_place else "blended"
-        self._decisions.labels(tenant, partly if outcome.mode == "blend" else "prefilled").inc()
-        if first_token_s is not None:
-            self._expected.observe(expected_s)
-            self._taken.observe(first_token_s)
 
     def refused(self, tenant: str, status: int) -> None:
         """Count a request that was refused for a limit."""

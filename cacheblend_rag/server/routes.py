@@ -183,17 +183,6 @@ def json_body() -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def page_query() -> dict[str, Any]:
-    """Return the query of ``GET /v1/chunks``."""
-    return {"parameters": _parameters(PageQuery)}
-
-
-def delete_query() -> dict[str, Any]:
-    """Return the query of ``DELETE /v1/chunks``."""
-    ids = {"name": "id", "in": "query", "schema": {"type": "array", "items": {"type": "string"}}, "explode": True}
-    return {"parameters": [ids, *_parameters(DeleteQuery)]}
-
-
 def _parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
     properties = model.model_json_schema()["properties"]
     return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in properties.items()]
@@ -225,15 +214,21 @@ def chunk_router(served: PerNamespace[Served], metrics: ReuseMetrics, model: Mod
     """Return the routes of :class:`ChunkRoutes`, for an application that :func:`answer_errors` has been given."""
     routes = ChunkRoutes(served, metrics, model)
     router = APIRouter(prefix="/v1/chunks", tags=["chunks"])
+    ids = {"name": "id", "in": "query", "schema": {"type": "array", "items": {"type": "string"}}, "explode": True}
     table: list[tuple[str, str, _Route, dict[str, Any]]] = [
         ("POST", "", routes.precompute, described(Precomputed, (409, 415, 429), json_body())),
-        ("GET", "", routes.list_chunks, described(ChunkPage, (), page_query())),
+        ("GET", "", routes.list_chunks, described(ChunkPage, (), {"parameters": _parameters(PageQuery)})),
         # Before /{chunk_id}: the first path that fits is taken.
         ("GET", "/stats", routes.stats, described(ChunkStats)),
         ("POST", "/flush", routes.flush, described(Flushed, (429,))),
         ("GET", "/{chunk_id:any_text}", routes.inspect, described(ChunkDetail, (404,))),
         ("DELETE", "/{chunk_id:any_text}", routes.delete, described(DeletedChunk, (404, 409))),
-        ("DELETE", "", routes.delete_several, described(DeletedChunks, (409,), delete_query())),
+        (
+            "DELETE",
+            "",
+            routes.delete_several,
+            described(DeletedChunks, (409,), {"parameters": [ids, *_parameters(DeleteQuery)]}),
+        ),
     ]
     for method, path, route, said in table:
         router.add_api_route(path, route, methods=[method], **said)

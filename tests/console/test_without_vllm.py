@@ -82,7 +82,7 @@ def test_a_vllm_that_does_not_start_is_told_in_a_few_lines_without_its_traceback
     # `_fresh` puts back what was there; monkeypatch, which ends later, would take that out again.
     sys.modules[PACKAGE] = package
     with capfd.disabled(), pytest.raises(ModelError) as failed:
-        open_vllm(ModelOptions("acme"), tmp_path, None, None)
+        open_vllm(ModelOptions("acme"), tmp_path, None, None, None)
     said = str(failed.value)
     assert said.startswith("vLLM does not start with 'acme': ValueError: No available memory")
     assert "vLLM's whole log is in" in said and "Traceback" not in said and "`cacheblend serve`" in said

@@ -271,7 +271,7 @@ def test_a_pass_that_is_replayed_is_padded_by_its_last_token_and_gives_the_same(
             runner.append(ids[None, :-count], cache)
             logits = runner.graphs.run(cache, ids[positions], positions)
             if logits is None:
-                logits = runner.scatter(ids[positions], positions, cache, lambda layer: None, None)
+                logits = runner.scatter(ids[positions], positions, positions, len(ids), cache, lambda layer: None)
                 runner.graphs.ran(cache, ids[positions], positions, logits)
             found.append(logits)
             del cache
@@ -322,7 +322,7 @@ def test_a_graph_of_a_few_more_tokens_serves_too(
         runner.append(ids[None, :-count], cache)
         found[count] = runner.graphs.run(cache, ids[positions], positions)
         if found[count] is None:
-            logits = runner.scatter(ids[positions], positions, cache, lambda layer: None, None)
+            logits = runner.scatter(ids[positions], positions, positions, len(ids), cache, lambda layer: None)
             runner.graphs.ran(cache, ids[positions], positions, logits)
         del cache
     assert [width for width, _ in runner.graphs._passes] == [60]

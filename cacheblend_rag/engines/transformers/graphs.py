@@ -53,7 +53,7 @@ class Passes(Protocol):
     def new_cache(self, num_tokens: int, room: int = ...) -> PositionedCache:
         """Return an empty cache."""
 
-    def scatter_at(
+    def scatter(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
@@ -242,7 +242,7 @@ class Graphs:
         ) -> tuple[torch.Tensor, Looks | None]:
             looks = Looks(shares) if looked else None
             with looking(looks):
-                return runner.scatter_at(ids, anywhere, positions, visible, cache, before_layer), looks
+                return runner.scatter(ids, anywhere, positions, visible, cache, before_layer), looks
 
         # What is compiled and allocated at first use must not be captured.
         run(runner.new_cache(width), width, lambda layer: None)

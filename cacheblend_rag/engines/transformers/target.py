@@ -79,46 +79,28 @@ class ModelRunner:
         if isinstance(cache, ModelsOwnCache):
             return cache.run(self.model, ids, self._says_positions, **self._kept(1))
         if ids.numel() > 1 or offset or self.graphs is None:
-            return self._next(ids, cache, offset, 1)[:, -1]
+            return self.follow(ids, cache, offset, 1)[:, -1]
         at = torch.tensor([cache.length])
         replayed = self.graphs.run(cache, ids[0], at)
         if replayed is not None:
             cache.filled(cache.length + 1)
             return replayed[None]
-        logits = self._next(ids, cache, 0, 1)[:, -1]
+        logits = self.follow(ids, cache, 0, 1)[:, -1]
         self.graphs.ran(cache, ids[0], at, logits[0])
         return logits
 
     @torch.inference_mode()
-    def follow(self, ids: torch.Tensor, cache: PositionedCache) -> torch.Tensor:
-        """Run the next tokens ``[batch, tokens]`` as :meth:`append` does; return the logits ``[batch, tokens, vocab]`` of all."""
-        return self._next(ids, cache, 0, ids.shape[1])
-
-    def _next(self, ids: torch.Tensor, cache: PositionedCache, offset: int, keep: int) -> torch.Tensor:
+    def follow(
+        self, ids: torch.Tensor, cache: PositionedCache, offset: int = 0, keep: int | None = None
+    ) -> torch.Tensor:
+        """Run the next tokens as :meth:`append` does; return the logits ``[batch, keep, vocab]`` of the last; None: of all."""
         start, count = cache.length, ids.shape[1]
         cache.append(count)
         positions = torch.arange(start + offset, start + offset + count, device=self.device)[None]
-        return self._forward(ids, positions, cache, None, keep)
+        return self._forward(ids, positions, cache, None, keep or count)
 
     @torch.inference_mode()
     def scatter(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        cache: PositionedCache,
-        before_layer: Callable[[int], None],
-        stop_layer: int | None,
-    ) -> LayerKV | torch.Tensor:
-        """Run the tokens ``ids``, ``[tokens]``, on the device, at ascending ``positions``, ``[tokens]``, in host memory.
-
-        Returns:
-            The stop layer's fresh KV, or without a stop layer the last token's logits ``[vocab]``.
-        """
-        at, visible = sent(positions, self.device), int(positions[-1]) + 1
-        return self.scatter_at(ids, positions, at, visible, cache, before_layer, stop_layer)
-
-    @torch.inference_mode()
-    def scatter_at(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
@@ -128,7 +110,20 @@ class ModelRunner:
         before_layer: Callable[[int], None],
         stop_layer: int | None = None,
     ) -> LayerKV | torch.Tensor:
-        """Do what :meth:`scatter` does, the positions also ``at`` the device, all of them below ``visible``."""
+        """Run the tokens ``ids``, ``[tokens]``, on the device, at ascending ``positions``, ``[tokens]``, in host memory.
+
+        Args:
+            ids: Token ids.
+            positions: Where they stand.
+            at: The same on the device.
+            visible: How many slots of the cache are looked at; more than the last position.
+            cache: The sequence's.
+            before_layer: Called with each layer's index before it writes or reads KV.
+            stop_layer: Layer at which to stop.
+
+        Returns:
+            The stop layer's fresh KV, or without a stop layer the last token's logits ``[vocab]``.
+        """
         cache.scatter(at, visible, before_layer, stop_layer)
         try:
             with scattered(positions, at):
@@ -251,7 +246,8 @@ class TransformersTarget(BlendTarget):
         if self.logits is None:
             ids = sent(ids, self.device)
             with looking(looks):
-                result = self._runner.scatter(ids, positions, self.cache, before_layer, stop_layer)
+                at, visible = sent(positions, self.device), int(positions[-1]) + 1
+                result = self._runner.scatter(ids, positions, at, visible, self.cache, before_layer, stop_layer)
             if isinstance(result, LayerKV):
                 return result
             self.logits = result

@@ -28,7 +28,7 @@ from cacheblend_rag.engines.results import (
 )
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
-from cacheblend_rag.engines.vllm.asking import ask_gate, ask_workers
+from cacheblend_rag.engines.vllm.asking import ask_gate
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.starting import StartError, spawn_if_forking_fails
 from cacheblend_rag.errors import InputError
@@ -167,10 +167,6 @@ class VLLMEngine(BlendClient, BlendEngine):
 
     def reset_prefix_cache(self) -> None:
         self._run(self.llm.reset_prefix_cache())
-
-    def ask_worker(self, method: str) -> Any:
-        """Return what a method of :class:`~cacheblend_rag.engines.vllm.worker.BlendWorker` says on the first rank."""
-        return self._run(ask_workers(self.llm, method))[0]
 
     def close(self) -> None:
         """Stop vLLM, finish what is being written and close the store."""

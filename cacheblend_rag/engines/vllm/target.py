@@ -280,7 +280,7 @@ class PagedSubject(GateSubject):
         hidden: Any = None
         while len(rest):
             part = self._paged.segment(rest)
-            hidden = self._paged.forward(ids[part], part, pages, _nothing, rotate_by=offset)
+            hidden = self._paged.forward(ids[part], part, pages, lambda layer: None, rotate_by=offset)
             rest = rest[len(part) :]
         return self._paged.logits(hidden), ChunkKV(self._read(pages, len(ids)), offset)
 
@@ -299,7 +299,3 @@ class PagedSubject(GateSubject):
         assert isinstance(target, PagedTarget)
         assert target.hidden is not None
         return self._paged.logits(target.hidden)
-
-
-def _nothing(layer: int) -> None:
-    return

@@ -75,11 +75,6 @@ def _first_of(since_0_33: str, in_0_32: str) -> Any:
         return import_module(in_0_32)
 
 
-def runner_name(use_v2_model_runner: bool) -> str:
-    """Return what vLLM calls the model runner in use."""
-    return "V2" if use_v2_model_runner else "V1"
-
-
 def key_blocks(request: Request, keys: Sequence[tuple[int, str]], block_size: int | None) -> bool:
     """Make the hashes of a request's blocks depend on keys, each from its position on; return whether that can be done.
 

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.platforms import current_platform
 
 from cacheblend_rag.engines.vllm.connector import BlendConnector
-from cacheblend_rag.engines.vllm.versions import installed_version, runner_name
+from cacheblend_rag.engines.vllm.versions import installed_version
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING or not current_platform.is_cpu():
@@ -52,7 +52,7 @@ class BlendWorker(BaseWorker):
         backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
         return {
             "vllm": str(installed_version()),
-            "runner": runner_name(bool(self.vllm_config.use_v2_model_runner)),
+            "runner": "V2" if self.vllm_config.use_v2_model_runner else "V1",
             "attention": ", ".join(sorted(backends)),
         }
 

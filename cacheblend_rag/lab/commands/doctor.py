@@ -141,7 +141,7 @@ def _diagnose_vllm(model: ModelOptions, store: Path | None, calibrate: bool, as_
     for name, given in (("--calibrate", calibrate), ("--store", store is not None)):
         if given:
             raise InputError(f"{name} goes with --engine transformers, whose findings hold for vLLM, too.")
-    with tempfile.TemporaryDirectory() as directory, open_vllm(model, Path(directory), None, None) as opened:
+    with tempfile.TemporaryDirectory() as directory, open_vllm(model, Path(directory), None, None, None) as opened:
         from cacheblend_rag.lab.doctor.diagnose_vllm import diagnose_vllm
 
         with status("Examining") as say:

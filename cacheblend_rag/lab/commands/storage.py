@@ -40,7 +40,7 @@ def calibrate(
     place = store_directory(directory)
     model = with_model(model, index_directory(directory, "default"))
     # The KV that is measured with goes when the engine is closed; only the store's tiers are looked at.
-    opened = open_vllm(model, None, None, None) if engine == "vllm" else open_engine(model)
+    opened = open_vllm(model, None, None, None, None) if engine == "vllm" else open_engine(model)
     with opened, status("Measuring") as say:
         bench = Workbench.of(opened)
         costs = measure_costs(bench, place, say)

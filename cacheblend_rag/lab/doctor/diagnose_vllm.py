@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -80,7 +81,7 @@ class VLLMDiagnosis:
 def diagnose_vllm(engine: VLLMEngine, progress: Callable[[str], None] | None = None) -> VLLMDiagnosis:
     """Examine a running vLLM; ``progress`` is called with a line of text before each step."""
     say = progress or (lambda line: None)
-    backend = engine.ask_worker("cacheblend_backend")
+    backend = ask_worker(engine, "cacheblend_backend")
     config = engine.llm.vllm_config.scheduler_config
     say("a blend")
     return VLLMDiagnosis(
@@ -113,10 +114,10 @@ def measure_blend(engine: VLLMEngine) -> BlendCost:
     engine.precompute(chunks)
     full = [_answer(engine, prompt, BlendSettings(quality="full")) for _ in range(_RUNS)]
     _answer(engine, prompt, BlendSettings(quality="high"))  # the first loads code and warms caches
-    before = engine.ask_worker("cacheblend_passes")
+    before = ask_worker(engine, "cacheblend_passes")
     blends = [_answer(engine, prompt, BlendSettings(quality="high")) for _ in range(_RUNS)]
     passes = {}
-    for kind, (tokens, seconds) in engine.ask_worker("cacheblend_passes").items():
+    for kind, (tokens, seconds) in ask_worker(engine, "cacheblend_passes").items():
         done, took = before.get(kind, (0.0, 0.0))
         if tokens > done:
             passes[kind] = ((tokens - done) / _RUNS, (seconds - took) / _RUNS)
@@ -127,3 +128,10 @@ def measure_blend(engine: VLLMEngine) -> BlendCost:
 def _answer(engine: VLLMEngine, prompt: TokenizedPrompt, settings: BlendSettings) -> Generation:
     engine.reset_prefix_cache()
     return engine.generate(prompt, SamplingParams(max_tokens=1), settings)
+
+
+def ask_worker(engine: VLLMEngine, method: str) -> Any:
+    """Return what a method of :class:`~cacheblend_rag.engines.vllm.worker.BlendWorker` says on the first rank."""
+    from cacheblend_rag.engines.vllm.asking import ask_workers
+
+    return asyncio.run_coroutine_threadsafe(ask_workers(engine.llm, method), engine.loop).result()[0]

@@ -16,6 +16,7 @@ import transformers as hf
 from vllm import SamplingParams
 
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.lab.doctor.diagnose_vllm import ask_worker
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, read_whole
 from tests.blending import reference
@@ -145,7 +146,7 @@ def asked(engine: Any, scene: Scene, settings: BlendSettings) -> torch.Tensor:
 
 
 def test_nothing_is_turned_off(engine, device: str) -> None:
-    config, found = engine.llm.vllm_config, engine.ask_worker("cacheblend_backend")
+    config, found = engine.llm.vllm_config, ask_worker(engine, "cacheblend_backend")
     assert not config.model_config.enforce_eager
     assert config.cache_config.enable_prefix_caching
     assert config.scheduler_config.enable_chunked_prefill

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
 from cacheblend_rag.blending.settings import BlendSettings, TextRange
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.lab.doctor.diagnose_vllm import ask_worker
 from tests.blending import reference
 from tests.blending.prompts import Scene, engine_for
 from tests.blending.test_parity import blended_logits
@@ -66,7 +67,7 @@ def want(model: Any, ratio: float, missing: tuple[int, ...] = ()) -> torch.Tenso
 
 
 def test_the_worker_says_what_it_runs_on(engine) -> None:
-    found = engine.ask_worker("cacheblend_backend")
+    found = ask_worker(engine, "cacheblend_backend")
     runner = "V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "V1"
     assert (found["runner"], found["attention"]) == (runner, "CPU_ATTN")
 
