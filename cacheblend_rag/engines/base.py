@@ -16,13 +16,7 @@ from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.engines.entries import Entries, Ranking
-from cacheblend_rag.engines.results import (
-    Generation,
-    PrecomputeReport,
-    StreamEvent,
-    iterate_in_thread,
-    last_generation,
-)
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, iterate_in_thread, last_generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.chunk import Chunk

@@ -13,11 +13,7 @@ from pydantic import ValidationError
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
-from cacheblend_rag.protocol import (
-    MAX_METADATA,
-    PrecomputeBody,
-    first_problem,
-)
+from cacheblend_rag.protocol import MAX_METADATA, PrecomputeBody, first_problem
 from cacheblend_rag.retrieval.registered import ConflictError
 from cacheblend_rag.server.naming import tokens_match
 

@@ -16,13 +16,7 @@ from starlette.responses import Response
 
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import InputError, StoreError
-from cacheblend_rag.protocol import (
-    DeleteQuery,
-    ModelInfo,
-    PageQuery,
-    PrecomputeBody,
-    read_query,
-)
+from cacheblend_rag.protocol import DeleteQuery, ModelInfo, PageQuery, PrecomputeBody, read_query
 from cacheblend_rag.server.chunks import ServedChunks
 from cacheblend_rag.server.middleware import come_again, error_response, told
 from cacheblend_rag.server.tenants import PerNamespace, Served, calling

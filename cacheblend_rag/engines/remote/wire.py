@@ -10,15 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
-from openai import (
-    APIConnectionError,
-    APIError,
-    APIStatusError,
-    APITimeoutError,
-    AsyncOpenAI,
-    OpenAI,
-    Timeout,
-)
+from openai import APIConnectionError, APIError, APIStatusError, APITimeoutError, AsyncOpenAI, OpenAI, Timeout
 
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.engines.base import Request

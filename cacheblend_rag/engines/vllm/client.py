@@ -25,14 +25,7 @@ from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, TraceEve
 from cacheblend_rag.engines.base import Request
 from cacheblend_rag.engines.entries import Entries, Ranking
 from cacheblend_rag.engines.models import end_tokens
-from cacheblend_rag.engines.results import (
-    Generation,
-    PrecomputeReport,
-    StreamEvent,
-    Timings,
-    TokenLogprob,
-    likeliest,
-)
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, TokenLogprob, likeliest
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.vllm.asking import Precompute, ask_gate, vllm_sampling
 from cacheblend_rag.engines.vllm.messages import BlendJob, FinishReport, read_params, read_report, to_params

@@ -20,12 +20,7 @@ from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine, Prompt, Request
 from cacheblend_rag.engines.entries import Ranking
-from cacheblend_rag.engines.results import (
-    EventQueue,
-    Item,
-    PrecomputeReport,
-    StreamEvent,
-)
+from cacheblend_rag.engines.results import EventQueue, Item, PrecomputeReport, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
 from cacheblend_rag.engines.vllm.asking import ask_gate
