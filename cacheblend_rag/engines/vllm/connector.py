@@ -38,7 +38,15 @@ if TYPE_CHECKING:
 
 
 class BlendConnector(KVConnectorBase_V1, SupportsHMA):
-    """Blends chunks' stored KV into vLLM's paged cache. See docs/internals/vllm.md."""
+    """Blends chunks' stored KV into vLLM's paged cache. See docs/internals/vllm.md.
+
+    Attributes:
+        scheduler: The scheduler's side, where this is in the scheduler.
+        worker: The worker's side, where this is in a worker.
+    """
+
+    scheduler: SchedulerSide
+    worker: WorkerSide
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         """Open the store named in the connector's configuration, for the scheduler or for a worker."""
@@ -53,12 +61,10 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         fingerprint = ModelFingerprint(str(extra("fingerprint", None)), "")
         header, writer = tuple(extra("header_ids", ())), extra("writer", None)
         written_by = None if writer is None else WrittenBy(**writer)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
         self._worker_steps = False
         if role is KVConnectorRole.SCHEDULER:
             self._store = open_store(where, ram_budget=0)
-            self._scheduler = SchedulerSide(
+            self.scheduler = SchedulerSide(
                 Entries(self._store, fingerprint, header, 0, ranks, writer=written_by),
                 page_groups(kv_cache_config),
                 longest_blendable(vllm_config.model_config.hf_text_config),
@@ -72,7 +78,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
             rank = get_tensor_model_parallel_rank()
             steps = vllm_config.scheduler_config
             step_tokens = extra("step_tokens", 0) or steps.long_prefill_token_threshold or steps.max_num_batched_tokens
-            self._worker = WorkerSide(
+            self.worker = WorkerSide(
                 Entries(self._store, fingerprint, header, rank, ranks, writer=written_by),
                 vllm_config,
                 kv_cache_config,
@@ -86,12 +92,6 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     # In the scheduler.
-
-    @property
-    def scheduler(self) -> SchedulerSide:
-        """The scheduler's side."""
-        assert self._scheduler is not None
-        return self._scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """See :meth:`SchedulerSide.bind`."""
@@ -125,12 +125,6 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         return False, self.scheduler.finished(request)
 
     # In the workers.
-
-    @property
-    def worker(self) -> WorkerSide:
-        """The worker's side."""
-        assert self._worker is not None
-        return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Remember the paged caches, by layer name."""
@@ -209,8 +203,6 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Finish writing and close the store."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
+        side = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
+        side.close()
         self._store.close()
