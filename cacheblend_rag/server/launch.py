@@ -9,8 +9,8 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -82,7 +82,7 @@ async def _serve(options: ServeOptions, args: Namespace, launch: Launch, threads
         store = open_store(launch.store, ram_budget=0, disk_budget=options.disk_budget)
         tell(_ENGINE)
         with store:
-            async with _EngineStart(_engine(args, sock, threads), launch, options.verbose) as llm:
+            async with _started(_engine(args, sock, threads), launch, options.verbose) as llm:
                 stopped = await _serve_engine(options, args, launch, llm, store, address, sock)
             await stopped
     finally:
@@ -325,28 +325,21 @@ def _compute(config: Any, threads: int) -> None:
     torch._inductor.config.cpp.dynamic_threads = True
 
 
-class _EngineStart:
-    """Enters vLLM's engine; what goes wrong while it starts becomes an error of ours, of a few lines."""
+@asynccontextmanager
+async def _started(engine: Any, launch: Launch, verbose: bool) -> AsyncIterator[AsyncLLM]:
+    """Enter vLLM's engine; what goes wrong while it starts becomes an error of ours, of a few lines."""
+    from cacheblend_rag.engines.vllm.starting import StartError, StartLog
 
-    def __init__(self, engine: Any, launch: Launch, verbose: bool):
-        self._engine, self._launch, self._verbose = engine, launch, verbose
-
-    async def __aenter__(self) -> AsyncLLM:
-        from cacheblend_rag.engines.vllm.starting import StartError, StartLog
-
-        log = StartLog(self._verbose)
+    log = StartLog(verbose)
+    async with AsyncExitStack() as stack:
         try:
             with log:
-                started: AsyncLLM = await self._engine.__aenter__()
-                return started
+                llm: AsyncLLM = await stack.enter_async_context(engine)
         except CacheBlendError:
             raise
         except Exception as error:  # whatever vLLM raises
-            why = log.why(error, "; --verbose shows it")
-            raise StartError(self._launch.fingerprint.name, error, why) from error
-
-    async def __aexit__(self, *exc: Any) -> Any:
-        return await self._engine.__aexit__(*exc)
+            raise StartError(launch.fingerprint.name, error, log.why(error, "; --verbose shows it")) from error
+        yield llm
 
 
 def _stop_starting(*_: object) -> None:
