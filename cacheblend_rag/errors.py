@@ -82,3 +82,8 @@ class ServerError(CacheBlendError):
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
         self.status = status
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, without its full stop; its class's name where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 from filelock import FileLock
 
-from cacheblend_rag.errors import ModelError
+from cacheblend_rag.errors import ModelError, first_line
 
 _SUMS = "cacheblend-sums.json"
 # Part of a directory's name: another number makes all of them anew.
@@ -82,7 +82,7 @@ def _convert(file: Path, folder: Path) -> None:
     except Exception as error:
         raise ModelError(
             f"{file} cannot be used: transformers {transformers.__version__} does not read this GGUF of the architecture "
-            f"{architecture!r} ({_first_line(error)}). Give a Hugging Face directory, or a GGUF of another architecture."
+            f"{architecture!r} ({first_line(error)}). Give a Hugging Face directory, or a GGUF of another architecture."
         ) from error
     model.config.__dict__.pop("quantization_config", None)
     if (splitter := _splitter(splitting)) is not None:
@@ -105,7 +105,7 @@ def _described(file: Path) -> tuple[str, str]:
         architecture = str(fields["general.architecture"].contents())
     except Exception as error:  # whatever numpy says of a file that ends too early
         raise ModelError(
-            f"{file} is damaged, or no GGUF file ({_first_line(error)}). Fetch it again, or install the package again that it "
+            f"{file} is damaged, or no GGUF file ({first_line(error)}). Fetch it again, or install the package again that it "
             "came with."
         ) from error
     splitting = fields.get("tokenizer.ggml.pre")
@@ -118,7 +118,3 @@ def _splitter(name: str) -> Any:
 
     # SmolLM's and SmolLM2's tokenizer.json: without it the blanks before a digit are split as before a letter.
     return Sequence([Digits(True), ByteLevel(add_prefix_space=False)]) if name == "smollm" else None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

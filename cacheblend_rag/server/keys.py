@@ -135,15 +135,6 @@ class Admission:
             return f"This tenant has used its {rate} tokens a minute. Try again in {ceil(wait)} seconds.", ceil(wait)
         return None
 
-    def body_refusal(self, most: int) -> str | None:
-        """Return why no more of a body is read, where all of them may have ``most`` bytes; None if it is."""
-        if self.held <= most:
-            return None
-        return (
-            f"The bodies of this tenant's requests that are being read and served have more than {most} bytes. Wait for some to "
-            "end."
-        )
-
     @property
     def counts(self) -> bool:
         """Return whether its tokens are counted."""

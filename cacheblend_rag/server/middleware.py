@@ -135,7 +135,11 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         if limits_of(scope).local and not _called_locally(scope):
-            await _misdirected()(scope, receive, send)
+            why = (
+                "Without an API key this server answers to the names 'localhost' and '127.0.0.1' alone. Give it a key "
+                "(CACHEBLEND_API_KEY) to ask by another name."
+            )
+            await error_response(why, 421, "MisdirectedRequest")(scope, receive, send)
             return
         keys = limits_of(scope).keys
         key = key_of(_bearer(scope), keys) if keys else _ANYBODY
@@ -218,15 +222,6 @@ def _called_locally(scope: Scope) -> bool:
         return False
 
 
-def _misdirected() -> JSONResponse:
-    return error_response(
-        "Without an API key this server answers to the names 'localhost' and '127.0.0.1' alone. Give it a key "
-        "(CACHEBLEND_API_KEY) to ask by another name.",
-        421,
-        "MisdirectedRequest",
-    )
-
-
 def _is_preflight(scope: Scope) -> bool:
     """Say whether a browser asks what it may send; vLLM's CORS middleware answers that, and no route sees it."""
     headers = Headers(scope=scope)
@@ -286,8 +281,9 @@ class LimitBody:
 async def _refusal(body: bytearray, limits: RequestLimits, admission: Admission) -> JSONResponse | None:
     if len(body) > limits.body:
         return _too_large(limits.body)
-    if why := admission.body_refusal(limits.held):
-        return come_again(why, 1, _CLOSE)
+    if admission.held > limits.held:
+        why = "The bodies of this tenant's requests that are being read and served have more than"
+        return come_again(f"{why} {limits.held} bytes. Wait for some to end.", 1, _CLOSE)
     # Fewer bytes than values are allowed need no counting.
     if len(body) > limits.values and await asyncio.to_thread(count_values, body) > limits.values:
         return error_response(

@@ -38,7 +38,7 @@ from cacheblend_rag.engines.transformers.precompute import Ranker, precompute
 from cacheblend_rag.engines.transformers.recurrent import snapshots_of
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 from cacheblend_rag.engines.writer import KVWriter, WriterNotice
-from cacheblend_rag.errors import CacheBlendError, InputError, ModelError
+from cacheblend_rag.errors import CacheBlendError, InputError, ModelError, first_line
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import Header, chosen_header_ids
 from cacheblend_rag.prompts.registry import ChunkRegistry
@@ -81,7 +81,7 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelError(
-            f"Cannot load the model {name!r}: {_first_line(error)} Give a directory with a Hugging Face causal LM "
+            f"Cannot load the model {name!r}: {first_line(error)}. Give a directory with a Hugging Face causal LM "
             "(config.json, weights, tokenizer), a GGUF file, a hub name, or a model that is known by name: "
             f"{BUNDLED_MODEL}, {SMOLLM2}."
         ) from error
@@ -103,7 +103,7 @@ def device_named(name: str | torch.device | None) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"The device {str(name)!r} cannot be used here: {_first_line(error)}") from error
+        raise InputError(f"The device {str(name)!r} cannot be used here: {first_line(error)}.") from error
     return device
 
 
@@ -121,7 +121,7 @@ def _on(device: torch.device, model: Any, name: str) -> Any:
     try:
         return model.to(device).eval()
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        raise ModelError(f"The model {name!r} cannot be moved to {device}: {_first_line(error)}") from error
+        raise ModelError(f"The model {name!r} cannot be moved to {device}: {first_line(error)}.") from error
 
 
 def usable_attention(model: Any) -> Any:
@@ -139,11 +139,6 @@ def usable_attention(model: Any) -> Any:
         )
     model.set_attn_implementation("eager" if eager else attention.NAME)
     return model
-
-
-def _first_line(error: Exception) -> str:
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    return line + "."
 
 
 class ModelOwner(BlendEngine):

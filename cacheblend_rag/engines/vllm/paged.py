@@ -219,11 +219,8 @@ class PagedModel:
         count = 3 * self.block_size // 2
         slots = torch.randperm(2 * self.block_size, generator=generator)[:count] + self.block_size
         for layer in range(self.num_layers):
-            want = LayerKV(
-                *(torch.randn(self.kv_heads, count, self.head_dim, generator=generator).to(self.device, self.dtype),)
-                * 2
-            )
-            want = LayerKV(want.k, -want.v)
+            keys = torch.randn(self.kv_heads, count, self.head_dim, generator=generator).to(self.device, self.dtype)
+            want = LayerKV(keys, -keys)
             try:
                 self.write(layer, want, slots)
                 got = self.read(layer, slots)
