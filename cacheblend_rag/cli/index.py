@@ -235,14 +235,9 @@ def _print_report(report: IndexReport, check: SpotCheck | None, as_json: bool) -
     if as_json:
         print_json({**asdict(report), "check": None if check is None else asdict(check)})
         return
-    counts = {
-        "added": len(report.added),
-        "changed": len(report.changed),
-        "unchanged": len(report.unchanged),
-        "removed": len(report.removed),
-        "skipped": len(report.skipped),
-    }
-    documents = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none found"
+    fates = ("added", "changed", "unchanged", "removed", "skipped")
+    counts = [(len(getattr(report, fate)), fate) for fate in fates]
+    documents = ", ".join(f"{count} {fate}" for count, fate in counts if count) or "none found"
     echo(f"documents  {documents}")
     if report.added or report.changed:
         echo(f"chunks     {report.chunks:,}; KV of {report.tokens:,} tokens computed in {seconds(report.seconds)}")

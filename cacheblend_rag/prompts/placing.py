@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from secrets import token_hex
 
 from cacheblend_rag.prompts.chunk import Chunk, PlainText, TextEncoder
@@ -18,6 +19,8 @@ from cacheblend_rag.prompts.templates import PROBE
 
 Piece = str | PlainText | Chunk
 
+_begin: Callable[[Range], int] = itemgetter(0)
+_end: Callable[[Range], int] = itemgetter(1)
 _PROBE = f"{PROBE}-{token_hex(8)}-"  # another in each process: no document can know it
 
 # What templates cut off a content's ends.
@@ -170,14 +173,6 @@ def _first_free(text: str, body: str, taken: Sequence[Range], start: int = 0) ->
             return at
         at = text.find(body, taken[behind][1])  # what begins before that overlaps it, too
     return at
-
-
-def _begin(part: Range) -> int:
-    return part[0]
-
-
-def _end(part: Range) -> int:
-    return part[1]
 
 
 def _merged(ranges: Iterable[Range]) -> list[Range]:

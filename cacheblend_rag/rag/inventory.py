@@ -259,7 +259,7 @@ class Inventory:
                     keys.update([part.key for part in found] or [key])
                     nbytes += sum(part.nbytes for part in found)
                 missing += not all(parts.values())
-        (self.store.pin if pinned else self.store.unpin)(keys)
+        self.store.pin(keys, pinned)
         return PinnedDocuments(len(chunks), nbytes, missing)
 
     def _stored(self) -> dict[str, list[EntryInfo]]:

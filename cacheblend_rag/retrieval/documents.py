@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.retrieval.extraction import UnusableFileError, plain_text
+from cacheblend_rag.retrieval.extraction import UnusableFileError, decode
 from cacheblend_rag.retrieval.isolation import PARSER
 from cacheblend_rag.retrieval.parsing import PARSERS
 
@@ -203,7 +203,7 @@ def load_document(path: Path | str) -> Document | SkippedDocument:
         data = _read(path)
         digest = xxhash.xxh3_128(data).hexdigest()
         suffix = path.suffix.lower()
-        text, metadata = plain_text(data) if suffix in _PLAIN else PARSER.parse(suffix, data)
+        text, metadata = (decode(data), {}) if suffix in _PLAIN else PARSER.parse(suffix, data)
         if not text.strip():
             raise UnusableFileError("it holds no text", blank=True)
     except UnusableFileError as error:

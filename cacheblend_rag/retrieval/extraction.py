@@ -58,11 +58,6 @@ class UnusableFileError(Exception):
         self.blank = blank
 
 
-def plain_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Decode a text file: prose, Markdown, reStructuredText or source code; see :func:`decode`."""
-    return decode(data), {}
-
-
 def decode(data: bytes, declared: str | None = None) -> str:
     """Decode text whose encoding nobody knows for sure; line ends become newlines.
 

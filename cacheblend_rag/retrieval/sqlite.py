@@ -200,14 +200,13 @@ def checksum(*parts: bytes) -> bytes:
 
 
 def chunk_row(chunk: Chunk) -> tuple[str, str, bytes, str, bytes]:
-    """Return a chunk as stored: id, text, little-endian 32-bit token ids, metadata as JSON, signature."""
+    """Return a chunk as stored: id, text, little-endian 32-bit token ids, metadata as JSON, and its text's signature.
+
+    That is :data:`~cacheblend_rag.prompts.matching.SIGNATURE`, little-endian.
+    """
+    signature = signatures_of([chunk.text]).tobytes()
     token_ids = np.asarray(chunk.token_ids, dtype="<i4").tobytes()
-    return chunk.id, chunk.text, token_ids, json.dumps(dict(chunk.metadata), default=str), signature_bytes(chunk.text)
-
-
-def signature_bytes(text: str) -> bytes:
-    """Return a text's signature as stored: :data:`~cacheblend_rag.prompts.matching.SIGNATURE`, little-endian."""
-    return signatures_of([text]).tobytes()
+    return chunk.id, chunk.text, token_ids, json.dumps(dict(chunk.metadata), default=str), signature
 
 
 def row_chunk(name: str, text: str, token_ids: bytes, metadata: str | None) -> Chunk:

@@ -265,16 +265,8 @@ class Evicting(ABC):
         """Mark ``key`` as used without reading it; nothing happens where it is absent or that costs too much."""
 
     @abstractmethod
-    def pin(self, keys: Iterable[KVKey]) -> None:
-        """Let eviction pass over these entries from now on, whoever evicts; also over those that are yet to be put.
-
-        Raises:
-            StoreError: The medium refuses, or does not answer.
-        """
-
-    @abstractmethod
-    def unpin(self, keys: Iterable[KVKey]) -> None:
-        """Take back :meth:`pin`, which may not have been said.
+    def pin(self, keys: Iterable[KVKey], pinned: bool = True) -> None:
+        """Let eviction pass over these entries from now on, or no longer: whoever evicts, and also over those yet to be put.
 
         Raises:
             StoreError: The medium refuses, or does not answer.

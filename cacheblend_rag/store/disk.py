@@ -148,13 +148,13 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
                 self._directory.write_pins(pins - {key})
             return self._directory.remove(key) is not None
 
-    def pin(self, keys: Iterable[KVKey]) -> None:
+    def pin(self, keys: Iterable[KVKey], pinned: bool = True) -> None:
         """See :meth:`Evicting.pin`; for all processes that use the directory."""
-        self._change_pins(lambda pins: pins | frozenset(keys))
-
-    def unpin(self, keys: Iterable[KVKey]) -> None:
-        """See :meth:`Evicting.unpin`; for all processes that use the directory."""
-        self._change_pins(lambda pins: pins - frozenset(keys))
+        with self._writing():
+            self._make()
+            with self._directory.exclusive():
+                pins = self._directory.pins()
+                self._directory.write_pins(pins | frozenset(keys) if pinned else pins - frozenset(keys))
 
     def pins(self) -> frozenset[KVKey]:
         with self._writing():
@@ -270,12 +270,6 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
             yield path
         finally:
             path.unlink(missing_ok=True)
-
-    def _change_pins(self, change: Callable[[frozenset[KVKey]], frozenset[KVKey]]) -> None:
-        with self._writing():
-            self._make()
-            with self._directory.exclusive():
-                self._directory.write_pins(change(self._directory.pins()))
 
     def _fits(self, nbytes: int) -> bool:
         return self.budget is None or nbytes <= self.budget

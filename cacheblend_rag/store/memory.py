@@ -241,13 +241,9 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         with self._lock:
             self._use(key)
 
-    def pin(self, keys: Iterable[KVKey]) -> None:
+    def pin(self, keys: Iterable[KVKey], pinned: bool = True) -> None:
         with self._lock:
-            self._pins.update(keys)
-
-    def unpin(self, keys: Iterable[KVKey]) -> None:
-        with self._lock:
-            self._pins.difference_update(keys)
+            (self._pins.update if pinned else self._pins.difference_update)(keys)
 
     def pins(self) -> frozenset[KVKey]:
         with self._lock:

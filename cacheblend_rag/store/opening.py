@@ -178,25 +178,21 @@ def _writes(text: str) -> Writes:
 def with_keys(urls: str, keys: Path) -> str:
     """Return addresses with the directory of keys that all tiers but RAM are encrypted with."""
     option = urlencode({"encrypt": str(keys)}, safe="/")
-    return ",".join(
-        url if urlsplit(url).scheme == "ram" else _with(url, option)
-        for url in (_without(url, "encrypt") for url in _each(urls))
-    )
-
-
-def _with_disk_budget(urls: str, size: str) -> str:
-    return ",".join(
-        _with(_without(url, "budget"), f"budget={size}") if urlsplit(url).scheme == "file" else url
-        for url in _each(urls)
-    )
+    return _with(urls, option, lambda scheme: scheme != "ram")
 
 
 def _each(urls: str) -> list[str]:
     return [url.strip() for url in urls.split(",") if url.strip()]
 
 
-def _with(url: str, option: str) -> str:
-    return f"{url}{'&' if '?' in url else '?'}{option}"
+def _with(urls: str, option: str, takes: Callable[[str], bool]) -> str:
+    """Return addresses with an option, as ``name=value``, in those with schemes that take it."""
+    name = option.partition("=")[0]
+    changed = []
+    for url in _each(urls):
+        place = _without(url, name)
+        changed.append(f"{place}{'&' if '?' in place else '?'}{option}" if takes(urlsplit(url).scheme) else url)
+    return ",".join(changed)
 
 
 def _without(url: str, option: str) -> str:
@@ -341,7 +337,7 @@ def record_tiers(
     if encrypt is not None:
         urls = with_keys(urls, encrypt.expanduser().resolve())
     if disk_budget is not None:
-        urls = _with_disk_budget(urls, disk_budget)
+        urls = _with(urls, f"budget={disk_budget}", lambda scheme: scheme == "file")
     tiers = parse_tiers(urls)
     if password_in(urls):
         raise InputError(

@@ -122,15 +122,10 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         checked_key(key)
         return self._calls(lambda: self._remove(key, None))
 
-    def pin(self, keys: Iterable[KVKey]) -> None:
+    def pin(self, keys: Iterable[KVKey], pinned: bool = True) -> None:
         """See :meth:`Evicting.pin`; for all clients."""
         wanted = [checked_key(key) for key in keys]
-        self._calls(lambda: self._pin(wanted, True))
-
-    def unpin(self, keys: Iterable[KVKey]) -> None:
-        """See :meth:`Evicting.unpin`; for all clients."""
-        wanted = [checked_key(key) for key in keys]
-        self._calls(lambda: self._pin(wanted, False))
+        self._calls(lambda: self._pin(wanted, pinned))
 
     def pins(self) -> frozenset[KVKey]:
         return self._calls(self._pins)

@@ -153,15 +153,10 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         for tier in self._evicting:
             tier.touch(key)
 
-    def pin(self, keys: Iterable[KVKey]) -> None:
+    def pin(self, keys: Iterable[KVKey], pinned: bool = True) -> None:
         """See :meth:`Evicting.pin`; in every tier, also where one refuses."""
         wanted = tuple(keys)
-        _of_each(self._evicting, lambda tier: tier.pin(wanted))
-
-    def unpin(self, keys: Iterable[KVKey]) -> None:
-        """See :meth:`Evicting.unpin`; in every tier, also where one refuses."""
-        wanted = tuple(keys)
-        _of_each(self._evicting, lambda tier: tier.unpin(wanted))
+        _of_each(self._evicting, lambda tier: tier.pin(wanted, pinned))
 
     def pins(self) -> frozenset[KVKey]:
         """See :meth:`Evicting.pins`; those of any tier, of tiers that answer."""

@@ -27,7 +27,8 @@ def serve(choices: Choices, port: int = 7860, browser: bool = True, block: bool 
         import gradio  # noqa: F401
     except ImportError as error:
         raise InputError("The page needs Gradio. Install it: pip install 'cacheblend-rag[ui]'") from error
-    from cacheblend_rag.ui.page import Page, head, styles, theme
+    from cacheblend_rag.ui.page import Page, theme
+    from cacheblend_rag.ui.render import asset
 
     workspace = Workspace(choices)
     page = Page(workspace, _examples(choices))
@@ -47,8 +48,8 @@ def serve(choices: Choices, port: int = 7860, browser: bool = True, block: bool 
             ssr_mode=False,
             max_file_size=_LARGEST_FILE,
             theme=theme(),
-            css=styles(),
-            head=head(),
+            css=asset("style.css"),
+            head=f"<script>{asset('keys.js')}</script>",
         )
     except OSError as error:
         raise InputError(f"Port {port} cannot be used; choose another with --port. ({error})") from error

@@ -95,13 +95,3 @@ def theme() -> Any:
     return gr.themes.Default(
         primary_hue="blue", neutral_hue="slate", font=plain, font_mono=["ui-monospace", "Consolas", "monospace"]
     )
-
-
-def styles() -> str:
-    """Return the page's style sheet."""
-    return asset("style.css")
-
-
-def head() -> str:
-    """Return what goes into the page's head: the keys."""
-    return f"<script>{asset('keys.js')}</script>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,31 +48,32 @@ class Workspace:
     Attributes:
         choices: What the command line has chosen.
         status: What the model is doing, in words for the page.
-        failed: Whether that is an error.
     """
 
     def __init__(self, choices: Choices):
-        self.choices = choices
-        self.status, self.failed = _LOADING, False
-        self._started = False
-        self._collection: Collection | None = None
-        self._error: CacheBlendError | None = None
-        self._done = threading.Event()
+        self.choices, self.status = choices, _LOADING
+        self._opened: Future[Collection] = Future()
         self._starting = threading.Lock()
 
     @property
     def ready(self) -> bool:
         """Return whether the model is loaded."""
-        return self._collection is not None
+        return self._opened.done() and not self.failed
+
+    @property
+    def failed(self) -> bool:
+        """Return whether it could not be loaded; the status says why."""
+        return self._opened.done() and self._opened.exception() is not None
 
     def start(self) -> None:
         """Load the model in a thread, again where that failed before; does nothing while it is being loaded."""
         with self._starting:
-            if self._started and not self.failed:
+            if self._opened.running() or self.ready:
                 return
-            self._started = True
-            self.status, self.failed, self._error = _LOADING, False, None
-            self._done.clear()
+            if self.failed:
+                self._opened = Future()
+            self._opened.set_running_or_notify_cancel()
+            self.status = _LOADING
         threading.Thread(target=self._load, name="load the model", daemon=True).start()
 
     def collection(self) -> Collection:
@@ -80,27 +82,21 @@ class Workspace:
         Raises:
             CacheBlendError: Why it could not be loaded.
         """
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._collection is not None
-        return self._collection
+        return self._opened.result()
 
     def _load(self) -> None:
         try:
             opened = self._open()
             self._seed(opened)
-            self.status = _describe(opened.pipeline.engine)
-            self._collection = opened
-        except CacheBlendError as error:
-            self._fail(error)
         except Exception as error:  # the page must say it, whatever it is
-            self._fail(CacheBlendError(f"The model could not be loaded ({type(error).__name__}: {error})."))
-        finally:
-            self._done.set()
-
-    def _fail(self, error: CacheBlendError) -> None:
-        self._error, self.failed, self.status = error, True, str(error)
+            why = error
+            if not isinstance(error, CacheBlendError):
+                why = CacheBlendError(f"The model could not be loaded ({type(error).__name__}: {error}).")
+            self.status = str(why)
+            self._opened.set_exception(why)
+        else:
+            self.status = _describe(opened.pipeline.engine)
+            self._opened.set_result(opened)
 
     def _open(self) -> Collection:
         from cacheblend_rag.rag.pipeline import RagPipeline
@@ -122,8 +118,8 @@ class Workspace:
 
     def close(self) -> None:
         """Close everything that was opened."""
-        if self._collection is not None:
-            self._collection.close()
+        if self.ready:
+            self.collection().close()
 
 
 def _describe(engine: BlendEngine) -> str:

@@ -272,7 +272,7 @@ def test_eviction_passes_over_what_is_pinned(open_with: Open) -> None:
     assert store.pins() == {key_of(1), key_of(2)}
     store.evict(0)
     assert {entry.key for entry in store.entries()} == {key_of(1), key_of(2)}
-    store.unpin([key_of(1), key_of(9)])
+    store.pin([key_of(1), key_of(9)], False)
     store.evict(0)
     assert {entry.key for entry in store.entries()} == {key_of(2)}
 
