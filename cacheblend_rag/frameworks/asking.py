@@ -19,7 +19,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.frameworks.calls import NO_TOOLS, CallReader, CallsRead, ToolsAsked, call_schema
 from cacheblend_rag.frameworks.retrieved import RetrievalLog, RetrievalReport, checked_on_miss, find_retrieved
 from cacheblend_rag.frameworks.uses import uses_of
-from cacheblend_rag.prompts.prompt import BlendPrompt
+from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt
 
 SAMPLING_OPTIONS = tuple(option.name for option in fields(SamplingParams) if option.name != "json_schema")
 
@@ -128,25 +128,25 @@ class Asked:
     retrieved: RetrievalReport
     reader: CallReader | None = None
 
+    @property
+    def _arguments(self) -> tuple[TokenizedPrompt, SamplingParams, BlendSettings]:
+        return self.request.prompt, self.request.sampling, self.request.settings.asked
+
     def answer(self) -> Generation:
         """Return the answer; raises as :meth:`BlendEngine.generate` does."""
-        return self.engine.generate(self.request.prompt, self.request.sampling, self.request.settings.asked)
+        return self.engine.generate(*self._arguments)
 
     async def aanswer(self) -> Generation:
         """Async twin of :meth:`answer`."""
-        return await self.engine.agenerate(self.request.prompt, self.request.sampling, self.request.settings.asked)
+        return await self.engine.agenerate(*self._arguments)
 
     def events(self) -> closing[Any]:
         """Return the stream of the answer as a context manager; leaving it ends the engine's work."""
-        return closing(
-            cast(Any, self.engine.stream(self.request.prompt, self.request.sampling, self.request.settings.asked))
-        )
+        return closing(cast(Any, self.engine.stream(*self._arguments)))
 
     def aevents(self) -> aclosing[Any]:
         """Async twin of :meth:`events`."""
-        return aclosing(
-            cast(Any, self.engine.astream(self.request.prompt, self.request.sampling, self.request.settings.asked))
-        )
+        return aclosing(cast(Any, self.engine.astream(*self._arguments)))
 
     def read(self, text: str, last: bool = True) -> AnswerPart:
         """Take the next text of the answer, or all of it, and return what of it is no call; the ``last`` brings the calls."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from cacheblend_rag.errors import StoreError, StoreMismatchError
+from cacheblend_rag.errors import InputError, StoreError, StoreMismatchError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
@@ -234,10 +234,6 @@ class IndexDatabase(SQLiteFile):
             f"There is no index in {self.path.parent}. Make one with: cacheblend index FILES --store DIRECTORY"
         )
 
-    def nbytes(self) -> int:
-        """Return the size of the file."""
-        return self.path.stat().st_size if self.path.exists() else 0
-
     @property
     def config(self) -> IndexConfig:
         """Return what the index was made with."""
@@ -267,7 +263,7 @@ class IndexDatabase(SQLiteFile):
         return [IndexedDocument(*row) for row in self.rows(query)]
 
     def digest_of(self, path: str) -> str | None:
-        """Return the digest of a document, None where it is not in the index."""
+        """Return the digest a document was indexed with, or None where it is not in the index."""
         rows = self.rows("SELECT digest FROM documents WHERE path = ?", path)
         return rows[0][0] if rows else None
 
@@ -286,11 +282,19 @@ class IndexDatabase(SQLiteFile):
             self._put_occurrence(document, ordinal, chunk, vectors.get(chunk.id))
         return self._remove_orphans(before)
 
-    def delete_document(self, path: str) -> list[Chunk]:
-        """Remove a document; return the chunks that no document holds any more."""
-        before = self._clear_document(path)
-        self.db.execute("DELETE FROM documents WHERE path = ?", (path,))
-        return self._remove_orphans(before)
+    def delete(self, path: str) -> list[Chunk]:
+        """Remove a document, in a transaction of its own; return the chunks that no document holds any more, without metadata.
+
+        Raises:
+            InputError: It is not in the index.
+            StoreError: The index cannot be written.
+        """
+        with self.transaction():
+            if self.digest_of(path) is None:
+                raise InputError(f"{path} is not in the index {self.path.parent}. `documents()` lists what is.")
+            before = self._clear_document(path)
+            self.db.execute("DELETE FROM documents WHERE path = ?", (path,))
+            return self._remove_orphans(before)
 
     def _clear_document(self, path: str) -> list[int]:
         """Empty a document; return the rows of the chunks it held, in order."""

@@ -154,18 +154,6 @@ class ChunkIndex(IndexDatabase, ChunkSource):
                 elif distinct.keys() <= known.keys() | self.vectors.embedded(distinct):
                     return self.replace_document(document_path, digest, ordered, known)
 
-    def delete(self, path: str) -> list[Chunk]:
-        """Remove a document; return the chunks that no document holds any more, without metadata.
-
-        Raises:
-            InputError: It is not in the index.
-            StoreError: The index cannot be written.
-        """
-        with self.transaction():
-            if self.digest_of(path) is None:
-                raise InputError(f"{path} is not in the index {self.directory}. `documents()` lists what is.")
-            return self.delete_document(path)
-
     def chunks(self) -> Iterator[Chunk]:
         """Iterate over every distinct chunk, in the order they came; each has the metadata of its first place."""
         last = 0
@@ -283,10 +271,7 @@ class ChunkIndex(IndexDatabase, ChunkSource):
     def stats(self) -> IndexStats:
         """Count what is in the index."""
         with self.transaction(write=False):
-            documents, chunks, tokens = self.counts()
-            embedding = self._embedding()
-        nbytes = self.nbytes()
-        return IndexStats(documents=documents, chunks=chunks, tokens=tokens, nbytes=nbytes, embedding=embedding)
+            return IndexStats(*self.counts(), nbytes=self.path.stat().st_size, embedding=self._embedding())
 
     def __enter__(self) -> Self:
         return self

@@ -48,6 +48,8 @@ def _power_of_two_from(x: torch.Tensor) -> torch.Tensor:
 
 RAW: Final = "raw"
 """The codec that stores keys and values as they are; ``none`` in addresses."""
+LOSSY: Final = "int8"
+"""The codec that stores other numbers than it is given."""
 # Of one name and one dtype the layers' tensors lie one after another in the file, so that each layer is one read.
 _PACKED: Final = "packed"
 _ZSTD: Final = "+zstd"
@@ -67,15 +69,15 @@ class Codec:
         in_place: Whether the stored bytes are the layer itself.
     """
 
-    def __init__(self, name: str, whole: bool = False, zstd: bool = False):
+    def __init__(self, whole: bool = False, zstd: bool = False):
         """Store keys and values in whole numbers or as they are, with Zstandard or without."""
-        self.name, self._whole, self._zstd = name, whole, zstd
+        self.name, self._whole, self._zstd = (LOSSY if whole else RAW) + _ZSTD * zstd, whole, zstd
         self.in_place = not (whole or zstd)
 
     @property
     def exact(self) -> Codec:
         """Return the codec for what must stay as it is."""
-        return Codec(RAW + _ZSTD * self._zstd, zstd=self._zstd)
+        return Codec(zstd=self._zstd)
 
     def encode(self, layer: LayerKV) -> dict[str, torch.Tensor]:
         """Return the tensors to store, by name, on any device."""
@@ -127,10 +129,6 @@ class Codec:
         return layer
 
 
-LOSSY: Final = "int8"
-"""The codec that stores other numbers than it is given."""
-
-
 def get_codec(name: str) -> Codec:
     """Return the codec called ``name``: ``none`` (or ``raw``) or ``int8``, each also with ``+zstd`` behind.
 
@@ -144,7 +142,7 @@ def get_codec(name: str) -> Codec:
     zstd = name.endswith(_ZSTD)
     if zstd:
         _zstandard()
-    return Codec(base + _ZSTD * zstd, base == LOSSY, zstd)
+    return Codec(base == LOSSY, zstd)
 
 
 def is_lossy(name: str) -> bool:

@@ -160,12 +160,6 @@ def derived_key(key: bytes, salt: bytes, name: KVKey) -> bytes:
 
 
 def _derived(key: bytes, purpose: str, salt: bytes | None = None) -> bytes:
-    hkdf, sha256 = _hkdf()
-    found: bytes = hkdf(sha256(), _KEY_BYTES, salt, f"cacheblend-kv/1 {purpose}".encode()).derive(key)
-    return found
-
-
-def _hkdf() -> tuple[Any, Any]:
     try:
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -173,7 +167,7 @@ def _hkdf() -> tuple[Any, Any]:
         raise InputError(
             f"An encrypted store needs a package that is missing ({error}): pip install 'cacheblend-rag[encryption]'"
         ) from error
-    return HKDF, SHA256
+    return HKDF(SHA256(), _KEY_BYTES, salt, f"cacheblend-kv/1 {purpose}".encode()).derive(key)
 
 
 SEALED: Final = b"CBSEAL"
