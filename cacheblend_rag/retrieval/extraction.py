@@ -7,12 +7,12 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from io import BytesIO
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bs4 import BeautifulSoup
     from bs4.element import Tag
-    from pypdf import PdfReader
 
 _log = logging.getLogger(__name__)
 # What pypdf has to say of a file comes without its name, before our own message; who has set a level wants to read it.
@@ -192,9 +192,7 @@ def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
         raise UnusableFileError(f"it is not a readable PDF (pages {', '.join(map(str, unreadable))} cannot be read)")
     if not text:
         raise UnusableFileError("its pages hold no text (a scan?); run text recognition on it first", blank=True)
-    title = _pdf_title(reader)
-    metadata: dict[str, Any] = {"title": title} if title else {}
-    return text, metadata | {"pages": count, "page_starts": starts} | (
+    return text, titled(reader, "metadata.title") | {"pages": count, "page_starts": starts} | (
         {"unreadable_pages": unreadable} if unreadable else {}
     )
 
@@ -212,9 +210,10 @@ def join_pages(pages: Mapping[int, str]) -> tuple[str, list[tuple[int, int]]]:
     return "\n\n".join(parts), starts
 
 
-def _pdf_title(reader: PdfReader) -> str:
+def titled(document: Any, where: str) -> dict[str, Any]:
+    """Return a document's title as metadata, none where it has none or its reader fails on it: on broken files by anything."""
     try:
-        title = reader.metadata.title if reader.metadata else None
-    except Exception:  # see pdf_text
-        return ""
-    return title.strip() if isinstance(title, str) else ""
+        title = attrgetter(where)(document)
+    except Exception:
+        return {}
+    return {"title": title.strip()} if isinstance(title, str) and title.strip() else {}

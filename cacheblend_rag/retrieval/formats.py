@@ -6,16 +6,16 @@ import csv
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import BytesIO, StringIO
+from pkgutil import resolve_name
 from typing import Any
 
-from cacheblend_rag.retrieval.extraction import UnusableFileError, decode, join_pages
+from cacheblend_rag.retrieval.extraction import UnusableFileError, decode, join_pages, titled
 
 _MOST_UNPACKED = 512 << 20
 _USUAL_UNPACKED, _MOST_TIMES = 64 << 20, 200
 _HEADING = re.compile(r"Heading (\d)")
-_INSTALL = "pip install 'cacheblend-rag[documents]'"
 
 
 def word_text(data: bytes) -> tuple[str, dict[str, Any]]:
@@ -24,12 +24,8 @@ def word_text(data: bytes) -> tuple[str, dict[str, Any]]:
     Raises:
         UnusableFileError: It cannot be read, or python-docx is not installed.
     """
-    try:
-        from docx import Document
-    except ImportError as error:
-        raise UnusableFileError(f"reading it needs python-docx; {_INSTALL}") from error
-    document = _opened(data, Document, "Word document")
-    return _paragraphs(_word_blocks(document)), _title(document)
+    document = _opened(data, "python-docx", "docx:Document", "Word document")
+    return _paragraphs(_word_blocks(document)), titled(document, "core_properties.title")
 
 
 def _word_blocks(document: Any) -> Iterator[tuple[str, bool]]:
@@ -57,14 +53,10 @@ def slides_text(data: bytes) -> tuple[str, dict[str, Any]]:
     Raises:
         UnusableFileError: It cannot be read, or python-pptx is not installed.
     """
-    try:
-        from pptx import Presentation
-    except ImportError as error:
-        raise UnusableFileError(f"reading it needs python-pptx; {_INSTALL}") from error
-    presentation = _opened(data, Presentation, "presentation")
+    presentation = _opened(data, "python-pptx", "pptx:Presentation", "presentation")
     slides = {number: _slide(slide) for number, slide in enumerate(presentation.slides, 1)}
     text, starts = join_pages(slides)
-    return text, {**_title(presentation), "pages": len(slides), "page_starts": starts}
+    return text, {**titled(presentation, "core_properties.title"), "pages": len(slides), "page_starts": starts}
 
 
 def _slide(slide: Any) -> str:
@@ -98,7 +90,12 @@ def _paragraphs(blocks: Iterable[tuple[str, bool]]) -> str:
     return "".join(parts[1:])
 
 
-def _opened(data: bytes, reader: Callable[[Any], Any], kind: str) -> Any:
+def _opened(data: bytes, package: str, name: str, kind: str) -> Any:
+    """Open a file by what a package has under a name."""
+    try:
+        reader = resolve_name(name)
+    except ImportError as error:
+        raise UnusableFileError(f"reading it needs {package}; pip install 'cacheblend-rag[documents]'") from error
     try:
         with zipfile.ZipFile(BytesIO(data)) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
@@ -115,14 +112,6 @@ def _opened(data: bytes, reader: Callable[[Any], Any], kind: str) -> Any:
                 "it is encrypted, or in the format before 2007; save a copy without either"
             ) from error
         raise UnusableFileError(f"it is not a readable {kind} ({type(error).__name__}: {error})") from error
-
-
-def _title(document: Any) -> dict[str, Any]:
-    try:
-        title = document.core_properties.title
-    except Exception:  # see _opened
-        return {}
-    return {"title": title.strip()} if isinstance(title, str) and title.strip() else {}
 
 
 _DELIMITERS = ",;\t|"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import re
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -84,14 +84,7 @@ def test_what_only_looks_like_an_office_file_is_skipped_with_the_reason(
 def test_without_its_library_a_file_is_refused_with_the_extra_to_install(
     monkeypatch: pytest.MonkeyPatch, read: Any, library: str
 ) -> None:
-    real = builtins.__import__
-
-    def without(module: str, *rest: Any) -> Any:
-        if module.split(".", maxsplit=1)[0] == library:
-            raise ImportError(module)
-        return real(module, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(UnusableFileError, match=rf"python-{library}; .*'cacheblend-rag\[documents\]'"):
         read(b"x")
 
