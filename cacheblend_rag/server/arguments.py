@@ -85,6 +85,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
     args = parser.parse_args(list(flags))
     _refuse(args, parser)
     _refuse_strangers(args, options)
+    _share_steps(args, options)
     try:
         server_flags().validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
@@ -167,6 +168,13 @@ def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
         f"every chunk. Set CACHEBLEND_API_KEY (or give --api-key or --keys), or leave out --host to serve {_LOOPBACK} alone. "
         "Where something in front of the server checks who asks, --allow-no-key serves all the same."
     )
+
+
+def _share_steps(args: Namespace, options: ServeOptions) -> None:
+    from cacheblend_rag.engines.vllm.fairness import FAIR
+
+    if options.keys is not None and args.scheduler_cls is None and read_keys(options.keys).shared:
+        args.scheduler_cls = FAIR
 
 
 def _is_loopback(host: str | None) -> bool:

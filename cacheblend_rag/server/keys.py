@@ -60,8 +60,13 @@ class Quota:
                 "may have (max_kv). Delete some chunks."
             )
 
-    def check_request(self, sequences: int, tokens: int) -> None:
-        """Refuse a request of so many answers, and with at most so many tokens, that could never be let in; raises InputError."""
+    def check_request(self, sequences: int, tokens: int, logprobs: int = 0) -> None:
+        """Refuse a request of so many answers, with at most so many tokens and logprobs of its prompts; raises InputError."""
+        if self != NO_QUOTA and logprobs > MOST_LOGPROBS:
+            raise InputError(
+                f"The request asks for {logprobs} log-probabilities of its prompts: 1 + prompt_logprobs for each token. All who "
+                f"ask wait while they are written; this tenant may ask for {MOST_LOGPROBS}. Ask for fewer, or of less."
+            )
         if self.max_concurrent is not None and sequences > self.max_concurrent:
             raise InputError(
                 f"The request asks for {sequences} answers at a time: n, or beams, to each of its prompts. This tenant may have "
@@ -74,6 +79,8 @@ class Quota:
             )
 
 
+MOST_LOGPROBS = 4096
+"""Of the prompts of one request of a tenant with a quota: vLLM makes objects of all of them while nothing else is served."""
 NO_QUOTA = Quota()
 """Limits nothing."""
 
@@ -260,6 +267,11 @@ class Keys:
     tenants: tuple[Namespace, ...] = (DEFAULT,)
     quotas: Mapping[str, Quota] = field(default_factory=dict)
 
+    @property
+    def shared(self) -> bool:
+        """Return whether there are several tenants."""
+        return len(self.tenants) > 1
+
 
 def read_keys(path: Path) -> Keys:
     """Read a TOML file of ``[[key]]`` and ``[[tenant]]`` tables.
@@ -317,7 +329,7 @@ def refuse_stored_answers(keys: Keys) -> None:
     """
     from vllm import envs
 
-    if len(keys.tenants) > 1 and envs.VLLM_ENABLE_RESPONSES_API_STORE:
+    if keys.shared and envs.VLLM_ENABLE_RESPONSES_API_STORE:
         raise InputError(
             "VLLM_ENABLE_RESPONSES_API_STORE keeps answers that any tenant could go on from. Unset it, or give each tenant a "
             "server of its own."

@@ -254,11 +254,12 @@ class BlendRenderer:
             max(n * len(inputs), caller.chats),
             sum(len(each.get("prompt_token_ids") or ()) for each in inputs),
         )
-        if getattr(request, "prompt_logprobs", None) is not None or getattr(request, "echo", False):
+        logprobs, quota = 0, caller.admission.quota
+        if (each := _prompt_logprobs(request)) is not None:
+            logprobs = n * prompts * (1 + (each if each >= 0 else self._client.tokenizer.vocab_size))
             prompts *= 1 + n  # as :class:`TokensUsed` counts them
-        quota = caller.admission.quota
         try:
-            quota.check_request(sequences, prompts + sequences * (most or 1))
+            quota.check_request(sequences, prompts + sequences * (most or 1), logprobs)
         except InputError as error:
             raise VLLMValidationError(str(error)) from error
         if most is None and (rate := quota.tokens_per_minute) is not None:
@@ -363,11 +364,19 @@ def _most_tokens(request: CompletionLike) -> int | None:
     return getattr(request, "max_tokens", None) if found is None else found
 
 
+def _prompt_logprobs(request: CompletionLike) -> int | None:
+    """Return how many are asked for of each token of a prompt beside its own, as vLLM reads it; None for not even that one."""
+    asked = getattr(request, "prompt_logprobs", None)
+    if asked is None and getattr(request, "echo", False):
+        asked = getattr(request, "top_logprobs", None) or getattr(request, "logprobs", None) or 0
+    return None if asked is None else int(asked)
+
+
 def _why_not(request: CompletionLike) -> str:
     """Return why this request's prompt cannot be blended; empty if it can."""
     if getattr(request, "use_beam_search", False):
         return "beam search is served by ordinary prefill"
-    if getattr(request, "prompt_logprobs", None) is not None or getattr(request, "echo", False):
+    if _prompt_logprobs(request) is not None:
         return "logprobs of the prompt and echo need every prompt token computed"
     if (
         getattr(request, "truncate_prompt_tokens", None) is not None

@@ -266,6 +266,11 @@ class Namespace:
             return own
         return f"tenant:{self.name}" if own is None else f"tenant:{self.name}:{own}"  # no name has a colon
 
+    @staticmethod
+    def salted(salt: str | None) -> str:
+        """Return the name of the namespace whose prompts have such a salt."""
+        return salt.split(":")[1] if salt is not None and salt.startswith("tenant:") else DEFAULT_NAME
+
 
 def home_of(store: Path, namespace: str) -> Path:
     """Return the directory of a namespace's own index: the store's for the default one, else one inside it.

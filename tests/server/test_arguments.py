@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 
 from cacheblend_rag.engines.models import bundled_model_directory
 from cacheblend_rag.engines.vllm.arguments import Launch
+from cacheblend_rag.engines.vllm.fairness import FAIR
 from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
@@ -100,6 +101,17 @@ def test_on_a_cpu_a_long_prompt_takes_a_small_part_of_a_step_that_others_wait_fo
     monkeypatch.setattr("cacheblend_rag.server.arguments._chat_template", lambda *_: None)
     given = [f"--long-prefill-token-threshold={value}" for value in flags]
     assert parsed(tmp_path, *given)[0].long_prefill_token_threshold == tokens
+
+
+@pytest.mark.parametrize(("tenants", "flags"), [("", []), ("a", []), ("a", ["--scheduler-cls", "its.Own"])])
+def test_steps_are_shared_where_there_are_tenants_and_the_user_has_no_scheduler(
+    tmp_path: Path, tenants: str, flags: list[str]
+) -> None:
+    names = ("default", *tenants)
+    keys = "".join(f'[[key]]\nvalue = "{name}"\nrole = "ask"\ntenant = "{name}"\n' for name in names)
+    (tmp_path / "keys.toml").write_text(keys)
+    chosen = parsed(tmp_path, *flags, keys=tmp_path / "keys.toml")[0].scheduler_cls
+    assert chosen == (flags[1] if flags else FAIR if tenants else None)
 
 
 @pytest.mark.slow

@@ -228,6 +228,22 @@ async def test_what_can_take_more_tokens_than_a_minute_has_is_refused_for_good(b
     assert (await house.ask("loud", prompt())).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "fields", [{"prompt_logprobs": 1}, {"prompt_logprobs": -1}, {"echo": True, "logprobs": 1}], ids=str
+)
+async def test_more_logprobs_of_its_prompts_than_others_should_wait_for_are_refused(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.server.keys.MOST_LOGPROBS", 100)
+    house = House(Quota(max_concurrent=8))
+    refused = await house.ask("loud", prompt(prompt="a " * 70, **fields))
+    assert refused.status_code == 400
+    assert "log-probabilities of its prompts" in refused.json()["error"]["message"]
+    await house.engine.compute(1000)
+    assert (await house.ask("loud", prompt(prompt="a " * 70, prompt_logprobs=0))).status_code == 200
+    assert (await house.ask("quiet", prompt(prompt="a " * 70, **fields))).status_code == 200
+
+
 async def test_an_answer_without_a_limit_is_as_long_as_a_minutes_tokens_allow() -> None:
     house = House(Quota(tokens_per_minute=200))
     await house.engine.compute(10_000)

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,22 @@ def test_requests_of_each_kind_are_served_within_quotas_and_as_long_as_a_minutes
     endless = {"messages": said, "ignore_eos": True}
     answer = tenants.request("brief", "POST", "/v1/chat/completions", json=endless)
     assert (answer.status_code, answer.json()["usage"]["total_tokens"]) == (200, 120)
+
+
+def test_what_is_held_back_for_another_tenant_is_answered_as_if_there_were_none(tenants: Tenants) -> None:
+    blended, long = PLAIN, "The keeper of the harbour wrote down what he saw. " * 12
+    tenants.register("acme", *TEXTS)
+    with ThreadPoolExecutor(3) as asking:
+        beside = [
+            asking.submit(tenants.ask, "acme", prompt, max_tokens=40, ignore_eos=True) for prompt in (long, blended)
+        ]
+        short = asking.submit(lambda: [tenants.ask("globex", f"Question {n}: who?")["choices"] for n in range(30)])
+        answers = [each.result()["choices"][0]["text"] for each in beside]
+    assert tenants.request("operator", "POST", "/reset_prefix_cache").json()["success"]
+    alone = [tenants.ask("acme", prompt, max_tokens=40, ignore_eos=True) for prompt in (long, blended)]
+    assert answers == [each["choices"][0]["text"] for each in alone]
+    assert alone[1]["usage"]["cacheblend"]["mode"] == "blend"
+    assert short.result() == [tenants.ask("globex", f"Question {n}: who?")["choices"] for n in range(30)]
 
 
 def test_an_answer_that_is_not_streamed_and_given_up_costs_what_was_computed(tenants: Tenants) -> None:

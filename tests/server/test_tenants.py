@@ -280,6 +280,7 @@ def test_no_two_prompts_of_different_tenants_have_one_salt() -> None:
     own = [None, "client:", "client:x", "client:tenant:acme", "cacheblend-1", "a1b2"]
     salts = [tenant.salt(salt) for tenant in TENANTS for salt in own]
     assert len(set(salts)) == len(salts)
+    assert [Namespace.salted(salt) for salt in salts] == [tenant.name for tenant in TENANTS for _ in own]
 
 
 async def test_where_the_servers_files_lie_is_told_the_operator_alone(

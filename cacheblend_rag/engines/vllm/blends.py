@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -66,13 +66,13 @@ class BlendQueue:
         else:
             self.refuse(load.request_id, "this server has no KV writer")
 
-    def advance(self, allowance: Allowance | None) -> None:
-        """Go on with the blends: as far as ``allowance`` goes, or if it is None until one is complete.
+    def advance(self, allowance: Allowance | None, held: Collection[str] = ()) -> None:
+        """Go on with all but ``held`` requests' blends: as far as ``allowance`` goes, or if it is None until one is complete.
 
         While streams run, those whose stored KV is on its way are passed over, and as many of them are loading as there may be.
         """
         loading = 0
-        for blend in tuple(self._waiting):
+        for blend in [each for each in self._waiting if each.load.request_id not in held]:
             try:
                 complete = blend.advance(allowance)
             except Exception as error:

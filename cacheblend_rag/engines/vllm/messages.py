@@ -224,12 +224,14 @@ class StepMeta(KVConnectorMetadata):
         saves: Prompts that are complete after this step.
         idle: No request is computed in this step, so that a blend holds up nobody.
         pace: Seconds per token of each kind of work, as measured; every rank cuts its passes by these same numbers.
+        held: Requests whose blends do not go on in this step.
     """
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     idle: bool = False
     pace: dict[str, float] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)

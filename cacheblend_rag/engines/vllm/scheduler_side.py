@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -158,6 +158,9 @@ class SchedulerSide:
         self._computed: deque[Computed] = deque(maxlen=_MEASURED)
         self._under_way: dict[str, float] = {}
         self._uncached: list[Request] = []
+        self._promised = Counter[str]()
+        self.held: Collection[str] = ()  # namespaces whose blends wait while others' requests are computed
+        self.shared = False  # whether somebody of another namespace may come at any moment
         # A look-up on another machine takes a round trip, or a deadline: meanwhile the engine goes on with its steps.
         remote = entries.store.remote
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-lookup") if remote else None
@@ -294,13 +297,15 @@ class SchedulerSide:
             self._loads.append(
                 LoadOrder(request.request_id, ids, start, tracked.end, pages, tracked.job, tracked.choice)
             )
+            self._promised[tracked.job.namespace.name] += external
             if tracked.choice is not None:
                 self._under_way[request.request_id] = tracked.blend_s
 
     def step(self, output: SchedulerOutput, blocks: KVCacheManager) -> StepMeta:
         """Return the workers' tasks: new blends, and precomputed prompts that this step completes, or whose pages may go."""
-        idle = output.total_num_scheduled_tokens == 0
-        meta = StepMeta(loads=self._loads, idle=idle, pace=self._pace.seconds_per_token)
+        idle = output.total_num_scheduled_tokens == 0 and not self.shared
+        held = {name for name, each in self._tracked.items() if each.job and each.job.namespace.name in self.held}
+        meta = StepMeta(self._loads, idle=idle, pace=self._pace.seconds_per_token, held=held)
         self._loads = []
         computed = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
@@ -341,6 +346,11 @@ class SchedulerSide:
         for request_id, reason in meta.failed.items():
             if tracked := self._tracked.get(request_id):
                 tracked.failed, tracked.reason = True, reason
+
+    def take_promised(self) -> Counter[str]:
+        """Return how many tokens blends are to provide, of those ordered since the last call, by namespace."""
+        promised, self._promised = self._promised, Counter()
+        return promised
 
     def close(self) -> None:
         """Look nothing up any more."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 
 from cacheblend_rag.engines.vllm.connector import BlendConnector
+from cacheblend_rag.engines.vllm.fairness import FAIR
 from cacheblend_rag.engines.vllm.versions import installed_version
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
 
@@ -26,6 +28,15 @@ class BlendWorker(BaseWorker):
         super().initialize_from_config(kv_cache_config)
         if (connector := _connector()) is not None:
             connector.bind_worker(self)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up; where steps are shared, too, what vLLM compiles at the first log-probabilities: all would wait for it."""
+        gather = getattr(getattr(self.model_runner, "sampler", None), "gather_logprobs", None)
+        if gather is not None and self.vllm_config.scheduler_config.scheduler_cls == FAIR:
+            with torch.inference_mode():
+                rows = torch.zeros(2, self.model_config.get_vocab_size(), device=self.device)
+                gather(rows, 1, torch.zeros(2, dtype=torch.int64, device=self.device))
+        return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Compute a step; where it has no tokens it ends here, and blends go on."""

@@ -165,7 +165,8 @@ class WorkerSide:
     def blend(self) -> None:
         """Go on with the waiting blends: while streams run as long as a step of prefill takes, else until one is complete."""
         if self._blends is not None:
-            self._blends.advance(None if self._step.idle else Allowance(self._step.pace, self._step_tokens))
+            allowance = None if self._step.idle else Allowance(self._step.pace, self._step_tokens)
+            self._blends.advance(allowance, self._step.held)
 
     def take_finished(self, aborted: set[str]) -> tuple[set[str], set[str]]:
         """Return the requests whose blends ended since the last call, and those of them that failed.

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from cacheblend_rag.engines.vllm import connector
-from cacheblend_rag.engines.vllm.messages import SaveJob, WorkerMeta
+from cacheblend_rag.engines.vllm.messages import SaveJob, StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import Stopwatch
 from cacheblend_rag.store import MemoryStore, TieredStore
 from tests.engines.vllm.stepping import CHUNK_END, Engine, RunnerV1, RunnerV2
@@ -60,10 +60,24 @@ def test_beside_streams_a_blend_takes_as_much_of_a_step_as_a_prefill_would(engin
         steps.long_prefill_token_threshold = threshold
         worker = engine.connector(engine.config, KVConnectorRole.WORKER).worker
         allowed = list[Any]()
-        worker._blends = SimpleNamespace(advance=allowed.append)
-        worker._step = SimpleNamespace(idle=False, pace={})
+        worker._blends = SimpleNamespace(advance=lambda allowance, _, into=allowed: into.append(allowance))
+        worker._step = StepMeta()
         worker.blend()
         assert allowed[0].tokens("prefill", 1.0) == tokens
+
+
+def test_a_blend_that_is_held_back_waits_and_where_another_tenant_may_come_it_is_never_done_whole(
+    engine: Engine,
+) -> None:
+    admitted(engine)
+    side = engine._scheduler.scheduler
+    side.shared, side.held = True, {"default"}
+    engine.step(tokens=0)
+    assert not [event for event in engine.events if event[0] == "blend"]
+    side.held = set()
+    engine.step(tokens=0)
+    assert ("blend", "streams") in engine.events
+    assert ("blend", "idle") not in engine.events
 
 
 def test_where_nothing_is_computed_a_blend_is_done_whole(engine: Engine) -> None:
