@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 # Interpreted, a prompt takes seconds: one test of each thing that the runners do in ways of their own.
-WHAT = "says_what or gate or ratio_1 or qwen3-0.15 or qwen3-static or behind_a_missing or never_serve_an_exact"
+WHAT = "says_what or gate or ratio_1 or qwen3-0.15 or static-query or behind_a_missing or never_serve_an_exact"
 
 
 def test_what_holds_in_the_first_runner_holds_in_the_second() -> None:
