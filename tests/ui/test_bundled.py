@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,14 @@ CROSS = next(question for question in reversed(bundled_questions()) if question.
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A page as `cacheblend ui` opens it without options; indexed once for all tests here."""
-    home = tmp_path_factory.mktemp("home")
+    """A page as `cacheblend ui` opens it without options, with two of the bundled documents; indexed once for all tests here."""
+    home, seed = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("seed")
+    for name in {CROSS.source, "market-letters.txt"}:
+        shutil.copy(bundled_corpus() / name, seed / name)
     choices = Choices(
         load_engine=lambda store: TransformersEngine(store=store),
         store=lambda: home / "example",
-        seed=bundled_corpus(),
+        seed=seed,
         sampling=SamplingParams(max_tokens=48),
     )
     address, workspace = launch(choices, free_port(), browser=False, block=False)
