@@ -11,9 +11,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from cacheblend_rag.blending.policies import policy_name
 from cacheblend_rag.blending.profile import ModelProfile
-from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings, TextRange
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import checked_id
 
@@ -171,10 +170,7 @@ class ModelInfo(BaseModel):
         blended: Whether the model passed the parity gate.
         reason: Why not.
         num_layers: Number of transformer layers.
-        defaults: The blend options that a request leaves open.
-        widths: Of the set at each default check layer, as multiples of the ratio.
-        fast: The highest ratio of ``quality="fast"``.
-        text: For which text the default ratio holds (:class:`~cacheblend_rag.blending.settings.TextRange`); None if unknown.
+        profile: The blend options that a request leaves open; without what calibration has measured.
         controlled: Whether there is a loading controller to choose a ratio of ``"auto"``: costs that were measured.
     """
 
@@ -188,18 +184,5 @@ class ModelInfo(BaseModel):
     blended: bool
     reason: str = ""
     num_layers: int
-    defaults: dict[str, Any]
-    widths: tuple[float, ...]
-    fast: float = ModelProfile.fast
-    text: TextRange | None = None
+    profile: ModelProfile
     controlled: bool = False
-
-    def profile(self) -> ModelProfile:
-        """Return the model's profile as the server has it; raises InputError if it is malformed."""
-        settings = ResolvedSettings.from_params(self.defaults)
-        if settings.ratio == "auto":
-            raise InputError("The server's default ratio is 'auto', which is for requests alone.")
-        name = policy_name(settings.policy)
-        return ModelProfile(
-            settings.ratio, name, settings.check_layers, self.widths, settings.reuse, self.fast, self.text
-        )

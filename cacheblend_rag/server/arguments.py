@@ -7,12 +7,11 @@ import os
 import socket
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.models import BUNDLED_MODEL, is_bundled
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import encoder_for
@@ -219,9 +218,6 @@ def model_info(client: BlendClient, options: ServeOptions, args: Namespace) -> M
         blended=client.gate.passed,
         reason=client.gate.reason,
         num_layers=client.num_layers,
-        defaults=client.resolve(BlendSettings()).to_params(),
         controlled=client.costs is not None,
-        widths=client.profile.widths,
-        fast=client.profile.fast,
-        text=client.profile.text,
+        profile=replace(client.profile, calibrated={}, origin=""),  # whose file is no client's business
     )

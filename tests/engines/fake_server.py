@@ -18,7 +18,6 @@ from starlette.routing import Route
 
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.profile import ModelProfile
-from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.prompts.chunk import encoder_for
 from cacheblend_rag.prompts.prompt import header_ids, rag_header
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
@@ -46,8 +45,7 @@ class FakeServer:
             "context_window": 500,
             "blended": True,
             "num_layers": 8,
-            "defaults": ModelProfile().resolve(BlendSettings(), 8).to_params(),
-            "widths": (1.0,),
+            "profile": ModelProfile(),
         }
         self.model = ModelInfo(**{**described, **model})
         self.requests: list[tuple[str, str, Any]] = []

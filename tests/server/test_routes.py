@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import InputError, StoreError
@@ -79,8 +80,7 @@ INFO = ModelInfo(
     context_window=500,
     blended=True,
     num_layers=1,
-    defaults={},
-    widths=(1.0,),
+    profile=ModelProfile(),
 )
 
 

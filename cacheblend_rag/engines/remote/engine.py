@@ -97,7 +97,7 @@ class RemoteEngine(BlendEngine):
         self.header_ids = self.model.header_ids
         self.context_window, self.num_layers = self.model.context_window, self.model.num_layers
         self.gate = GateReport(self.model.blended, self.model.reason)
-        self.profile = self.model.profile()
+        self.profile = self.model.profile
         self.registry = ChunkRegistry()
 
     def _check_model(self, name: str | None, fingerprint: ModelFingerprint | None) -> None:
