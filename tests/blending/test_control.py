@@ -75,4 +75,4 @@ def test_what_reads_take_corrects_the_costs_of_their_tier() -> None:
     engine.costs = Costs(engine.num_layers, ComputeCost(0.0, 1e6, 0.0), {})
     engine.generate(SCENE.prompt, ONE, AUTO)
     learnt = chunk_bytes(engine) / engine.costs.tiers["device"].bytes_per_s
-    assert 0.025 < learnt < 1.0  # a busy machine only makes reads slower
+    assert 0.025 < learnt < 60.0  # seconds, not another unit; a busy machine only makes reads slower
