@@ -22,8 +22,18 @@ QUESTION = "What is the cargo of the Ivory Anchor?"
 
 @pytest.fixture(autouse=True)
 def few_passages_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check out of domain among 40 passages, not 400: embedding those takes most of a small run."""
-    monkeypatch.setattr("cacheblend_rag.lab.tuning.tune.TuneSettings", partial(TuneSettings, elsewhere=40))
+    """Check out of domain among 10 passages, not 400: embedding those takes most of a small run."""
+    monkeypatch.setattr("cacheblend_rag.lab.tuning.tune.TuneSettings", partial(TuneSettings, elsewhere=10))
+
+
+@pytest.fixture
+def light(tmp_path: Path) -> Path:
+    """The embedding model's first layer, where it does not matter what is found."""
+    model = load_sentence_transformer(DEFAULT_EMBEDDING, "cpu")
+    bert = model[0].auto_model
+    bert.encoder.layer, bert.config.num_hidden_layers = bert.encoder.layer[:1], 1
+    model.save_pretrained(str(tmp_path / "light"))
+    return tmp_path / "light"
 
 
 @pytest.fixture
@@ -51,8 +61,10 @@ def retriever(tmp_path: Path) -> Path:
 
 
 def test_a_run_says_how_long_it_takes_compares_and_saves_nothing_that_is_no_better(
-    run, model_dir, store, questions, tmp_path
+    run, model_dir, documents, light, questions, tmp_path
 ):
+    store, index = tmp_path / "store", ["--model", model_dir, "--chunk-tokens", 40, "--embedding", light]
+    assert run("index", documents, "--store", store, *index).exit_code == 0
     command = ["tune-retriever", "--store", store, "--model", model_dir, "--questions", questions, "--candidates", 2]
     command += ["--epochs", 1, "--answers", 2, "--output", tmp_path / "out"]
     shown = run(*command)
