@@ -34,7 +34,7 @@ Place = Callable[[int, LayerKV, torch.Tensor, Move | None], tuple[LayerKV, torch
 def gate(name: str, mutated: type[TransformersTarget] = TransformersTarget, seed: int = 0) -> GateReport:
     class Subject(TransformersSubject):
         def target(self, token_ids: Any, rope: Rope) -> Any:
-            return mutated(self._runner, rope, token_ids)
+            return mutated(self.runner, rope, token_ids)
 
     return run_gate(Subject(ModelRunner(make_model(MODELS[name](), torch.bfloat16, seed))))[0]
 
