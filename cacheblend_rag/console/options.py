@@ -105,7 +105,8 @@ AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing el
 RamBudget = Annotated[
     str | None,
     _of_blending(
-        help="KV to hold in RAM, as 4GiB; 0 for none (default: what --kv says, else a quarter of the memory)."
+        help="KV to hold in RAM, as 4GiB; 0 for none (default: what --kv says, else a quarter of the memory; none for a single "
+        "question)."
     ),
 ]
 DiskBudget = Annotated[

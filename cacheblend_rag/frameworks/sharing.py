@@ -88,38 +88,26 @@ def _named(
             )
     if base_url:
         _refuse("the model runs on the server", store=store, device=device, engine=engine if engine != HERE else None)
-        connection = {"api_key": api_key, "timeout_s": timeout_s, "max_retries": max_retries}
-        return _on_server(base_url, model, {name: value for name, value in connection.items() if value is not None})
+        given = {"api_key": api_key, "timeout_s": timeout_s, "max_retries": max_retries}
+        connection: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        from cacheblend_rag.engines.remote import RemoteEngine
+
+        served = None if model is None else str(model)
+        return _shared(
+            ("server", base_url, served, *connection.items()),
+            partial(RemoteEngine, base_url, model=served, **connection),
+        )
     _refuse("the model runs in this process", api_key=api_key, timeout=timeout_s, max_retries=max_retries)
     named = None if str(model) == BUNDLED else str(model)
     kept = str(store or os.environ.get("CACHEBLEND_STORE") or "") or None
     if engine == "vllm":
         _refuse("vLLM chooses for itself", device=device)
-        return _on_vllm(named, kept)
-    return _on_transformers(named, kept, device)
-
-
-def _on_server(url: str, model: str | Path | None, connection: dict[str, Any]) -> BlendEngine:
-    from cacheblend_rag.engines.remote import RemoteEngine
-
-    served = None if model is None else str(model)
-    return _shared(("server", url, served, *connection.items()), lambda: RemoteEngine(url, model=served, **connection))
-
-
-def _on_vllm(model: str | None, store: str | None) -> BlendEngine:
-    def start() -> BlendEngine:
         from cacheblend_rag.engines.vllm import VLLMEngine
 
-        return VLLMEngine(model, store=store)
-
-    return _shared(("vllm", model, store), start)
-
-
-def _on_transformers(model: str | None, store: str | None, device: str | None) -> BlendEngine:
+        return _shared(("vllm", named, kept), partial(VLLMEngine, named, store=kept))
     from cacheblend_rag.engines.transformers import TransformersEngine
 
-    key = HERE, model, store, device
-    return _shared(key, lambda: TransformersEngine(model, store=store, device=device))
+    return _shared((HERE, named, kept, device), partial(TransformersEngine, named, store=kept, device=device))
 
 
 def _shared(key: tuple[Any, ...], start: Callable[[], BlendEngine]) -> BlendEngine:

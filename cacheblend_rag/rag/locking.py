@@ -60,7 +60,6 @@ def indexing_into(directory: Path) -> Iterator[None]:
     try:
         make_root(directory)
         empty = not any(directory.iterdir())
-        permissions = directory.stat().st_mode & 0o7777
     except OSError as error:
         raise StoreError(
             f"{directory} cannot be used as a store: {error.strerror or error}. Use another store directory."
@@ -72,10 +71,10 @@ def indexing_into(directory: Path) -> Iterator[None]:
             # What goes wrong here must not hide what went wrong before; an empty store does no harm.
             with suppress(StoreError, OSError):
                 if empty and _is_empty(directory):
-                    shutil.rmtree(directory)
-                    if not made:
-                        directory.mkdir(0o700)
-                        directory.chmod(permissions)
+                    for each in directory.iterdir():
+                        shutil.rmtree(each) if each.is_dir() else each.unlink()
+                    if made:
+                        directory.rmdir()
 
 
 def _is_empty(directory: Path) -> bool:
