@@ -26,7 +26,8 @@ PLACE = ROOT / ".vllm-versions"
 HERE = "tests/engines/vllm"
 INTERPRETER = ROOT / HERE / "interpreter"
 # Interfaces, the connector driven through steps by vLLM's own code of either runner, refusals, pace.
-STEPS = [f"{HERE}/test_{name}.py" for name in ("interface", "steps", "versions", "pace", "worker", "refusals")]
+_STEPS = ("interface", "steps", "fairness", "versions", "pace", "worker", "refusals")
+STEPS = [f"{HERE}/test_{name}.py" for name in _STEPS]
 ENGINES = {"V1": [f"{HERE}/test_parity.py", "-k", "qwen3 or chunked"], "V2": [f"{HERE}/test_runner_v2.py"]}
 _KERNELS = (".so", ".h", ".hpp", ".cuh", ".inl", ".cu", ".cpp", ".pyd")
 
