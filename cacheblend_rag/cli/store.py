@@ -47,12 +47,11 @@ def stats(
     place = store_directory(directory)
     with open_inventory(place, namespace) as inventory:
         kv, index = inventory.stats()
-        pins = len(inventory.store.pins())
         _say_unlisted(inventory)
     kept_in = recorded_tiers(place)
     if as_json:
         shown = [_tier_json(tier) for tier in kv.tiers]
-        contents = {"entries": kv.entries, "bytes": kv.nbytes, "pinned": pins, "kept_in": kept_in, "tiers": shown}
+        contents = {"entries": kv.entries, "bytes": kv.nbytes, "kept_in": kept_in, "tiers": shown}
         print_json({"kv": contents, "index": index and asdict(index)})
         return
     if index is not None:
@@ -60,8 +59,7 @@ def stats(
             f"index  {index.documents:,} documents, {index.chunks:,} chunks, {index.tokens:,} tokens, "
             f"{size(index.nbytes)} (embedding {index.embedding})"
         )
-    pinned = f", {pins:,} pinned" if pins else ""
-    echo(f"KV     {kv.entries:,} entries{pinned}, {size(kv.nbytes)}" + (f", in {kept_in}" if kept_in else ""))
+    echo(f"KV     {kv.entries:,} entries, {size(kv.nbytes)}" + (f", in {kept_in}" if kept_in else ""))
     echo()
     rows = [["tier", "codec", "entries", "size", "budget"]]
     for tier in kv.tiers:
@@ -211,45 +209,6 @@ def evict(
         print_json({"freed_bytes": freed, "entries": left.entries, "bytes": left.nbytes})
     else:
         echo(f"{size(freed)} freed; {left.entries:,} entries, {size(left.nbytes)} left")
-
-
-_DOCUMENTS = typer.Argument(
-    metavar="PATH...", help="Documents as `documents ls` names them, directories, or file names."
-)
-
-
-@store.command()
-def pin(
-    paths: Annotated[list[str], _DOCUMENTS],
-    directory: options.Store = None,
-    namespace: options.Namespace = "default",
-    as_json: options.AsJSON = False,
-) -> None:
-    """Keep the KV of documents: eviction passes over it, in every tier and process. Pin them again when they have changed."""
-    _pin(paths, directory, namespace, as_json, pinned=True)
-
-
-@store.command()
-def unpin(
-    paths: Annotated[list[str], _DOCUMENTS],
-    directory: options.Store = None,
-    namespace: options.Namespace = "default",
-    as_json: options.AsJSON = False,
-) -> None:
-    """Let the KV of documents be evicted again as any other."""
-    _pin(paths, directory, namespace, as_json, pinned=False)
-
-
-def _pin(paths: list[str], directory: Path | None, namespace: str, as_json: bool, *, pinned: bool) -> None:
-    with open_inventory(directory, namespace) as inventory:
-        wanted = dict.fromkeys(path for name in paths for path in inventory.find_documents(name))
-        done = inventory.pin_documents(wanted, pinned)
-    if as_json:
-        print_json({"documents": list(wanted), **asdict(done), "pinned": pinned})
-        return
-    what = "pinned" if pinned else "no longer pinned"
-    lacking = f"; {done.missing:,} of them have no KV yet" if pinned and done.missing else ""
-    echo(f"{len(wanted):,} documents {what}: {done.chunks:,} chunks, {size(done.nbytes)} of KV{lacking}")
 
 
 @store.command()

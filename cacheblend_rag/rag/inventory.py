@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,21 +63,6 @@ class RemovedDocument:
     chunks: int
     removed: int
     nbytes: int
-
-
-@dataclass(frozen=True)
-class PinnedDocuments:
-    """Says what was pinned with some documents, or is no longer.
-
-    Attributes:
-        chunks: Their distinct chunks.
-        nbytes: Size of their KV.
-        missing: How many of the chunks have no KV yet; they are pinned all the same.
-    """
-
-    chunks: int
-    nbytes: int
-    missing: int
 
 
 class Inventory:
@@ -239,28 +224,6 @@ class Inventory:
             parts = [part for key in keys for part in self._parts(key, stored)]
             freed = sum(part.nbytes for part in parts if self.store.delete(part.key))
         return RemovedDocument(path, len(held), len(orphans), freed)
-
-    def pin_documents(self, paths: Iterable[str], pinned: bool = True) -> PinnedDocuments:
-        """Let eviction pass over the KV of documents in every tier, or no longer.
-
-        Raises:
-            InputError: One is not in the index.
-            StoreError: A tier refuses, or does not answer.
-        """
-        self._need_every_tier()
-        with ChunkIndex(self._home) as index:
-            chunks = {chunk.id: chunk for path in paths for chunk in index.chunks_of(path)}
-            own, stored = self._entries(index), self._stored()
-            keys: set[KVKey] = set()
-            nbytes = missing = 0
-            for chunk in chunks.values():
-                parts = {key: self._parts(key, stored) for key in _keys(own, chunk)}
-                for key, found in parts.items():
-                    keys.update([part.key for part in found] or [key])
-                    nbytes += sum(part.nbytes for part in found)
-                missing += not all(parts.values())
-        self.store.pin(keys, pinned)
-        return PinnedDocuments(len(chunks), nbytes, missing)
 
     def _stored(self) -> dict[str, list[EntryInfo]]:
         """Return what is listed, by entry: whole, or in the shards that tensor-parallel ranks wrote, or both."""

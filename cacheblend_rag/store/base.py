@@ -169,7 +169,7 @@ class KVStore(ABC):
         A key that is present is only marked as used, or with ``replace`` gets the new entry in one step (to add what an
         older entry lacks).
 
-        False means that it is larger than what the budget leaves beside what must stay.
+        False means that it is larger than the budget.
 
         Raises:
             StoreError: The medium refuses (disk full, read-only) or does not answer. Existing entries are untouched.
@@ -181,7 +181,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def delete(self, key: KVKey) -> bool:
-        """Remove an entry, pinned or not; return whether it was there. It is no longer pinned.
+        """Remove an entry; return whether it was there.
 
         Readers that hold it finish undisturbed, or, where a tier is read from afar, find that it cannot be read any more.
 
@@ -250,11 +250,11 @@ class Listing(ABC):
 
 
 class Evicting(ABC):
-    """Is offered by a tier that makes room by evicting what was used least recently, and can be told what must stay."""
+    """Is offered by a tier that makes room by evicting what was used least recently."""
 
     @abstractmethod
     def evict(self, to_bytes: int) -> int:
-        """Evict least recently used entries until at most ``to_bytes`` remain, or only pinned ones. Return the bytes freed.
+        """Evict least recently used entries until at most ``to_bytes`` remain. Return the bytes freed.
 
         Raises:
             StoreError: The medium refuses, or does not answer.
@@ -263,22 +263,6 @@ class Evicting(ABC):
     @abstractmethod
     def touch(self, key: KVKey) -> None:
         """Mark ``key`` as used without reading it; nothing happens where it is absent or that costs too much."""
-
-    @abstractmethod
-    def pin(self, keys: Iterable[KVKey], pinned: bool = True) -> None:
-        """Let eviction pass over these entries from now on, or no longer: whoever evicts, and also over those yet to be put.
-
-        Raises:
-            StoreError: The medium refuses, or does not answer.
-        """
-
-    @abstractmethod
-    def pins(self) -> frozenset[KVKey]:
-        """Return what is pinned, stored or not.
-
-        Raises:
-            StoreError: It cannot be read.
-        """
 
 
 class Reporting(ABC):

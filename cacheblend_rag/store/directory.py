@@ -7,7 +7,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +52,7 @@ class EntryDirectory:
         """Describe the directory at ``path``; touches nothing."""
         self.path = path
         self.mutex = threading.RLock()  # threads queue here, so that they do not poll for the file lock
-        self._usage, self._encrypted, self._pins = path / "usage", path / "encrypted", path / "pins"
+        self._usage, self._encrypted = path / "usage", path / "encrypted"
         self._candidates: dict[KVKey, EntryFile] = {}
         self._clock_lock = threading.Lock()
         self._clock_ns = 0
@@ -203,31 +203,8 @@ class EntryDirectory:
         self._write_usage(max(0, used - size))
         return size
 
-    def pins(self) -> frozenset[KVKey]:
-        """Return the keys that eviction passes over.
-
-        Raises:
-            OSError: They cannot be read.
-        """
-        return frozenset(KVKey(line) for line in (read_text(self._pins) or "").splitlines() if is_key(line))
-
-    def write_pins(self, keys: Iterable[KVKey]) -> None:
-        """Make these the keys that eviction passes over. Locked.
-
-        Raises:
-            OSError: They cannot be written; those before are as they were.
-        """
-        written = self._pins.with_name("pins.new")
-        write_text(written, "".join(f"{key}\n" for key in sorted(keys)))
-        sync(written)
-        written.replace(self._pins)
-
-    def pinned_bytes(self, besides: KVKey | None = None) -> int:
-        """Return the bytes of the entries that eviction passes over, one left out."""
-        return sum(self.size(key) or 0 for key in self.pins() if key != besides)
-
     def evict(self, limit: int) -> list[int]:
-        """Remove least recently used entries until at most ``limit`` bytes are in use, or only pinned ones. Locked.
+        """Remove least recently used entries until at most ``limit`` bytes are in use. Locked.
 
         Candidates come from the last :meth:`recount`. One that was used or replaced since has another mtime and is
         newer than all that remain, so the order is exact without listing the directory again.
@@ -236,7 +213,6 @@ class EntryDirectory:
             The size of each that was removed.
         """
         used = self.used()
-        pins = self.pins() if used > limit else frozenset()
         exact = False
         freed: list[int] = []
         try:
@@ -246,7 +222,7 @@ class EntryDirectory:
                     if exact:
                         break
                     used, exact = self.recount(), True
-                elif victim.key in pins or self.entry(victim.key) != victim:
+                elif self.entry(victim.key) != victim:
                     del self._candidates[victim.key]
                 else:
                     with suppress(FileNotFoundError):

@@ -8,7 +8,7 @@ import shutil
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -123,10 +123,13 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
             return False
         with self._writing(), self._temporary() as temporary:
             self.format.write(encoded, temporary)
+            if not self._fits(temporary.stat().st_size):  # with the header, too
+                return False
             # The library makes files private; who may use the directory may use what is in it.
             temporary.chmod(file_mode(self.root))
             sync(temporary)
-            return self._publish(temporary, key, replace)
+            self._publish(temporary, key, replace)
+        return True
 
     def contains(self, key: KVKey) -> bool:
         try:
@@ -144,21 +147,7 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         if self._directory.size(key) is None:
             return False
         with self._writing(), self._directory.exclusive():
-            if key in (pins := self._directory.pins()):
-                self._directory.write_pins(pins - {key})
             return self._directory.remove(key) is not None
-
-    def pin(self, keys: Iterable[KVKey], pinned: bool = True) -> None:
-        """See :meth:`Evicting.pin`; for all processes that use the directory."""
-        with self._writing():
-            self._make()
-            with self._directory.exclusive():
-                pins = self._directory.pins()
-                self._directory.write_pins(pins | frozenset(keys) if pinned else pins - frozenset(keys))
-
-    def pins(self) -> frozenset[KVKey]:
-        with self._writing():
-            return self._directory.pins()
 
     def touch(self, key: KVKey) -> None:
         self._directory.touch(self._directory.file(key))
@@ -274,24 +263,21 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
     def _fits(self, nbytes: int) -> bool:
         return self.budget is None or nbytes <= self.budget
 
-    def _publish(self, temporary: Path, key: KVKey, replace: bool) -> bool:
-        """Make a written and synced file the entry ``key``, once there is room; False where there is none."""
+    def _publish(self, temporary: Path, key: KVKey, replace: bool) -> None:
+        """Make a written and synced file the entry ``key``, once there is room."""
         path, size = self._directory.file(key), temporary.stat().st_size
         with self._directory.exclusive():
             if not replace and self.contains(key):  # another writer was faster
                 self._directory.touch(path)
-                return True
+                return
             own = self._directory.size(key) or 0
             if self.budget is not None and self._directory.used() + size - own > self.budget:
-                if size + self._directory.pinned_bytes(besides=key) > self.budget:
-                    return False
                 self._directory.touch(path)  # what is replaced goes last: its room is counted as free already
                 self._evict(self.budget - size + own)
             changed = self._directory.publish(temporary, key, size)
         for directory in changed:
             sync(directory)
         self._events.add("puts")
-        return True
 
     def _evict(self, to_bytes: int) -> int:
         """Evict down to ``to_bytes``, and return the bytes freed. Locked."""

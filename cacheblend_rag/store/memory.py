@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -167,7 +167,6 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         self._held: OrderedDict[KVKey, _Held] = OrderedDict()
         self._nbytes = 0
         self._page_locked: PageLockedMemory | None = None
-        self._pins: set[KVKey] = set()
         self._on_change: Callable[[KVKey, int], None] = lambda key, nbytes: None
 
     def tell_changes(self, listener: Callable[[KVKey, int], None]) -> None:
@@ -211,14 +210,12 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         with self._lock:
             if not replace and self._use(key):
                 return True
-            if not self._has_room(key, kv.nbytes):
-                return False
+        if not self._fits(kv.nbytes):
+            return False
         owned = ChunkKV(self._owned(kv), kv.start, static=kv.static_deviation())
         with self._lock:
             if not replace and self._use(key):
                 return True
-            if not self._has_room(key, owned.nbytes):  # more were pinned meanwhile
-                return False
             self._remove(key)
             if self.budget is not None:
                 self._evict(self.budget - owned.nbytes)
@@ -234,20 +231,11 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
 
     def delete(self, key: KVKey) -> bool:
         with self._lock:
-            self._pins.discard(key)
             return self._remove(key) is not None
 
     def touch(self, key: KVKey) -> None:
         with self._lock:
             self._use(key)
-
-    def pin(self, keys: Iterable[KVKey], pinned: bool = True) -> None:
-        with self._lock:
-            (self._pins.update if pinned else self._pins.difference_update)(keys)
-
-    def pins(self) -> frozenset[KVKey]:
-        with self._lock:
-            return frozenset(self._pins)
 
     def entry(self, key: KVKey) -> EntryInfo | None:
         with self._lock:
@@ -302,12 +290,6 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
     def _fits(self, nbytes: int) -> bool:
         return self.budget is None or nbytes <= self.budget
 
-    def _has_room(self, key: KVKey, nbytes: int) -> bool:
-        if self.budget is None or nbytes + self._nbytes <= self.budget:
-            return True
-        pinned = (self._held[each].kv.nbytes for each in self._pins if each != key and each in self._held)
-        return nbytes + sum(pinned) <= self.budget
-
     def _remove(self, key: KVKey) -> _Held | None:
         held = self._held.pop(key, None)
         if held:
@@ -317,13 +299,7 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
 
     def _evict(self, to_bytes: int) -> int:
         before = self._nbytes
-        passed = 0
-        while passed < len(self._held) and self._nbytes > to_bytes:
-            victim = next(iter(self._held))
-            if victim in self._pins:
-                self._held.move_to_end(victim)  # so that the next eviction need not pass it again
-                passed += 1
-                continue
-            self._remove(victim)
+        while self._held and self._nbytes > to_bytes:
+            self._remove(next(iter(self._held)))
             self._events.add("evictions")
         return before - self._nbytes

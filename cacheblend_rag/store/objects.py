@@ -18,7 +18,6 @@ from cacheblend_rag.store.kv import KVKey, is_key
 from cacheblend_rag.store.remote import Head, RemoteOptions, RemoteStore, Written
 
 _FOLDER, _ENDING = "kv", ".safetensors"
-_PINS = f"{_FOLDER}/pins"
 _A_TIME: Final = 1000
 _NO_SUCH_RANGE: Final = re.compile(r"\b416\b|invalid ?range", re.IGNORECASE)
 
@@ -53,7 +52,7 @@ class ObjectStore(RemoteStore):
         options.setdefault("tier", "s3")
         super().__init__(where or type(bucket).__name__, (BaseError, OSError), budget, **options)
         self._bucket, self._writer = bucket, writer or bucket
-        self._room, self._pinning = threading.Lock(), threading.Lock()
+        self._room = threading.Lock()
         self._seen_used: dict[KVKey, float] = {}
         self._nbytes: int | None = None  # as far as this client knows; None: not listed yet
 
@@ -126,43 +125,26 @@ class ObjectStore(RemoteStore):
     def _write(self, key: KVKey, data: bytes, replace: bool) -> Written:
         with self._room:  # one put of this client at a time, for what it counts
             evicted = 0
-            if self.budget is not None:
-                known = self._nbytes
-                if known is None or known + len(data) > self.budget:
-                    room = self._make_room(len(data), key)
-                    if room is None:
-                        return Written(False, False, 0)
-                    evicted = room
+            if self.budget is not None and (self._nbytes is None or self._nbytes + len(data) > self.budget):
+                others = [entry for entry in self._list() if entry.key != key]  # what is replaced makes room itself
+                evicted = self._evict_of(others, self.budget - len(data))[1]
             self._writer.put(_path(key), data)
             self._seen_used[key] = time.time()
             if self._nbytes is not None:
                 self._nbytes += len(data)
-            return Written(True, True, evicted)
+            return Written(True, evicted)
 
-    def _make_room(self, nbytes: int, key: KVKey) -> int | None:
-        """List the bucket, and evict what must go for ``nbytes`` under ``key``; return how many entries went.
-
-        None where what is pinned leaves too little; then none went.
-        """
-        assert self.budget is not None
-        others = [entry for entry in self._list() if entry.key != key]  # what is replaced makes room itself
-        self._nbytes = sum(entry.nbytes for entry in others)
-        pins = self._pins()
-        if nbytes + sum(entry.nbytes for entry in others if entry.key in pins) > self.budget:
-            return None
-        return self._evict_of(others, self.budget - nbytes, pins)[1]
-
-    def _evict_of(self, entries: list[EntryInfo], to_bytes: int, pins: frozenset[KVKey]) -> tuple[int, int]:
-        left = sum(entry.nbytes for entry in entries)
-        freed = count = 0
-        for entry in sorted((entry for entry in entries if entry.key not in pins), key=lambda entry: entry.last_used):
-            if left - freed <= to_bytes:
+    def _evict_of(self, entries: list[EntryInfo], to_bytes: int) -> tuple[int, int]:
+        self._nbytes = before = sum(entry.nbytes for entry in entries)
+        count = 0
+        for entry in sorted(entries, key=lambda entry: entry.last_used):
+            if self._nbytes <= to_bytes:
                 break
             self._writer.delete(_path(entry.key))
             self._forget(entry.key)
-            freed, count = freed + entry.nbytes, count + 1
-        self._nbytes = left - freed
-        return freed, count
+            self._nbytes -= entry.nbytes
+            count += 1
+        return before - self._nbytes, count
 
     def _has(self, key: KVKey) -> bool:
         return self._meta(key) is not None
@@ -188,8 +170,6 @@ class ObjectStore(RemoteStore):
         if meta is None or (version and meta["e_tag"] != version):
             return False
         self._bucket.delete(_path(key))
-        if version is None:
-            self._pin([key], False)
         with self._room:
             self._forget(key)
             if self._nbytes is not None:
@@ -224,22 +204,7 @@ class ObjectStore(RemoteStore):
 
     def _evict(self, to_bytes: int) -> tuple[int, int]:
         with self._room:
-            return self._evict_of(self._list(), to_bytes, self._pins())
-
-    def _pin(self, keys: list[KVKey], pinned: bool) -> None:
-        # The lock is this client's: where two clients change the pins at one moment, one of the changes may be lost.
-        with self._pinning:
-            before = self._pins()
-            wanted = before | set(keys) if pinned else before - set(keys)
-            if wanted != before:
-                self._bucket.put(_PINS, "".join(f"{key}\n" for key in sorted(wanted)).encode())
-
-    def _pins(self) -> frozenset[KVKey]:
-        try:
-            text = bytes(self._bucket.get(_PINS).bytes()).decode("ascii", "replace")
-        except FileNotFoundError:
-            return frozenset()
-        return frozenset(KVKey(line) for line in text.splitlines() if is_key(line))
+            return self._evict_of(self._list(), to_bytes)
 
     def _has_expired(self, meta: Any) -> bool:
         return self._ttl_s is not None and meta["last_modified"].timestamp() + self._ttl_s <= time.time()

@@ -25,7 +25,7 @@ _A_TIME: Final = 1000
 # set `used`. A script runs alone, so what it finds and what it changes belong together: budgets hold whoever puts at once.
 _PRELUDE: Final = """
 local P = KEYS[1]
-local ENTRIES, USED, BYTES, PINS = P..'entries', P..'used', P..'bytes', P..'pins'
+local ENTRIES, USED, BYTES = P..'entries', P..'used', P..'bytes'
 local function payload(key, version) return P..'kv:'..key..':'..version end
 local function now()
   local t = redis.call('TIME')
@@ -56,28 +56,16 @@ local function find(key)
   return version, tonumber(size)
 end
 local function evict(limit, most)
-  local freed, count, passed = 0, 0, 0
+  local freed, count = 0, 0
   local bytes = tonumber(redis.call('GET', BYTES) or '0')
   while bytes - freed > limit and count < most do
-    local victim = redis.call('ZRANGE', USED, passed, passed)[1]
+    local victim = redis.call('ZRANGE', USED, 0, 0)[1]
     if not victim then break end
-    if redis.call('SISMEMBER', PINS, victim) == 1 then
-      passed = passed + 1
-    else
-      local version, size = string.match(redis.call('HGET', ENTRIES, victim), '^(%x+) (%d+)$')
-      drop(victim, version, size)
-      freed, count = freed + tonumber(size), count + 1
-    end
+    local version, size = string.match(redis.call('HGET', ENTRIES, victim), '^(%x+) (%d+)$')
+    drop(victim, version, size)
+    freed, count = freed + tonumber(size), count + 1
   end
   return freed, count
-end
-local function pinned(besides)
-  local bytes = 0
-  for _, key in ipairs(redis.call('SMEMBERS', PINS)) do
-    local version, size = find(key)
-    if version and key ~= besides then bytes = bytes + size end
-  end
-  return bytes
 end
 """
 _SCRIPTS: Final = {
@@ -99,12 +87,7 @@ local old, old_size = find(key)
 if old and ARGV[5] == '0' then
   redis.call('UNLINK', payload(key, version))
   use(key)
-  return {1, 0, 0}
-end
-local bytes = tonumber(redis.call('GET', BYTES) or '0')
-if budget >= 0 and bytes + size > budget and pinned(key) + size > budget then
-  redis.call('UNLINK', payload(key, version))
-  return {0, 0, 0}
+  return {0, 0}
 end
 if redis.call('EXISTS', payload(key, version)) == 0 then return redis.error_reply('the entry expired before it was published') end
 if old then drop(key, old, old_size) end
@@ -114,13 +97,12 @@ redis.call('HSET', ENTRIES, key, version..' '..size)
 use(key)
 redis.call('INCRBY', BYTES, size)
 if ttl > 0 then redis.call('PEXPIRE', payload(key, version), ttl) else redis.call('PERSIST', payload(key, version)) end
-return {1, 1, count}
+return {1, count}
 """,
     "remove": """
 local version, size = find(ARGV[1])
 if not version or (ARGV[2] ~= '' and ARGV[2] ~= version) then return 0 end
 drop(ARGV[1], version, size)
-if ARGV[2] == '' then redis.call('SREM', PINS, ARGV[1]) end
 return 1
 """,
     "evict": "return {evict(tonumber(ARGV[1]), tonumber(ARGV[2]))}",
@@ -206,14 +188,14 @@ class RedisStore(RemoteStore):
             # Under a name that nobody knows yet, and that goes by itself should this process die before it is published.
             self._writer.set(self._payload(key, version), data, ex=_UNPUBLISHED_S)
             budget = -1 if self.budget is None else self.budget
-            stored, new, evicted = self._run(
+            new, evicted = self._run(
                 "publish", key, version, len(data), budget, int(replace), ttl_ms, client=self._writer
             )
         except redis.exceptions.OutOfMemoryError as error:
             raise StoreError(
                 f"cannot write to the {self._calls.name}: its memory is full; give the tier a budget below the server's maxmemory"
             ) from error
-        return Written(bool(stored), bool(new), int(evicted))
+        return Written(bool(new), int(evicted))
 
     def _has(self, key: KVKey) -> bool:
         return bool(self._run("use", key, 0))
@@ -226,13 +208,6 @@ class RedisStore(RemoteStore):
 
     def _remove(self, key: KVKey, version: str | None) -> bool:
         return bool(self._run("remove", key, version or ""))
-
-    def _pin(self, keys: list[KVKey], pinned: bool) -> None:
-        if keys:
-            (self._client.sadd if pinned else self._client.srem)(f"{self._prefix}pins", *keys)
-
-    def _pins(self) -> frozenset[KVKey]:
-        return frozenset(KVKey(key.decode()) for key in self._client.smembers(f"{self._prefix}pins"))
 
     def _info(self, key: KVKey) -> EntryInfo | None:
         at = self._client.zscore(f"{self._prefix}used", key)

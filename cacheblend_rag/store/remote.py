@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar, Unpack
 
 import numpy as np
@@ -44,9 +44,8 @@ class Head(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Says whether the tier has an entry that was put, whether it is not the one that was there, and how many others went."""
+    """Says whether an entry that was put is not the one that was there, and how many others went."""
 
-    stored: bool
     new: bool
     evicted: int
 
@@ -108,7 +107,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         written = self._patiently(lambda: self._write(key, data, replace))
         self._events.add("evictions", written.evicted)
         self._events.add("puts", written.new)
-        return written.stored
+        return True
 
     def contains(self, key: KVKey) -> bool:
         """See :meth:`KVStore.contains`; False where the tier does not answer."""
@@ -121,14 +120,6 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
     def delete(self, key: KVKey) -> bool:
         checked_key(key)
         return self._calls(lambda: self._remove(key, None))
-
-    def pin(self, keys: Iterable[KVKey], pinned: bool = True) -> None:
-        """See :meth:`Evicting.pin`; for all clients."""
-        wanted = [checked_key(key) for key in keys]
-        self._calls(lambda: self._pin(wanted, pinned))
-
-    def pins(self) -> frozenset[KVKey]:
-        return self._calls(self._pins)
 
     def touch(self, key: KVKey) -> None:
         """See :meth:`Evicting.touch`; nobody waits for it."""
@@ -210,10 +201,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
 
     @abstractmethod
     def _write(self, key: KVKey, data: bytes, replace: bool) -> Written:
-        """Store an entry, evicting others as needed; one that is there stays unless ``replace``.
-
-        It is within the budget, but perhaps not beside what is pinned; then nothing is evicted.
-        """
+        """Store an entry, evicting others as needed; one that is there stays unless ``replace``. It is within the budget."""
 
     @abstractmethod
     def _has(self, key: KVKey) -> bool:
@@ -229,15 +217,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
 
     @abstractmethod
     def _remove(self, key: KVKey, version: str | None) -> bool:
-        """Remove an entry, if it is that version (None: any, and it is no longer pinned); say whether it was there."""
-
-    @abstractmethod
-    def _pin(self, keys: list[KVKey], pinned: bool) -> None:
-        """Let eviction by whatever client pass over entries, or no longer."""
-
-    @abstractmethod
-    def _pins(self) -> frozenset[KVKey]:
-        """Return what eviction passes over."""
+        """Remove an entry, if it is that version (None: any); say whether it was there."""
 
     @abstractmethod
     def _info(self, key: KVKey) -> EntryInfo | None:
@@ -253,7 +233,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
 
     @abstractmethod
     def _evict(self, to_bytes: int) -> tuple[int, int]:
-        """Remove least recently used entries until ``to_bytes`` or only pinned ones remain.
+        """Remove least recently used entries until ``to_bytes`` remain.
 
         Returns:
             The bytes freed, and how many entries went.

@@ -66,7 +66,6 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         self._behind = {
             tier: WriteQueue(tier, partial(self._say_once, tier)) for tier in self.tiers if tier.writes == "back"
         }
-        self._share_pins()
 
     @property
     def formats(self) -> tuple[EntryFormat, ...]:
@@ -152,29 +151,6 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
     def touch(self, key: KVKey) -> None:
         for tier in self._evicting:
             tier.touch(key)
-
-    def pin(self, keys: Iterable[KVKey], pinned: bool = True) -> None:
-        """See :meth:`Evicting.pin`; in every tier, also where one refuses."""
-        wanted = tuple(keys)
-        _of_each(self._evicting, lambda tier: tier.pin(wanted, pinned))
-
-    def pins(self) -> frozenset[KVKey]:
-        """See :meth:`Evicting.pins`; those of any tier, of tiers that answer."""
-        found: set[KVKey] = set()
-        for tier in self._evicting:
-            with suppress(StoreUnavailableError):  # the tier has said so itself
-                found |= tier.pins()
-        return frozenset(found)
-
-    def _share_pins(self) -> None:
-        """Tell the tiers that forget of those that last, unless these must be asked over a network."""
-        for tier in self._evicting:
-            if tier.lasts and not tier.remote:
-                with suppress(StoreError):  # eviction will tell
-                    known = tier.pins()
-                    for other in self._evicting:
-                        if not other.lasts:
-                            other.pin(known)
 
     def page_lock_for(self, device: torch.device) -> None:
         """See :meth:`PageLocking.page_lock_for`; every tier that can."""

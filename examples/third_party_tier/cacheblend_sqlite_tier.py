@@ -1,6 +1,6 @@
 """Keeps KV entries in an SQLite file: a tier of cacheblend-rag's KV store in a package of its own.
 
-It has the six methods that every tier must have and none of what some can do besides: it cannot list, evict or pin.
+It has the six methods that every tier must have and none of what some can do besides: it cannot list or evict.
 """
 
 from __future__ import annotations

@@ -111,22 +111,3 @@ def test_removed_kv_is_told_as_json(run, store):
     assert as_json(run("store", "rm", item["id"], "--store", store, "--json")) == [
         {"id": item["id"], "freed_bytes": item["nbytes"]}
     ]
-
-
-def test_the_kv_of_pinned_documents_outlives_eviction_and_that_of_others_does_not(run, store):
-    chunks = listed(run, store)["a.txt"]
-    pinned = as_json(run("store", "pin", "a.txt", "--store", store, "--json"))
-    assert (pinned["chunks"], pinned["missing"]) == (chunks, 0) and pinned["nbytes"] > 0
-    assert f"{chunks} pinned" in run("store", "stats", "--store", store).stdout
-    assert run("store", "evict", "--to", "0", "--store", store).exit_code == 0
-    assert entries(store) == chunks
-    assert "no longer pinned" in run("store", "unpin", "a.txt", "--store", store).stdout
-    assert run("store", "evict", "--to", "0", "--store", store).exit_code == 0
-    assert entries(store) == 0
-
-
-def test_a_document_without_kv_can_be_pinned_and_an_unknown_one_not(run, store):
-    run("store", "evict", "--to", "0", "--store", store)
-    assert "have no KV yet" in run("store", "pin", "a.txt", "--store", store).stdout
-    result = run("store", "pin", "nowhere.txt", "--store", store)
-    assert result.exit_code == 2 and "nowhere.txt" in result.stderr and "documents ls" in result.stderr

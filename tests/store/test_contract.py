@@ -262,54 +262,19 @@ def test_what_cannot_fit_is_refused_and_evicts_nothing(open_with: Open) -> None:
         assert {entry.key for entry in store.entries()} == {key_of(1), key_of(2)}
 
 
-@needs(Evicting, Listing)
-def test_eviction_passes_over_what_is_pinned(open_with: Open) -> None:
-    store = open_with(3)
-    store.pin([key_of(1), key_of(2)])  # the second before it is there
-    for number in range(1, 6):
-        assert store.put(key_of(number), kv_of(number))
-    assert {entry.key for entry in store.entries()} == {key_of(1), key_of(2), key_of(5)}
-    assert store.pins() == {key_of(1), key_of(2)}
-    store.evict(0)
-    assert {entry.key for entry in store.entries()} == {key_of(1), key_of(2)}
-    store.pin([key_of(1), key_of(9)], False)
-    store.evict(0)
-    assert {entry.key for entry in store.entries()} == {key_of(2)}
+def test_a_file_that_its_header_alone_makes_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
+    with DiskStore(tmp_path, budget=kv_of(1).nbytes + 1) as store:
+        assert not store.put(key_of(1), kv_of(1))
+        assert (store.stats().entries, list(tmp_path.rglob("*.safetensors"))) == (0, [])
 
 
 @needs(Evicting, Listing)
-def test_what_does_not_fit_beside_what_is_pinned_is_refused_and_evicts_nothing(open_with: Open) -> None:
+def test_an_entry_that_is_replaced_makes_room_for_itself(open_with: Open) -> None:
     store = open_with(2)
-    store.pin([key_of(1)])
     for number in (1, 2):
         store.put(key_of(number), kv_of(number))
-    twice = kv_of(3, tokens=2 * kv_of(3).num_tokens - 1)
-    assert not store.put(key_of(3), twice)
+    assert store.put(key_of(1), kv_of(1), replace=True)
     assert {entry.key for entry in store.entries()} == {key_of(1), key_of(2)}
-    assert store.put(key_of(1), kv_of(1), replace=True), "a pinned entry makes room for itself"
-    assert store.put(key_of(4), kv_of(4))
-    assert {entry.key for entry in store.entries()} == {key_of(1), key_of(4)}
-
-
-@needs(Evicting)
-def test_pins_are_those_of_all_who_open_the_store(open_with: Open) -> None:
-    first, second = open_with(2), open_with(2)
-    first.put(key_of(1), kv_of(1))
-    first.pin([key_of(1)])
-    if not second.pins():
-        assert isinstance(second, MemoryStore), "memory is each process's own"
-        return
-    for number in (2, 3, 4):
-        second.put(key_of(number), kv_of(number))
-    assert open_with(2).get(key_of(1)) is not None
-
-
-@needs(Evicting)
-def test_a_deleted_entry_is_pinned_no_more(store: KVStore) -> None:
-    store.pin([key_of(1), key_of(2)])
-    store.put(key_of(1), kv_of(1))
-    assert store.delete(key_of(1))
-    assert store.pins() == {key_of(2)}
 
 
 @needs(Evicting, Listing, Reporting)

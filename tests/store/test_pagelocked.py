@@ -140,17 +140,6 @@ def test_an_entry_in_use_is_not_overwritten_by_the_next(ram: MemoryStore) -> Non
     assert same(held, kv_of(1))
 
 
-def test_entries_that_eviction_passes_over_keep_their_memory(ram: MemoryStore) -> None:
-    ram.pin([key_of(number) for number in range(4)])
-    stored = []
-    for number in range(6):
-        stored.append(ram.put(key_of(number), kv_of(number)))
-        await_pinning()  # what is locked ahead is there for the next, however busy the machine is
-    assert stored == [True] * 4 + [False] * 2
-    assert ram.room(kv_of(5).nbytes) is None
-    assert {entry.key for entry in ram.entries()} == ram.pins()
-
-
 def test_entries_put_before_a_device_is_known_move(sim: str) -> None:  # noqa: F811
     store = MemoryStore(1 << 12)
     store.put(key_of(1), kv_of(1))

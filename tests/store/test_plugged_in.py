@@ -66,9 +66,6 @@ def test_an_address_gives_budget_codec_keys_and_when_to_write(address: str, tmp_
 def test_what_a_tier_does_not_offer_is_done_by_the_others(address: str, tmp_path: Path) -> None:
     with open_store(f"ram://1MiB,{address}") as store:
         store.put(key_of(1), kv_of(1))
-        store.pin([key_of(1)])
-        assert store.evict(0) == 0
-        store.pin([key_of(1)], False)
         assert store.evict(0) == kv_of(1).nbytes
         assert store.contains(key_of(1)), "the tier that evicts nothing has it still"
         assert store.unlisted == ("sqlite",)

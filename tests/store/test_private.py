@@ -91,9 +91,8 @@ def test_a_count_of_bytes_that_is_no_file_is_made_anew(root: Path, kind: str) ->
 
 def test_a_note_is_not_written_through_a_link(root: Path) -> None:
     victim = root / "victim"
-    victim.write_text("do not overwrite")
-    store = fill(root / "store")
-    (root / "store" / "kv" / "pins.new").symlink_to(victim)
+    victim.write_text("file://")
+    (root / "tiers").symlink_to(victim)
     with pytest.raises(StoreError, match="symbolic links"):
-        store.pin([key_of(1)])
-    assert victim.read_text() == "do not overwrite"
+        record_tiers(root, "ram://,file://")
+    assert victim.read_text() == "file://"
