@@ -22,6 +22,8 @@ from cacheblend_rag.server.keys import read_keys, refuse_stored_answers
 from cacheblend_rag.server.options import ServeOptions, flag_names
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from cacheblend_rag.engines.vllm.arguments import Launch
     from cacheblend_rag.engines.vllm.client import BlendClient
 
@@ -84,7 +86,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
     args = parser.parse_args(list(flags))
     _refuse(args, parser)
     _refuse_strangers(args, options)
-    _share_steps(args, options)
+    _take_keys(args, options.keys)
     try:
         server_flags().validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
@@ -151,16 +153,8 @@ def _refuse(args: Namespace, parser: Any) -> None:
 
 
 def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
-    """Refuse to listen where other machines reach a server that asks for no key, and keys from two places."""
-    if options.keys is not None:
-        found = read_keys(options.keys)
-        refuse_stored_answers(found)
-        if api_keys(args):
-            raise InputError(
-                "--keys is in place of --api-key, CACHEBLEND_API_KEY and VLLM_API_KEY; one of those is set. Give one of them."
-            )
-        return
-    if args.uds or options.allow_no_key or api_keys(args) or _is_loopback(args.host):
+    """Refuse to listen where other machines reach a server that asks for no key."""
+    if options.keys is not None or args.uds or options.allow_no_key or api_keys(args) or _is_loopback(args.host):
         return
     raise InputError(
         f"--host {args.host!r} lets other machines in, and no API key is set: whoever reaches the server could read and delete "
@@ -169,10 +163,19 @@ def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
     )
 
 
-def _share_steps(args: Namespace, options: ServeOptions) -> None:
+def _take_keys(args: Namespace, path: Path | None) -> None:
+    """Read a file of keys, if there is one, and refuse what does not go with it; let those whom it names share steps."""
     from cacheblend_rag.engines.vllm.fairness import FAIR
 
-    if options.keys is not None and args.scheduler_cls is None and read_keys(options.keys).shared:
+    if path is None:
+        return
+    keys = read_keys(path)
+    refuse_stored_answers(keys)
+    if api_keys(args):
+        raise InputError(
+            "--keys is in place of --api-key, CACHEBLEND_API_KEY and VLLM_API_KEY; one of those is set. Give one of them."
+        )
+    if keys.shared and args.scheduler_cls is None:
         args.scheduler_cls = FAIR
 
 
