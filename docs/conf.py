@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation: `make docs`. Everything comes from this repository; nothing is fetched."""
+"""Says how Sphinx builds the documentation: `make docs`. Everything comes from this repository; nothing is fetched."""
 
 from __future__ import annotations
 

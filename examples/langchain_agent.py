@@ -1,4 +1,4 @@
-"""An agent with a retriever tool on a CacheBlend engine: ``python examples/langchain_agent.py [model]``.
+"""Runs an agent with a retriever tool on a CacheBlend engine: ``python examples/langchain_agent.py [model]``.
 
 The tool returns its documents as an artifact beside the text, and the model takes its chunks from there. The bundled model
 cannot call tools, so a middleware looks every question up first; with a model that can, it is left out.

@@ -1,4 +1,4 @@
-"""Retrieval with LangChain's own chain on a CacheBlend engine: ``python examples/langchain_rag.py [model]``.
+"""Answers from documents by LangChain's own chain on a CacheBlend engine: ``python examples/langchain_rag.py [model]``.
 
 Without a model it is the bundled one, over two bundled documents.
 """

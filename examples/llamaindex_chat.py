@@ -1,4 +1,4 @@
-"""A conversation over documents with LlamaIndex: ``python examples/llamaindex_chat.py [model]``.
+"""Converses over documents with LlamaIndex: ``python examples/llamaindex_chat.py [model]``.
 
 Without a model it is the bundled one, over two bundled documents. It is too small to rewrite a question that refers to an earlier
 one, so its questions are asked in full and the condensing step is left out.

@@ -1,4 +1,4 @@
-"""Retrieval with LlamaIndex's own query engine on a CacheBlend engine: ``python examples/llamaindex_rag.py [model]``.
+"""Answers from documents by LlamaIndex's own query engine on a CacheBlend engine: ``python examples/llamaindex_rag.py [model]``.
 
 Without a model it is the bundled one, over two bundled documents.
 """

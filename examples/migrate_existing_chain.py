@@ -1,4 +1,4 @@
-"""A working chain before and after: ``python examples/migrate_existing_chain.py``.
+"""Shows a working chain before and after: ``python examples/migrate_existing_chain.py``.
 
 ``before`` is a chain as it may stand in your code, here around a model that transformers runs in this process. ``after`` is
 the same chain with two lines changed. Both are asked the same questions; the chunks' KV is computed once, by ``after``.

@@ -1,4 +1,4 @@
-"""An engine that runs every prompt for real and is told the words of its answer: no model small enough for tests calls tools."""
+"""Runs every prompt for real in an engine that is told the words of its answer: no model small enough for tests calls tools."""
 
 from __future__ import annotations
 

@@ -133,9 +133,21 @@ def test_docstrings_begin_with_what_a_thing_does(folder: str) -> None:
     known = {module.file: module.nodes for module in MODULES.values()}
     for file in sorted((ROOT / folder).rglob("*.py")):
         if "tests" not in file.relative_to(ROOT).parts:
-            nodes = known.get(file) or ast.walk(ast.parse(file.read_text("utf-8")))
+            nodes = known.get(file) or ast.walk(parsed(file))
             wrong += [f"{file.relative_to(ROOT)}: {first}" for first in openings(nodes)]
     assert wrong == []
+
+
+@pytest.mark.parametrize("folder", ["tests", "examples", "docs", "integrations"])
+def test_every_file_begins_with_what_it_does(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    wrong = [f"{file.relative_to(ROOT)}: {first}" for file in files for first in openings([parsed(file)])]
+    assert wrong == []
+
+
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text("utf-8"))
 
 
 def openings(nodes: Iterable[ast.AST]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What measures a GPU starts from a clone, on an image that has little more than torch, transformers and what these need."""
+"""Tests that what measures a GPU starts from a clone, on an image with little more than torch, transformers and their needs."""
 
 from __future__ import annotations
 

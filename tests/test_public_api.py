@@ -1,4 +1,4 @@
-"""What `import cacheblend_rag` promises."""
+"""Tests what `import cacheblend_rag` promises."""
 
 from __future__ import annotations
 

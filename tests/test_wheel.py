@@ -1,4 +1,4 @@
-"""What the built distributions hold. Built offline, with the hatchling of this environment."""
+"""Tests what the built distributions hold. Built offline, with the hatchling of this environment."""
 
 from __future__ import annotations
 

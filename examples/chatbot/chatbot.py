@@ -1,4 +1,4 @@
-"""A chatbot over your documents, to start one's own from: ``python examples/chatbot/chatbot.py [FILES...]``.
+"""Chats over your documents, to start a chatbot of your own from: ``python examples/chatbot/chatbot.py [FILES...]``.
 
 Without files it is over the bundled documents. ``cacheblend ui`` is the same with everything; this is what its core looks like.
 """

@@ -1,4 +1,4 @@
-"""What the parity gate must see."""
+"""Tests what the parity gate must see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family, policy and ratio against the model's own prefill and the independent reference."""
+"""Compares every family, policy and ratio with the model's own prefill and the independent reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prompt takes of the store, and what its KV may serve later: the tokens in common, as far as they were made alike."""
+"""Tests what a prompt takes of the store, and what its KV may serve later: the tokens in common, as far as made alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens each policy chooses, and that a blend recomputes just those."""
+"""Tests which tokens each policy chooses, and that a blend recomputes just those."""
 
 from __future__ import annotations
 

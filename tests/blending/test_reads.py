@@ -1,4 +1,4 @@
-"""What reading stored KV took, by tier."""
+"""Tests what reading stored KV took, by tier."""
 
 from __future__ import annotations
 

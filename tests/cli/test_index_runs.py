@@ -1,4 +1,4 @@
-"""What `index` says and leaves behind when it runs, fails, is stopped, or is not alone. No model: a fake engine indexes."""
+"""Tests what `index` says and leaves when it runs, fails, is stopped, or is not alone. No model: a fake engine indexes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shell sees of the command line: exit codes, completion, colours, and one meaning for each option."""
+"""Tests what a shell sees of the command line: exit codes, completion, colours, and one meaning for each option."""
 
 from __future__ import annotations
 

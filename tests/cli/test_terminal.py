@@ -1,4 +1,4 @@
-"""What documents, names and servers say is shown on a terminal, and steers none."""
+"""Tests that what documents, names and servers say is shown on a terminal, and steers none."""
 
 from __future__ import annotations
 

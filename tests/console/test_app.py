@@ -1,4 +1,4 @@
-"""What every command shares: nothing heavy is imported for the help, and an error has no traceback."""
+"""Tests what every command shares: nothing heavy is imported for the help, and an error has no traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model a command takes where it is given none: the index's, else SmolLM2, said in a line; bundled for its own world."""
+"""Tests which model a command takes that is given none: the index's, else SmolLM2, said in a line; bundled for its own world."""
 
 from __future__ import annotations
 

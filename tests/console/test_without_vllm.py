@@ -1,4 +1,4 @@
-"""What the command line says where vLLM is missing or does not start. vLLM itself is not imported: it takes seconds."""
+"""Tests what the command line says where vLLM is missing or does not start. vLLM itself is not imported: it takes seconds."""
 
 from __future__ import annotations
 

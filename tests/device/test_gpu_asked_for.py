@@ -1,4 +1,4 @@
-"""What is asked to run on a GPU does not pass for want of one."""
+"""Tests that what is asked to run on a GPU does not pass for want of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the host waits for the device in a blend: once for each selection, and for nothing else."""
+"""Tests how often the host waits for the device in a blend: once for each selection, and for nothing else."""
 
 from __future__ import annotations
 

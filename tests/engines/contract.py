@@ -1,4 +1,4 @@
-"""What every engine must do. An engine's test module subclasses `EngineContract` and says how to make one."""
+"""Says what every engine must do. An engine's test module subclasses `EngineContract` and says how to make one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every engine with a loading controller must do. Subclass it beside `EngineContract`, whose fixtures it uses."""
+"""Says what every engine with a loading controller must do. Subclass it beside `EngineContract`, whose fixtures it uses."""
 
 from __future__ import annotations
 

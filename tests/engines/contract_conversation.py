@@ -1,4 +1,4 @@
-"""What every engine must do with a conversation. Subclass it beside `EngineContract`, whose fixtures it uses."""
+"""Says what every engine must do with a conversation. Subclass it beside `EngineContract`, whose fixtures it uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What OpenTelemetry is told of a request, by every engine that computes. Subclass it beside `EngineContract`."""
+"""Says what OpenTelemetry is told of a request, by every engine that computes. Subclass it beside `EngineContract`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""At which tokens answers end."""
+"""Tests at which tokens answers end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In the transformers engine KV that comes later than computing it takes is computed in place (vLLM: vllm/test_loading.py)."""
+"""Tests that KV which comes later than computing it takes is computed in place (on vLLM: vllm/test_loading.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a vector store's documents hold is known to the engine, and forgotten when no document holds it any more."""
+"""Tests that what a vector store's documents hold is known to the engine, and forgotten when no document holds it any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was retrieved belongs to the runs that it was retrieved for, and what became of it in a prompt is told truly."""
+"""Tests that what was retrieved belongs to the runs that it was retrieved for, and that its fate in a prompt is told truly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server is sent, good or bad, leaves nothing in its memory once it is answered and deleted."""
+"""Tests that what a server is sent, good or bad, leaves nothing in its memory once it is answered and deleted."""
 
 from __future__ import annotations
 

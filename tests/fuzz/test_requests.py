@@ -1,4 +1,4 @@
-"""What clients and operators write: options, messages, prompts, addresses, key files. Understood, or refused in words."""
+"""Tries what clients and operators write: options, messages, prompts, addresses, key files. Understood, or refused in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of the demo's questions are looked at one by one."""
+"""Tests which of the demo's questions are looked at one by one."""
 
 from __future__ import annotations
 

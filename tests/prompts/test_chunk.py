@@ -1,4 +1,4 @@
-"""What a chunk may be."""
+"""Tests what a chunk may be."""
 
 from __future__ import annotations
 

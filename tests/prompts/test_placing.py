@@ -1,4 +1,4 @@
-"""What anyone registers changes no special token of anyone's prompt; known texts are data wherever they were said."""
+"""Tests that what anyone registers changes no special token of anyone's prompt; known texts are data wherever they were said."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How chunks are named in messages: by part, by message, for the whole prompt, by content."""
+"""Tests how chunks are named in messages: by part, by message, for the whole prompt, by content."""
 
 from __future__ import annotations
 

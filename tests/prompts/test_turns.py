@@ -1,4 +1,4 @@
-"""Where the turns of a conversation end in a prompt."""
+"""Tests where the turns of a conversation end in a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prompt's tokens are said to have gone through is what the engine did with them."""
+"""Tests that what a prompt's tokens are said to have gone through is what the engine did with them."""
 
 from __future__ import annotations
 

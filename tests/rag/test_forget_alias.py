@@ -1,4 +1,4 @@
-"""What a forgotten chunk leaves behind."""
+"""Tests what a forgotten chunk leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server tells of itself: the line that says where it is, and whom it tells where its files lie."""
+"""Tests what a server tells of itself: the line that says where it is, and whom it tells where its files lie."""
 
 from __future__ import annotations
 

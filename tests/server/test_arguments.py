@@ -1,4 +1,4 @@
-"""What `cacheblend serve` makes of its flags, before anything is loaded."""
+"""Tests what `cacheblend serve` makes of its flags, before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the processes of a server come to be."""
+"""Tests how the processes of a server come to be."""
 
 from __future__ import annotations
 

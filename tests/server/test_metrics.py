@@ -1,4 +1,4 @@
-"""What is counted, and how reasons become labels."""
+"""Tests what is counted, and how reasons become labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a running server tells of a request: a trace that goes on where the client's began, log lines as JSON, and refusals."""
+"""Tests what a running server tells of a request: a trace that goes on where the client's began, JSON logs, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a tenant may use: what is refused, what is told the client, and what is given back."""
+"""Tests how much a tenant may use: what is refused, what is told the client, and what is given back."""
 
 from __future__ import annotations
 

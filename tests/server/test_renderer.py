@@ -1,4 +1,4 @@
-"""What the server makes of prompts, between vLLM's renderer and its engine: the same as the engines in process do."""
+"""Tests what the server makes of prompts, between vLLM's renderer and its engine: the same as the engines in process do."""
 
 from __future__ import annotations
 

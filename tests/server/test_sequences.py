@@ -1,4 +1,4 @@
-"""What one request may have computed: each answer to each prompt counts, tokens as they come, and others are served meanwhile."""
+"""Tests what one request may have computed: each answer to each prompt counts as its tokens come; others are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches the engine, whatever a client sends and whichever route it came by."""
+"""Tests what reaches the engine, whatever a client sends and whichever route it came by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each tenant of one server may see, over the routes of /v1/chunks, on a client without a model."""
+"""Tests what each tenant of one server may see, over the routes of /v1/chunks, on a client without a model."""
 
 from __future__ import annotations
 

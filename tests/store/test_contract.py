@@ -1,4 +1,4 @@
-"""What every store promises, and what those promise besides that offer more than they must."""
+"""Tests what every store promises, and what those promise besides that offer more than they must."""
 
 from __future__ import annotations
 

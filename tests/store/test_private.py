@@ -1,4 +1,4 @@
-"""What is written is as private as its directory, and nothing is read or written through a link, a pipe or the like."""
+"""Tests that what is written is as private as its directory, and nothing is read or written through a link or a pipe."""
 
 from __future__ import annotations
 

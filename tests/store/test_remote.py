@@ -1,4 +1,4 @@
-"""What only tiers on other machines have: ranged reads, several clients, a time to live, addresses."""
+"""Tests what only tiers on other machines have: ranged reads, several clients, a time to live, addresses."""
 
 from __future__ import annotations
 

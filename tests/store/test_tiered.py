@@ -1,4 +1,4 @@
-"""How entries move between tiers."""
+"""Tests how entries move between tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other processes do to a store in the tests. Imported by a fork server, so it imports little."""
+"""Does what other processes do to a store in the tests. Imported by a fork server, so it imports little."""
 
 from __future__ import annotations
 

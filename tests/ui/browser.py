@@ -1,4 +1,4 @@
-"""What a test does with a page, in words: by the names that people and screen readers see."""
+"""Does what a test does with a page, in words: by the names that people and screen readers see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the chat model does beyond LangChain's standard tests."""
+"""Tests what the chat model does beyond LangChain's standard tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a vector store holds from before: estimated, computed, gone on with, and let go of when it is deleted."""
+"""Tests what a vector store holds from before: estimated, computed, gone on with, and let go of when it is deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of what a retriever returned: formatters escape, cut and re-flow chunks, and the answer says so."""
+"""Tests what became of what a retriever returned: formatters escape, cut and re-flow chunks, and the answer says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages for LangChain's integration directory claim is what the classes do; their code runs in `tests/docs`."""
+"""Tests that the classes do what the pages for LangChain's integration directory claim; the pages' code runs in `tests/docs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every LlamaIndex LLM must do. A test module subclasses `LLMContract`, says how to make one, and which features it claims.
+"""Says what every LlamaIndex LLM must do. A test module subclasses `LLMContract`, says how to make one, and what it claims.
 
 Run against LlamaIndex's MockLLM as well as ours, so that the suite itself is checked: what fails there is a wrong expectation.
 """

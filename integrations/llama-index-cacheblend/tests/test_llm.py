@@ -1,4 +1,4 @@
-"""How prompts are formatted, what settings do, and what the LLM is to LlamaIndex."""
+"""Tests how prompts are formatted, what settings do, and what the LLM is to LlamaIndex."""
 
 from __future__ import annotations
 

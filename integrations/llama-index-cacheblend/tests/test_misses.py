@@ -1,4 +1,4 @@
-"""What became of what a retriever returned: prompts escape, cut and re-flow nodes, or show them with or without metadata."""
+"""Tests what became of what a retriever returned: prompts escape, cut and re-flow nodes, with their metadata and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which chunks a prompt holds: named ones, then content match, then none; and how chunks become known."""
+"""Tests which chunks a prompt holds: named ones, then content match, then none; and how chunks become known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the client records of an answer, without a vLLM that runs."""
+"""Tests what the client records of an answer, without a vLLM that runs."""
 
 from __future__ import annotations
 

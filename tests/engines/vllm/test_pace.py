@@ -1,4 +1,4 @@
-"""How much blending fits into a step while streams run."""
+"""Tests how much blending fits into a step while streams run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM can be told to do and a blend cannot: served by ordinary prefill, with the reason."""
+"""Tests that what vLLM can be told to do and a blend cannot is served by ordinary prefill, with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown of a vLLM that does not start: one screen, with the cause and what to do."""
+"""Tests what is shown of a vLLM that does not start: one screen, with the cause and what to do."""
 
 from __future__ import annotations
 

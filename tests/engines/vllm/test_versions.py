@@ -1,4 +1,4 @@
-"""Which vLLM is refused, which is tried with a warning."""
+"""Tests which vLLM is refused, which is tried with a warning."""
 
 from __future__ import annotations
 

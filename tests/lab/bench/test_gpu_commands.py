@@ -1,4 +1,4 @@
-"""What `make bench-gpu` runs, and what `benchmarks/predict.py` counts, without a GPU."""
+"""Tests what `make bench-gpu` runs, and what `benchmarks/predict.py` counts, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loading controller reckons with, fitted and kept."""
+"""Tests what the loading controller reckons with, fitted and kept."""
 
 from __future__ import annotations
 

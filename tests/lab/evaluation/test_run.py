@@ -1,4 +1,4 @@
-"""From samples to prompts, answers and numbers, on a small random model."""
+"""Goes from samples to prompts, answers and numbers, on a small random model."""
 
 from __future__ import annotations
 

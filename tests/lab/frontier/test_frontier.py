@@ -1,4 +1,4 @@
-"""What is measured in batches is what calibration measures prompt by prompt."""
+"""Tests that what is measured in batches is what calibration measures prompt by prompt."""
 
 from __future__ import annotations
 

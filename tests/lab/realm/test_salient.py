@@ -1,4 +1,4 @@
-"""What is masked: names and dates, found by patterns or by spaCy's entities, and random spans."""
+"""Tests what is masked: names and dates, found by patterns or by spaCy's entities, and random spans."""
 
 from __future__ import annotations
 
