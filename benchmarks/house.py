@@ -31,16 +31,18 @@ class Module:
         file: Where it is.
         lines: How many lines it has.
         tree: What it says.
+        root: The folder of its package.
     """
 
     name: str
     file: Path
     lines: int
     tree: ast.Module
+    root: Path = PACKAGE
 
     @property
     def place(self) -> str:
-        return self.file.relative_to(PACKAGE).as_posix()
+        return self.file.relative_to(self.root).as_posix()
 
     @cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
@@ -50,17 +52,17 @@ class Module:
     @cached_property
     def package(self) -> tuple[str, ...]:
         """Return what its relative imports start from."""
-        return ("cacheblend_rag", *self.file.relative_to(PACKAGE).parent.parts)
+        return (self.root.name, *self.file.relative_to(self.root).parent.parts)
 
 
-def modules() -> dict[str, Module]:
-    """Return all modules of the package by name."""
+def modules(root: Path = PACKAGE) -> dict[str, Module]:
+    """Return all modules of the package in the folder ``root`` by name."""
     found = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        parts = ("cacheblend_rag", *file.relative_to(PACKAGE).with_suffix("").parts)
+    for file in sorted(root.rglob("*.py")):
+        parts = (root.name, *file.relative_to(root).with_suffix("").parts)
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         text = file.read_text("utf-8")
-        found[name] = Module(name, file, text.count("\n"), ast.parse(text))
+        found[name] = Module(name, file, text.count("\n"), ast.parse(text), root)
     return found
 
 

@@ -213,6 +213,15 @@ def test_no_file_is_longer_than_one_sitting_and_no_function_longer_than_a_screen
     assert long_functions(MODULES) == {}  # but for Triton's kernels
 
 
+@pytest.mark.parametrize("package", sorted(ROOT.glob("integrations/*/*_cacheblend")), ids=lambda package: package.name)
+def test_an_integration_is_built_like_the_house(package: Path) -> None:
+    own = modules(package)
+    imports = all_imports(own)
+    assert len(own) > 5
+    assert (long_files(own), long_functions(own), double_classes(own)) == ({}, {}, {})
+    assert circles(imports.at_once, imports.in_functions) == []
+
+
 TENANT = re.compile(r"\btenants?\b", re.IGNORECASE)
 
 

@@ -150,8 +150,8 @@ class RagPipeline:
 
     def _choose(self, chosen: dict[str, Hit], hits: Sequence[Hit], most: int, follow: int) -> None:
         """Add hits, each of the first ``follow`` with its continuation, until ``most`` chunks are chosen."""
-        for rank, hit in enumerate(hits):
-            following = self.chunks.neighbours(hit) if rank < follow else []
+        for place, hit in enumerate(hits):
+            following = self.chunks.neighbours(hit) if place < follow else []
             for candidate in (hit, *following):
                 known = chosen.get(candidate.chunk.id)
                 if known is not None and known.score is None:

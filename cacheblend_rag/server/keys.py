@@ -159,7 +159,7 @@ Role = Literal["ask", "write", "admin"]
 """Each may what those before it may: send prompts; read, register and delete chunks; all that is its tenant's, and of the default
 tenant all that is the server's."""
 
-_RANKS: dict[str, int] = {role: rank for rank, role in enumerate(get_args(Role))}
+_ORDER: dict[str, int] = {role: place for place, role in enumerate(get_args(Role))}
 _ASK = {
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
@@ -211,7 +211,7 @@ def may(key: Key, method: str, path: str, query: bytes = b"") -> bool:
         needed = "admin" if everything else "write"
     else:
         return key.operator
-    return _RANKS[key.role] >= _RANKS[needed]
+    return _ORDER[key.role] >= _ORDER[needed]
 
 
 def _read_by(read: Callable[[str], T]) -> Callable[[object], T]:

@@ -52,7 +52,7 @@ def measured_deviations(exchange: Exchange, settings: BlendSettings) -> Deviatio
 
 
 def coloured(exchange: Exchange, deviations: Deviations) -> str:
-    """Return the prompt's chunks as HTML: five shades by rank of deviation, recomputed tokens underlined."""
+    """Return the prompt's chunks as HTML: five shades by deviation, recomputed tokens underlined."""
     assert exchange.engine is not None
     assert exchange.prompt is not None
     shades = _shades(deviations.of)

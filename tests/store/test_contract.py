@@ -131,6 +131,12 @@ def store(open_with: Open) -> KVStore:
     return open_with(None)
 
 
+def test_a_tier_must_have_six_methods_and_the_example_has_no_other() -> None:
+    must = {*KVStore.__abstractmethods__, "close"}
+    assert must == {"get", "put", "contains", "delete", "entry", "close"}
+    assert {name for name in vars(SQLiteStore) if not name.startswith("_")} == must
+
+
 def test_a_layer_is_one_block_keys_then_values(store: KVStore) -> None:
     store.put(key_of(1), kv_of(1, layers=3))
     found = store.get(key_of(1))

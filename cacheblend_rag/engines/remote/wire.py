@@ -181,8 +181,8 @@ def _logprobs(found: Any, top: int) -> list[TokenLogprob]:
     # Asked for by id: "token_id:17". Texts would not do, different tokens can have the same.
     tokens = [_token_id(name) for name in found.tokens]
     ranked = [
-        likeliest(((_token_id(name), value) for name, value in (rank or {}).items()), top)
-        for rank in found.top_logprobs or [None] * len(tokens)
+        likeliest(((_token_id(name), value) for name, value in (others or {}).items()), top)
+        for others in found.top_logprobs or [None] * len(tokens)
     ]
     return [TokenLogprob(t, p, r) for t, p, r in zip(tokens, found.token_logprobs, ranked, strict=True)]
 

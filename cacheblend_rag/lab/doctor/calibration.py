@@ -5,7 +5,7 @@
 2. *Layers*: on the first prompts the KV deviation of every layer is compared with that of all layers. Check layers are offered
    where they are shallow enough to pay, find clearly more than the layers before them, and see enough tokens deviate at all.
 3. *Search*: candidates (policy, ratio, check layers) are tried for the least compute; compute counts everything that a blend
-   computes: dense pass, ranking pass of the question, chosen and forced tokens. See :mod:`cacheblend_rag.lab.doctor.search`.
+   computes: dense pass, the question's pass, chosen and forced tokens. See :mod:`cacheblend_rag.lab.doctor.search`.
 4. *Verdict*: the first that holds the standard on all prompts is the profile, or a ratio some steps above it that holds as well,
    as a margin for text that the prompts do not show. If none does, the profile says not to blend: prefix caching, which loses
    nothing.
@@ -153,7 +153,7 @@ def calibrate(
         standard: What a blend must reach; None for 99% of tokens with 95% confidence.
         end_token: Ends an answer.
         progress: Called before each step with how much is done, of about how much, in full recomputes, and a line of text.
-        probe: What chunks are ranked behind; without one, policies that rank at indexing are left out.
+        probe: What chunks are ranked behind; without one, policies that need that are left out.
         planner: Where the chunks' KV comes from; None computes it here and keeps it all.
         margin: Steps of :data:`RATIOS` above the least that holds; taken if that does.
         everything: Measure the candidates that cost more than the chosen one, too, on the first prompts.

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from cacheblend_rag.blending.policies import POLICIES, SelectionPolicy, highest, policy
+from cacheblend_rag.blending.policies import POLICIES, highest, policy
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
 from cacheblend_rag.lab.doctor.compared import PromptMeasurement
 
@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def measures_deviation(self) -> bool:
-        """Return whether its check layers are used; they are spare where its policy ranks tokens otherwise."""
+        """Return whether its check layers are used; they are spare where its policy scores by something else."""
         return policy(self.policy).needs_deviation
 
     def __str__(self) -> str:
@@ -111,10 +111,12 @@ def list_candidates(
     """
     visible = {each.layer: each.visible for each in layers if each.offered}
     found = [Candidate("full-reuse", 0.0)]
-    names = [name for name in POLICIES if _ranks(policy(name)) and (ranked or not policy(name).needs_static)]
-    found += [Candidate(name, ratio) for name in names for ratio in RATIOS]
+    usable = [name for name in POLICIES if ranked or not policy(name).needs_static]
+    checking = [name for name in usable if policy(name).needs_deviation]
+    found += [Candidate(name, ratio) for name in usable if name not in checking for ratio in RATIOS]
     found += [
-        Candidate("hkvd", ratio, schedule)
+        Candidate(name, ratio, schedule)
+        for name in checking
         for schedule in _schedules(list(visible))
         for ratio in RATIOS
         if _sees_enough(schedule, ratio, visible)
@@ -129,7 +131,7 @@ def dense_share(schedule: BlendSchedule, ratio: float, num_layers: int) -> float
 
 
 def estimate_compute(candidate: Candidate, num_layers: int, stale: float, forced: float) -> float:
-    """Return about what a blend computes, as a share of a full recompute: dense pass, ranking pass, sparse pass."""
+    """Return about what a blend computes, as a share of a full recompute: dense pass, the question's pass, sparse pass."""
     total = candidate.ratio * stale + forced
     chosen = policy(candidate.policy)
     if chosen.needs_attention:
@@ -137,11 +139,6 @@ def estimate_compute(candidate: Candidate, num_layers: int, stale: float, forced
     if chosen.needs_deviation:
         total += stale * dense_share(candidate.schedule, candidate.ratio, num_layers)
     return total
-
-
-def _ranks(known: SelectionPolicy) -> bool:
-    """Say whether a policy chooses by what is known of tokens before a dense pass."""
-    return (known.needs_static or known.needs_attention) and not known.needs_deviation
 
 
 def _schedules(layers: Sequence[int]) -> list[BlendSchedule]:

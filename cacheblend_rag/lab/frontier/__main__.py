@@ -16,7 +16,7 @@ from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.models import dtype_named, end_tokens
 from cacheblend_rag.engines.transformers.owner import device_named, load_model
 from cacheblend_rag.lab.doctor.measure import describe_machine
-from cacheblend_rag.lab.frontier.frontier import POLICIES, RATIOS, Frontier
+from cacheblend_rag.lab.frontier.frontier import COMPARED, RATIOS, Frontier
 from cacheblend_rag.lab.frontier.measured import append_measured, differences, read_measured, summarise, table_of
 from cacheblend_rag.lab.frontier.prompts import describe, prepare_prompts, read_prompts, write_prompts
 from cacheblend_rag.lab.frontier.weights import WEIGHTS, coarser
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("--dtype", default="float32", help="in which the truth is computed, and every blend")
     run.add_argument("--threads", type=int)
     run.add_argument("--ratios", type=float, nargs="+", default=list(RATIOS))
-    run.add_argument("--policies", nargs="+", default=list(POLICIES), help="full reuse is measured in any case")
+    run.add_argument("--policies", nargs="+", default=list(COMPARED), help="full reuse is measured in any case")
     run.add_argument(
         "--weights", nargs="*", choices=WEIGHTS, default=list(WEIGHTS), help="full recompute by these, too"
     )

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from cacheblend_rag.blending.fusor import kv_deviation
-from cacheblend_rag.blending.policies import Candidates
+from cacheblend_rag.blending.policies import POLICIES, Candidates
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.settings import BlendSchedule
 from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS
@@ -32,7 +32,7 @@ from cacheblend_rag.lab.watching import watched
 from cacheblend_rag.store.kv import LayerKV
 
 RATIOS: Final = (0.05, 0.15, 0.3, 0.5, 0.7)
-POLICIES: Final = ("full-recompute", "random", "hkvd", "static", "query", "static-query")
+COMPARED: Final = ("full-recompute", "random", *POLICIES)
 _CHECK_LAYER: Final = BlendSchedule().check_layers[0]
 _REUSE, _ALL = "full-reuse", "full-recompute"
 
@@ -51,7 +51,7 @@ class Frontier:
         ends: frozenset[int],
         batch_tokens: int,
         ratios: Sequence[float] = RATIOS,
-        policies: Sequence[str] = POLICIES,
+        policies: Sequence[str] = COMPARED,
         weights: Mapping[str, Any] | None = None,
     ):
         """Set up.

@@ -34,7 +34,7 @@ class Measured:
         kl: Mean KL over the answer's tokens, in nats.
         agrees: Share of them with the same likeliest token.
         whole: Whether all of them have it.
-        compute: Share of the prompt's tokens that was computed through all layers, with dense pass and ranking pass.
+        compute: Share of the prompt's tokens that was computed through all layers, with dense pass and the question's pass.
         gold: Log-likelihood of the right answer, mean over its tokens, in nats; None where none is known.
         gold_change: How much more that is than full recompute's.
     """

@@ -1,12 +1,15 @@
-"""Checks what may be pickled: an engine that is a handle to a server, never a model."""
+"""Finds the engine and the tokenizer that are meant, and checks what may be pickled: a handle to a server, never a model."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import llama_index.core
 from llama_index.core.settings import Settings
+from llama_index.core.utils import set_global_tokenizer
 
 from cacheblend_rag import BlendEngine, InputError
 from cacheblend_rag.frameworks import EngineName, shared_engine
@@ -64,3 +67,11 @@ def engine_for(engine: BlendEngine | None, owner: str) -> BlendEngine:
     if found is None:
         raise InputError(f"{owner} needs an engine: pass engine=..., or set Settings.llm = CacheBlendLLM(engine=...).")
     return found
+
+
+def count_with(tokenizer: Callable[[str], list[int]]) -> None:
+    """Make ``tokenizer`` LlamaIndex's global one, unless somebody chose that; GPT-2's, set when first used, nobody chose."""
+    present: Any = llama_index.core.global_tokenizer
+    own = present.func if isinstance(present, partial) else None
+    if present is None or type(getattr(own, "__self__", None)).__module__.startswith("tiktoken"):
+        set_global_tokenizer(tokenizer)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-import llama_index.core
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -25,13 +23,11 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.utils import set_global_tokenizer
 
 from cacheblend_rag import BlendEngine, Chunk, Generation, InputError, StreamEvent
 from cacheblend_rag.frameworks import (
     CALL_OPTIONS,
     Asked,
-    CallsRead,
     EngineName,
     OnMiss,
     Quality,
@@ -42,15 +38,8 @@ from cacheblend_rag.frameworks import (
     sampling_of,
     with_usual_names,
 )
-from llama_index_cacheblend.handles import named_engine, refuse_unpicklable
-from llama_index_cacheblend.requests import (
-    Build,
-    answer_tokens,
-    listed,
-    make_request,
-    of_messages,
-    of_text,
-)
+from llama_index_cacheblend.handles import count_with, named_engine, refuse_unpicklable
+from llama_index_cacheblend.requests import Build, answer_tokens, listed, make_request, of_messages, of_text
 from llama_index_cacheblend.responses import chat_response, completion_response, raw_of
 from llama_index_cacheblend.tools import chat_arguments, selections, with_calls
 from llama_index_cacheblend.watch import Inbox, watch_for, watch_retrievals
@@ -162,16 +151,8 @@ class CacheBlendLLM(FunctionCallingLLM):
             ModelError, ServerError, StoreError: The engine that is named cannot be opened.
         """
         data = with_usual_names({**data, "timeout": timeout})
-        timeout = data.pop("timeout")
-        named = {
-            "model": model,
-            "store": store,
-            "device": device,
-            "base_url": base_url,
-            "api_key": api_key,
-            "timeout_s": timeout,
-            "max_retries": max_retries,
-        }
+        named = {"model": model, "store": store, "device": device, "base_url": base_url, "api_key": api_key}
+        named |= {"timeout_s": data.pop("timeout"), "max_retries": max_retries}
         unknown = set(data) - set(type(self).model_fields) - {"class_name"}
         if unknown:
             raise InputError(f"{type(self).__name__} has no {listed(unknown)}.")
@@ -183,8 +164,8 @@ class CacheBlendLLM(FunctionCallingLLM):
         watch_retrievals()
         if watch_retrieval:
             self._inbox = watch_for(self.engine)
-        if set_tokenizer and _is_default(llama_index.core.global_tokenizer):
-            set_global_tokenizer(self.tokenizer)
+        if set_tokenizer:
+            count_with(self.tokenizer)
 
     def _check_window(self) -> None:
         if self.context_window is not None and not 0 < self.context_window <= self.engine.context_window:
@@ -362,7 +343,7 @@ class CacheBlendLLM(FunctionCallingLLM):
 
     def _made(self, done: Generation, asked: Asked, make: _Make[_Response]) -> _Response:
         text, calls = asked.read(done.text)
-        return _with_calls(make(text, None, self._raw(done, asked)), calls)
+        return with_calls(make(text, None, self._raw(done, asked)), calls)
 
     def _raw(self, generation: Generation, asked: Asked) -> dict[str, Any]:
         raw = raw_of(generation, asked)
@@ -396,7 +377,7 @@ class CacheBlendLLM(FunctionCallingLLM):
         """Return the next piece of an answer of which ``text`` was said before; the last one brings its calls."""
         done = event.generation
         new, calls = asked.read(event.text, last=done is not None)
-        return _with_calls(make(text + new, new, None if done is None else self._raw(done, asked)), calls)
+        return with_calls(make(text + new, new, None if done is None else self._raw(done, asked)), calls)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be pickled with a model inside."""
@@ -406,17 +387,3 @@ class CacheBlendLLM(FunctionCallingLLM):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Copy all but the engine, which is shared."""
         return self.model_copy()
-
-
-def _with_calls(response: _Response, calls: CallsRead | None) -> _Response:
-    if calls is not None and isinstance(response, ChatResponse):
-        with_calls(response, calls)
-    return response
-
-
-def _is_default(tokenizer: Any) -> bool:
-    """Say whether nobody chose the global tokenizer: it is unset, or what LlamaIndex puts there on first use."""
-    return tokenizer is None or (
-        isinstance(tokenizer, partial)
-        and type(getattr(tokenizer.func, "__self__", None)).__module__.startswith("tiktoken")
-    )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
-from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
 from llama_index.core.llms.llm import ToolSelection
 
 from cacheblend_rag.frameworks import CallsRead
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
+
+_Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 
 CALLS = "tool_calls"
 """Key of `ChatMessage.additional_kwargs` with the calls of an answer, in OpenAI's form; arguments are an object."""
@@ -35,8 +37,10 @@ def chat_arguments(
     return {"messages": messages, "tools": specs, "tool_choice": "required" if required else "auto", **given}
 
 
-def with_calls(response: ChatResponse, read: CallsRead) -> ChatResponse:
-    """Put the calls of an answer into its message."""
+def with_calls(response: _Response, read: CallsRead | None) -> _Response:
+    """Put the calls of an answer into its message; a completion has none."""
+    if read is None or not isinstance(response, ChatResponse):
+        return response
     kwargs = response.message.additional_kwargs
     if read.calls:
         kwargs[CALLS] = [
