@@ -151,8 +151,8 @@ class CacheBlendLLM(FunctionCallingLLM):
             ModelError, ServerError, StoreError: The engine that is named cannot be opened.
         """
         data = with_usual_names({**data, "timeout": timeout})
-        named = {"model": model, "store": store, "device": device, "base_url": base_url, "api_key": api_key}
-        named |= {"timeout_s": data.pop("timeout"), "max_retries": max_retries}
+        named: dict[str, Any] = {"model": model, "store": store, "device": device, "base_url": base_url}
+        named |= {"api_key": api_key, "timeout_s": data.pop("timeout"), "max_retries": max_retries}
         unknown = set(data) - set(type(self).model_fields) - {"class_name"}
         if unknown:
             raise InputError(f"{type(self).__name__} has no {listed(unknown)}.")
