@@ -158,9 +158,8 @@ class Planner:
         self.token_bytes = nbytes / (len(stored.token_ids) * len(lasting.hands))
         stats = stats_of(lasting.store)
         tiers = [(tier.capacity, tier.nbytes) for tier in stats.tiers or (stats,)]
-        limited = [
-            (most, max(0, most - used + nbytes)) for most, used in tiers if most is not None
-        ]  # its own room is free
+        # The chunk's own room counts as free.
+        limited = [(most, max(0, most - used + nbytes)) for most, used in tiers if most is not None]
         expected = round(self.token_bytes * self._written)
         if len(limited) < len(tiers):
             return replace(plan, kv_bytes=expected)

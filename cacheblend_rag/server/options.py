@@ -22,13 +22,11 @@ def _nbytes(size: str | int) -> int:
     return parse_size(size)
 
 
-# Options without a short form: one would swallow letters of vLLM's own short flags. ``-m`` and ``-s`` the command takes by hand.
-
-
 @dataclass(frozen=True)
 class ServeFlags:
     """The flags that are the server's alone; sizes are in bytes."""
 
+    # None has a short form, which would swallow letters of vLLM's own. ``-m`` and ``-s`` the command takes by hand.
     model: Annotated[
         str | None,
         typer.Option(

@@ -21,7 +21,7 @@ from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError, StoreError, StoreMismatchError
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import header_ids, rag_header
+from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, header_ids, rag_header
 from cacheblend_rag.rag.indexing import IndexProgress
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.database import IndexDatabase
@@ -207,6 +207,20 @@ def test_chunks_stand_in_the_prompt_in_reading_order_once_each_behind_the_header
     assert [span.chunk.id for span in tokens.spans] == [source.id for source in answer.sources]
     header = header_ids(engine.tokenizer, rag_header(engine.tokenizer))
     assert tokens.token_ids[: len(header)] == header and tokens.spans[0].start == len(header)
+
+
+def test_an_index_is_opened_once_and_a_prompt_tokenised_once(
+    tmp_path: Path, engine: FakeEngine, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, given = [], []
+    connect, tokenize = IndexDatabase.__init__, engine.tokenize
+    monkeypatch.setattr(IndexDatabase, "__init__", lambda self, *how: opened.append(how) or connect(self, *how))
+    monkeypatch.setattr(engine, "tokenize", lambda prompt: given.append(prompt) or tokenize(prompt))
+    with RagPipeline(engine, tmp_path / "store", chunk_tokens=24) as pipeline:
+        pipeline.index([docs])
+        pipeline.ask("Who kept a parrot?")
+    assert len(opened) == 1
+    assert [type(each) for each in given if not isinstance(each, TokenizedPrompt)] == [BlendPrompt]
 
 
 def test_the_best_hits_bring_the_chunk_that_follows_them(tmp_path: Path, engine: FakeEngine) -> None:

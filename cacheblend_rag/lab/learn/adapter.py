@@ -71,7 +71,7 @@ def save_writer(model: Any, directory: Path, fingerprint: ModelFingerprint, card
     file = directory / "adapter_config.json"
     config = {
         **json.loads(file.read_text(encoding="utf-8")),
-        "base_model_name_or_path": None,
-    }  # a path of this machine's
+        "base_model_name_or_path": None,  # a path of this machine's
+    }
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     describe(directory, fingerprint, card)
