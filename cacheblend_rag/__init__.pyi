@@ -16,15 +16,11 @@ from cacheblend_rag.engines.results import Timings as Timings
 from cacheblend_rag.engines.sampling import SamplingParams as SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine as TransformersEngine
 from cacheblend_rag.engines.vllm import VLLMEngine as VLLMEngine
-from cacheblend_rag.errors import AlteredChunkError as AlteredChunkError
 from cacheblend_rag.errors import CacheBlendError as CacheBlendError
 from cacheblend_rag.errors import InputError as InputError
 from cacheblend_rag.errors import ModelError as ModelError
-from cacheblend_rag.errors import PromptTooLongError as PromptTooLongError
 from cacheblend_rag.errors import ServerError as ServerError
 from cacheblend_rag.errors import StoreError as StoreError
-from cacheblend_rag.errors import StoreMismatchError as StoreMismatchError
-from cacheblend_rag.errors import UnknownChunkError as UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk as Chunk
 from cacheblend_rag.prompts.chunk import chunk_id as chunk_id
 from cacheblend_rag.prompts.chunk import make_chunk as make_chunk

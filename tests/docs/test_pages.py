@@ -15,6 +15,7 @@ from markdown_it import MarkdownIt
 from typer.main import get_command
 
 import cacheblend_rag
+from cacheblend_rag import errors
 from cacheblend_rag.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +116,7 @@ def test_the_exit_codes_are_those_of_the_errors() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     codes = re.findall(r"^- \*\*(\d+)\*\*:(.*(?:\n  .*)*)", page, flags=re.MULTILINE)
     said = {name: int(code) for code, text in codes for name in re.findall(r"`(\w+Error)`", text)}
-    assert said == {name: getattr(cacheblend_rag, name).exit_code for name in said}
+    assert said == {name: getattr(errors, name).exit_code for name in said}
     assert {"InputError", "StoreError", "ModelError", "ServerError"} <= said.keys()
 
 

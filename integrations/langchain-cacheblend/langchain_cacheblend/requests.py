@@ -23,7 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from cacheblend_rag import BlendEngine, BlendPrompt, Generation, InputError, PromptTooLongError
+from cacheblend_rag import BlendEngine, BlendPrompt, Generation, InputError
+from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.frameworks import (
     CALL_OPTIONS,
     NO_TOOLS,

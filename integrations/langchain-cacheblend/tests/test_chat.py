@@ -20,12 +20,11 @@ from cacheblend_rag import (
     BlendEngine,
     Chunk,
     InputError,
-    PromptTooLongError,
     TransformersEngine,
-    UnknownChunkError,
     chunk_id,
     make_chunk,
 )
+from cacheblend_rag.errors import PromptTooLongError, UnknownChunkError
 from cacheblend_rag.store.kv import ModelFingerprint
 from langchain_cacheblend import ChatCacheBlend
 

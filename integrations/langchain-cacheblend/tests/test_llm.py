@@ -10,7 +10,8 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.load import dumps
 
-from cacheblend_rag import Chunk, InputError, TransformersEngine, UnknownChunkError, make_chunk
+from cacheblend_rag import Chunk, InputError, TransformersEngine, make_chunk
+from cacheblend_rag.errors import UnknownChunkError
 from langchain_cacheblend import CacheBlendLLM
 
 from plain import PlainLLM

@@ -19,7 +19,8 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableParallel, RunnablePassthrough
 
-from cacheblend_rag import AlteredChunkError, BlendEngine, InputError, TransformersEngine, chunk_id
+from cacheblend_rag import BlendEngine, InputError, TransformersEngine, chunk_id
+from cacheblend_rag.errors import AlteredChunkError
 from langchain_cacheblend import CacheBlendLLM, CacheBlendRetriever, CacheBlendVectorStore, ChatCacheBlend
 from langchain_cacheblend.runs import RETRIEVALS
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 
-from cacheblend_rag import BlendEngine, Chunk, InputError, UnknownChunkError
+from cacheblend_rag import BlendEngine, Chunk, InputError
+from cacheblend_rag.errors import UnknownChunkError
 from llama_index_cacheblend.tools import CALLS
 
 _ROLES = {

@@ -17,7 +17,8 @@ from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 from scripted import ScriptedEngine
 
-from cacheblend_rag import AlteredChunkError, BlendEngine, InputError, TransformersEngine, chunk_id
+from cacheblend_rag import BlendEngine, InputError, TransformersEngine, chunk_id
+from cacheblend_rag.errors import AlteredChunkError
 from llama_index_cacheblend import (
     CacheBlendLLM,
     CacheBlendPostprocessor,

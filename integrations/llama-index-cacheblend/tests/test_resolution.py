@@ -12,7 +12,8 @@ from llama_index.core.base.llms.types import ChatMessage, CitableBlock, MessageR
 from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
 from scripted import ScriptedEngine
 
-from cacheblend_rag import InputError, TransformersEngine, UnknownChunkError, make_chunk
+from cacheblend_rag import InputError, TransformersEngine, make_chunk
+from cacheblend_rag.errors import UnknownChunkError
 from llama_index_cacheblend import CacheBlendLLM, collect_usage, node_text, register_nodes
 
 FIRST = "The Marlow observatory was founded in 1911."
