@@ -82,7 +82,7 @@ class IndexConfig:
         """Read the stored form."""
         fields = json.loads(text)
         model, header = ModelFingerprint(**fields.pop("model")), tuple(fields.pop("header_ids"))
-        writer = fields.pop("writer", None)
+        writer = fields.pop("writer")
         return cls(model=model, header_ids=header, writer=writer and WrittenBy(**writer), **fields)
 
     def unused_by(self, writer: WrittenBy | None) -> str | None:
