@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from cacheblend_rag.engines.base import BlendEngine
@@ -225,15 +226,18 @@ class _IndexRun:
         else:
             self._skip(document, known)
 
+    @cached_property
+    def _full(self) -> bool:
+        """Return whether the store was full when the run began; to count what it holds, a disk is listed."""
+        store = None if self.engine.entries is None else self.engine.entries.lasting().store
+        return store is not None and store.budget is not None and stats_of(store).nbytes > _FULL * store.budget
+
     def _lost(self, file: str) -> bool:
         """Say whether the store lacks KV of a document that it had room for: a full one would lose that of another for it."""
         entries = self.engine.entries
-        if entries is None or not self.engine.gate.passed:
+        if entries is None or not self.engine.gate.passed or self._full:
             return False
         lasting = entries.lasting()
-        budget = lasting.store.budget
-        if budget is not None and stats_of(lasting.store).nbytes > _FULL * budget:
-            return False
         return any(not lasting.complete(chunk.token_ids) for chunk in self.index.chunks_of(file))
 
     def _skip(self, document: SkippedDocument, known: str | None) -> None:

@@ -109,6 +109,20 @@ def test_unchanged_documents_are_left_alone_and_changed_ones_replaced(
     assert stored(engine) == len(after) and {c.id for c in engine.registry} == after != before
 
 
+def test_a_run_lists_the_store_no_oftener_for_more_unchanged_documents(
+    pipeline: RagPipeline, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.index([docs])
+    stats, listed = MemoryStore.stats, []
+    monkeypatch.setattr(MemoryStore, "stats", lambda self: listed.append(1) or stats(self))
+    counts = []
+    for paths in ([docs / "bakery.txt"], [docs]):
+        listed.clear()
+        assert not pipeline.index(paths).added
+        counts.append(len(listed))
+    assert counts[0] == counts[1] > 0
+
+
 def test_vanished_documents_leave_with_their_kv_unless_another_holds_the_chunk(
     pipeline: RagPipeline, engine: FakeEngine, docs: Path
 ) -> None:
