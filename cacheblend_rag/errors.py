@@ -57,7 +57,7 @@ class StoreUnavailableError(StoreError):
 
 
 class UnknownCodecError(StoreUnavailableError):
-    """An entry in a format or a codec that this version, or this installation, does not know; it stays for those who do."""
+    """An entry in a format or a codec that this version does not know; it stays for those who do."""
 
 
 class UnknownKeyError(StoreUnavailableError):

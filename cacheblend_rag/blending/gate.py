@@ -26,7 +26,7 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import NotRotaryError, Rope
 from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.blending.target import BlendTarget
-from cacheblend_rag.store.codec import is_lossy, through
+from cacheblend_rag.store.codec import LOSSY, through
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 # Logit difference that can count as equal, as a multiple of the logits' standard deviation: kernels may sum in another
@@ -125,7 +125,7 @@ def check_codecs(subject: GateSubject, rope: Rope, codecs: Collection[str]) -> d
     Returns:
         Of each codec that changes numbers, the KL divergence that :data:`CODEC_LIMIT` is for.
     """
-    lossy = [name for name in codecs if is_lossy(name)]
+    lossy = [name for name in codecs if name == LOSSY]
     if not lossy:
         return {}
     prompts = [_Prompt(subject, rope, _CHUNK, question) for question in range(_QUESTIONS)]

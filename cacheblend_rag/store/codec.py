@@ -6,9 +6,8 @@ encoding what was decoded gives the same bytes again: an entry that moves betwee
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import torch
 from safetensors import SafetensorError
@@ -52,32 +51,23 @@ LOSSY: Final = "int8"
 """The codec that stores other numbers than it is given."""
 # Of one name and one dtype the layers' tensors lie one after another in the file, so that each layer is one read.
 _PACKED: Final = "packed"
-_ZSTD: Final = "+zstd"
 _SCALE: Final = ".scale"
-_LEVEL: Final = 1  # higher ones make KV no smaller
 
 
 class Codec:
     """Stores layers in one way. An entry names its codec, so a tier may hold entries of several.
 
-    As they are, keys and values are stored bit for bit. In fewer bytes a layer is stored as the bytes of a safetensors file,
-    as they are or by Zstandard: in it are ``k`` and ``v``; if they are :func:`quantised`, ``k.scale`` and ``v.scale``, too.
-    What one byte cannot hold (infinity, NaN) is there as it is.
+    ``raw`` stores keys and values bit for bit, ``int8`` a layer as the bytes of a safetensors file: in it are ``k`` and ``v``;
+    if they are :func:`quantised`, ``k.scale`` and ``v.scale``, too. What one byte cannot hold (infinity, NaN) is there as it is.
 
     Attributes:
         name: The name in stored metadata; a change of the stored numbers needs a new one.
         in_place: Whether the stored bytes are the layer itself.
     """
 
-    def __init__(self, whole: bool = False, zstd: bool = False):
-        """Store keys and values in whole numbers or as they are, with Zstandard or without."""
-        self.name, self._whole, self._zstd = (LOSSY if whole else RAW) + _ZSTD * zstd, whole, zstd
-        self.in_place = not (whole or zstd)
-
-    @property
-    def exact(self) -> Codec:
-        """Return the codec for what must stay as it is."""
-        return Codec(zstd=self._zstd)
+    def __init__(self, name: str):
+        """Store by :data:`RAW` or :data:`LOSSY`."""
+        self.name, self.in_place = name, name == RAW
 
     def encode(self, layer: LayerKV) -> dict[str, torch.Tensor]:
         """Return the tensors to store, by name, on any device."""
@@ -86,15 +76,11 @@ class Codec:
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in zip("kv", layer, strict=True):
             plain = tensor.detach().cpu()
-            stored = quantised(plain) if self._whole else None
-            if stored is None:
+            if (stored := quantised(plain)) is None:
                 tensors[name] = plain.clone(memory_format=torch.contiguous_format)
             else:
                 tensors[name], tensors[name + _SCALE] = stored
-        data = save(tensors)
-        if self._zstd:
-            data = _zstandard().ZstdCompressor(level=_LEVEL).compress(data)
-        return {_PACKED: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+        return {_PACKED: torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)}
 
     def decode(self, tensors: Mapping[str, torch.Tensor], take: Take) -> LayerKV:
         """Return the layer that was encoded, in memory from ``take`` unless :attr:`in_place`.
@@ -111,10 +97,7 @@ class Codec:
                 raise ValueError(f"a layer of {', '.join(sorted(tensors)) or 'nothing'} instead of k, v")
             return LayerKV(tensors["k"], tensors["v"])
         try:
-            data = tensors[_PACKED].numpy().tobytes()
-            if self._zstd:
-                data = _decompressed(data)
-            stored = load(data)
+            stored = load(tensors[_PACKED].numpy().tobytes())
             parts = [(stored[name], stored.get(name + _SCALE)) for name in "kv"]
         except (KeyError, SafetensorError) as error:
             raise ValueError(f"no layer of the codec {self.name}: {error!r}") from error
@@ -130,46 +113,17 @@ class Codec:
 
 
 def get_codec(name: str) -> Codec:
-    """Return the codec called ``name``: ``none`` (or ``raw``) or ``int8``, each also with ``+zstd`` behind.
+    """Return the codec called ``name``: ``none`` (or ``raw``) or ``int8``.
 
     Raises:
-        InputError: There is none of that name, or the package that it takes is missing.
+        InputError: There is none of that name.
     """
-    base = name.removesuffix(_ZSTD)
-    base = RAW if base == "none" else base
-    if base not in (RAW, LOSSY):
-        raise InputError(f"unknown KV codec {name!r}: use none or int8, each also with {_ZSTD} behind")
-    zstd = name.endswith(_ZSTD)
-    if zstd:
-        _zstandard()
-    return Codec(base == LOSSY, zstd)
-
-
-def is_lossy(name: str) -> bool:
-    """Say whether a codec stores other numbers than it was given."""
-    return name.removesuffix(_ZSTD) == LOSSY
+    if name not in ("none", RAW, LOSSY):
+        raise InputError(f"unknown KV codec {name!r}: use none or int8")
+    return Codec(RAW if name == "none" else name)
 
 
 def through(name: str, layer: LayerKV) -> LayerKV:
     """Return a layer as it is read back once it was stored by the codec ``name``, in host memory; raises as :func:`get_codec`."""
     codec = get_codec(name)
     return codec.decode({name: tensor.cpu() for name, tensor in codec.encode(layer).items()}, plain)
-
-
-def _zstandard() -> Any:
-    if importlib.util.find_spec("zstandard") is None:
-        raise InputError(
-            "Zstandard takes a package that is missing: pip install 'cacheblend-rag[zstd]', or leave +zstd out of the codec."
-        )
-    import zstandard
-
-    return zstandard
-
-
-def _decompressed(data: bytes) -> bytes:
-    zstandard = _zstandard()
-    try:
-        found: bytes = zstandard.ZstdDecompressor().decompress(data)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"not by Zstandard: {error}") from error
-    return found

@@ -65,7 +65,7 @@ def encode(key: KVKey, kv: ChunkKV, codec: Codec) -> EncodedKV:
     """
     tensors: dict[str, torch.Tensor] = {}
     if any(tensor.dim() != 3 or tensor.shape[1] != kv.num_tokens for layer in kv.layers for tensor in layer):
-        codec = codec.exact
+        codec = Codec(RAW)
     metadata = {
         "format": FORMAT,
         "key": key,
@@ -339,7 +339,7 @@ class EntryFormat:
         """Write by the codec called ``codec`` (:func:`~cacheblend_rag.store.codec.get_codec`).
 
         Raises:
-            InputError: There is no such codec, or the package that it takes is missing.
+            InputError: There is no such codec.
         """
         self.codec, self.keys = get_codec(codec), keys
 

@@ -82,9 +82,9 @@ def test_where_there_is_no_room_the_gate_does_not_look_past_a_window() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codecs_of_tiers_pass_the_gate_with_a_model(family: str, dtype: torch.dtype) -> None:
     subject = TransformersSubject(ModelRunner(make_model(BLENDED[family](), dtype)))
-    report = run_gate(subject, ("raw", "none+zstd", "int8", "int8+zstd"))[0]
+    report = run_gate(subject, ("raw", "int8"))[0]
     assert report.passed, report.reason
-    assert list(report.codecs) == ["int8", "int8+zstd"]
+    assert list(report.codecs) == ["int8"]
     assert all(0 < kl < CODEC_LIMIT for kl in report.codecs.values())
 
 

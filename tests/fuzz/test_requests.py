@@ -132,7 +132,7 @@ PARTS = st.sampled_from(
         *(
             "budget=1GiB",
             "codec=int8",
-            "codec=none+zstd",
+            "codec=none+none",
             "encrypt=/k",
             "ttl=1h",
             "timeout=2s",

@@ -26,7 +26,7 @@ from cacheblend_rag.store.codec import LOSSY, through
 from cacheblend_rag.store.kv import ChunkKV
 from cacheblend_rag.store.kvfile import EntryFormat
 
-ALL: Final = tuple(name + zstd for name in ("none", LOSSY) for zstd in ("", "+zstd"))
+ALL: Final = ("none", LOSSY)
 Say = Callable[[str], object]
 
 
