@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from cacheblend_rag import TransformersEngine
-from cacheblend_rag.blending.settings import TextRange, TextRatio, left_out  # not public: a table of our own results
+from cacheblend_rag.blending.settings import TextRange, TextRatio  # not public: a table of our own results
 from cacheblend_rag.lab.datasets import load_data_set
+from cacheblend_rag.lab.doctor.ledger import left_out
 from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_header
 
 

@@ -125,20 +125,14 @@ def check_codecs(subject: GateSubject, rope: Rope, codecs: Collection[str]) -> d
     Returns:
         Of each codec that changes numbers, the KL divergence that :data:`CODEC_LIMIT` is for.
     """
-    lossy = [name for name in codecs if name == LOSSY]
-    if not lossy:
+    if LOSSY not in codecs:
         return {}
     prompts = [_Prompt(subject, rope, _CHUNK, question) for question in range(_QUESTIONS)]
     exact = prompts[0].alone()  # the prompts differ in their questions alone
     want = [subject.logits(prompt.blend(exact, 0.0)) for prompt in prompts]
-    found = {}
-    for name in lossy:
-        kvs = [ChunkKV([through(name, layer) for layer in kv.layers], kv.start) for kv in exact]
-        found[name] = median(
-            first_token_kl(logits, subject.logits(prompt.blend(kvs, 0.0)))
-            for prompt, logits in zip(prompts, want, strict=True)
-        )
-    return found
+    kvs = [ChunkKV([through(LOSSY, layer) for layer in kv.layers], kv.start) for kv in exact]
+    got = [subject.logits(prompt.blend(kvs, 0.0)) for prompt in prompts]
+    return {LOSSY: median(map(first_token_kl, want, got))}
 
 
 def _with_codecs(report: GateReport, found: dict[str, float]) -> GateReport:

@@ -263,11 +263,6 @@ def left_out_by_count(static: torch.Tensor) -> torch.Tensor:
     return (1 - covered / covered[-1]).clamp(0, 1)
 
 
-def left_out(static: torch.Tensor, ratio: float) -> float:
-    """Return the share of ``static``, ``[candidates]``, outside the tokens that ``ratio`` covers, those of highest value."""
-    return float(left_out_by_count(static)[round(ratio * len(static))])
-
-
 @dataclass(frozen=True)
 class BlendSchedule:
     """Says at which layers to measure KV deviation, and how many tokens to keep there.

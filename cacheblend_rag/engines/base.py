@@ -16,7 +16,7 @@ from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.engines.entries import Entries, Ranking
-from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, iterate_in_thread, last_generation
+from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, iterate_in_thread
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -202,7 +202,11 @@ class BlendEngine(ABC):
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
         """Async twin of :meth:`generate`."""
-        return await last_generation(self.astream(prompt, sampling, settings))
+        last = None
+        async for event in self.astream(prompt, sampling, settings):
+            last = event.generation
+        assert last is not None
+        return last
 
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None

@@ -134,15 +134,6 @@ Item = StreamEvent | BaseException | None
 """What travels between threads: an event, the error that ended the stream, or None at its end."""
 
 
-async def last_generation(events: AsyncIterator[StreamEvent]) -> Generation:
-    """Run a stream to its end and return the whole answer."""
-    last = None
-    async for event in events:
-        last = event.generation
-    assert last is not None
-    return last
-
-
 class EventQueue:
     """Events from another thread, for the event loop it was made in.
 

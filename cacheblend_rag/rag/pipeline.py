@@ -222,15 +222,11 @@ class RagPipeline:
             self._told = True
             if why := self.chunks.config.unused_by(self.engine.writer):
                 warnings.warn(why, stacklevel=3)
-        found = self._find(question, history)
-        built, hits, notes = self.prompt(question, found.hits, sampling, history)
-        return Retrieved(hits, found.seconds), built, notes
-
-    def _find(self, question: str, history: Sequence[Turn] = ()) -> Retrieved:
         found = self.retrieve(question, history)
         if not found.hits:
             raise InputError(f"Nothing is indexed in {self.chunks.directory} yet; index some documents first.")
-        return found
+        built, hits, notes = self.prompt(question, found.hits, sampling, history)
+        return Retrieved(hits, found.seconds), built, notes
 
     @staticmethod
     def _events(

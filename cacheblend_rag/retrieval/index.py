@@ -224,10 +224,6 @@ class ChunkIndex(IndexDatabase, ChunkSource):
             found = self._search.search(vector, k)
             return [(self.first_place(row)[2].id, score) for row, score in found]
 
-    def vectors_of(self, chunk_ids: Iterable[str]) -> dict[str, Vectors]:
-        """Return the unit vectors ``[windows, dim]`` of chunks by their id; ids that are not in the index are left out."""
-        return self.vectors.of(chunk_ids)
-
     def load_embedder(self) -> Embedder:
         """Load the embedding model now, which the first call that needs it would do, and return it.
 

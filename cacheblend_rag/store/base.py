@@ -202,6 +202,9 @@ class KVStore(ABC):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _fits(self, nbytes: int) -> bool:
+        return self.budget is None or nbytes <= self.budget
+
     def _stats(self, entries: int, nbytes: int, out: str = "") -> StoreStats:
         """Return what was counted, beside the contents."""
         reads, codec = self._events.reads.taken(), self.format.codec.name

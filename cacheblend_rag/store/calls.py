@@ -72,7 +72,10 @@ class RemoteCalls:
             raise self._failed(f"no answer within {deadline_s:g} s") from error
         except self._failures as error:
             raise self._failed(f"{type(error).__name__}: {error}") from error
-        self._succeeded()
+        with self._lock:
+            known, self._why = self._why, ""
+        if known:
+            _log.warning("The %s answers again.", self.name)
         return found
 
     def soon(self, function: Callable[[], object]) -> None:
@@ -102,14 +105,6 @@ class RemoteCalls:
                 _OUT_S,
             )
         return StoreUnavailableError(f"The {self.name} does not answer: {why}")
-
-    def _succeeded(self) -> None:
-        if not self._why:
-            return
-        with self._lock:
-            known, self._why = self._why, ""
-        if known:
-            _log.warning("The %s answers again.", self.name)
 
     def close(self) -> None:
         """Take no more calls; those that still run end by themselves."""

@@ -9,7 +9,7 @@ import stat
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Unpack
@@ -241,10 +241,8 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
     def _source(self, path: Path) -> FileSource:
         return FileSource(path)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        with explained(self.root, LOCK_TIMEOUT_S):
-            yield
+    def _writing(self) -> AbstractContextManager[None]:
+        return explained(self.root, LOCK_TIMEOUT_S)
 
     def _make(self) -> None:
         make_root(self.root)
@@ -259,9 +257,6 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
             yield path
         finally:
             path.unlink(missing_ok=True)
-
-    def _fits(self, nbytes: int) -> bool:
-        return self.budget is None or nbytes <= self.budget
 
     def _publish(self, temporary: Path, key: KVKey, replace: bool) -> None:
         """Make a written and synced file the entry ``key``, once there is room."""

@@ -156,15 +156,10 @@ def explained(root: Path, waited_s: float) -> Iterator[None]:
             "stop that process or try again"
         ) from error
     except SafetensorError as error:
-        raise explain(_os_error(error), root) from error
+        number = re.search(r"\(os error (\d+)\)", str(error))  # the library hands on the system's error as text only
+        raise explain(OSError(int(number[1]) if number else 0, str(error)), root) from error
     except OSError as error:
         raise explain(error, root) from error
-
-
-def _os_error(error: SafetensorError) -> OSError:
-    # The library hands on the system's error as text only.
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(number.group(1)) if number else 0, str(error))
 
 
 _LOCK_NAME = re.compile(r"[0-9a-f]{16}\.lock")  # whatever else stands in the directory is not ours to remove

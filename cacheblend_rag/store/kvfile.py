@@ -189,7 +189,7 @@ class KVFile(StoredKV):
         try:
             with self._clock.reading(sum(place.nbytes for place in places)):
                 tensors = self._checked(places, self._checksums[index], take if self._codec.in_place else plain)
-                return self._codec.decode({_tensor_name(name): tensor for name, tensor in tensors.items()}, take)
+                return self._codec.decode({name.split(".", 2)[2]: tensor for name, tensor in tensors.items()}, take)
         except ValueError as error:
             raise self._report(f"layer {index}: {error!r}") from error
 
@@ -305,10 +305,6 @@ def _name(index: int, tensor: str) -> str:
 
 def _layer_index(name: str) -> int:
     return int(name.split(".", 2)[1])
-
-
-def _tensor_name(name: str) -> str:
-    return name.split(".", 2)[2]
 
 
 def _checksum_name(index: int) -> str:

@@ -287,9 +287,6 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
             self._held.move_to_end(key)
         return held
 
-    def _fits(self, nbytes: int) -> bool:
-        return self.budget is None or nbytes <= self.budget
-
     def _remove(self, key: KVKey) -> _Held | None:
         held = self._held.pop(key, None)
         if held:

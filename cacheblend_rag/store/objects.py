@@ -14,7 +14,7 @@ from obstore.store import from_url
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.base import TIMEOUT_S, EntryInfo
 from cacheblend_rag.store.calls import WRITE_FACTOR
-from cacheblend_rag.store.kv import KVKey, is_key
+from cacheblend_rag.store.kv import KVKey, checked_key, is_key
 from cacheblend_rag.store.remote import Head, RemoteOptions, RemoteStore, Written
 
 _FOLDER, _ENDING = "kv", ".safetensors"
@@ -141,22 +141,20 @@ class ObjectStore(RemoteStore):
             if self._nbytes <= to_bytes:
                 break
             self._writer.delete(_path(entry.key))
-            self._forget(entry.key)
+            self._seen_used.pop(entry.key, None)
             self._nbytes -= entry.nbytes
             count += 1
         return before - self._nbytes, count
 
-    def _has(self, key: KVKey) -> bool:
-        return self._meta(key) is not None
+    def _has(self, key: KVKey, use: bool = False) -> bool:
+        found = self._meta(key) is not None
+        if found and use:
+            self._seen_used[key] = time.time()
+        return found
 
-    def _use(self, key: KVKey) -> bool:
-        if self._meta(key) is None:
-            return False
-        self._seen_used[key] = time.time()
-        return True
-
-    def _touch(self, key: KVKey) -> None:
-        self._seen_used[key] = time.time()
+    def touch(self, key: KVKey) -> None:
+        """See :meth:`Evicting.touch`; asks nobody."""
+        self._seen_used[checked_key(key)] = time.time()
 
     def _meta(self, key: KVKey) -> Any:
         try:
@@ -171,7 +169,7 @@ class ObjectStore(RemoteStore):
             return False
         self._bucket.delete(_path(key))
         with self._room:
-            self._forget(key)
+            self._seen_used.pop(key, None)
             if self._nbytes is not None:
                 self._nbytes -= meta["size"]
         return True
@@ -185,7 +183,7 @@ class ObjectStore(RemoteStore):
                     continue
                 if self._has_expired(meta):
                     self._writer.delete(meta["path"])
-                    self._forget(key)
+                    self._seen_used.pop(key, None)
                     continue
                 found.append(self._described(key, meta))
         return found
@@ -208,9 +206,6 @@ class ObjectStore(RemoteStore):
 
     def _has_expired(self, meta: Any) -> bool:
         return self._ttl_s is not None and meta["last_modified"].timestamp() + self._ttl_s <= time.time()
-
-    def _forget(self, key: KVKey) -> None:
-        self._seen_used.pop(key, None)
 
 
 def _path(key: KVKey) -> str:

@@ -201,11 +201,6 @@ def _without(url: str, option: str) -> str:
     return f"{place}?{left}" if left else place
 
 
-def password_in(urls: str) -> bool:
-    """Say whether an address holds a password."""
-    return any(urlsplit(url).password or "password=" in urlsplit(url).query for url in urls.split(","))
-
-
 RECORD = "tiers"
 """File of a store's directory in which its tiers are noted."""
 _USUAL = "ram://,file://"
@@ -339,7 +334,7 @@ def record_tiers(
     if disk_budget is not None:
         urls = _with(urls, f"budget={disk_budget}", lambda scheme: scheme == "file")
     tiers = parse_tiers(urls)
-    if password_in(urls):
+    if any(urlsplit(url).password or "password=" in urlsplit(url).query for url in _each(urls)):
         raise InputError(
             "The address of a tier holds a password, which would be seen by others on this machine and be noted in the store. "
             "Leave it out, and set REDISCLI_AUTH to it in the environment."

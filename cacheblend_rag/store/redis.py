@@ -18,6 +18,7 @@ from cacheblend_rag.store.kv import KVKey
 from cacheblend_rag.store.remote import Head, RemoteOptions, RemoteStore, Written
 
 PASSWORD_VARIABLE: Final = "REDISCLI_AUTH"  # what redis-cli and valkey-cli read
+_PREFIX: Final = "cacheblend:"  # what all our keys there begin with
 _UNPUBLISHED_S: Final = 300
 _A_TIME: Final = 1000
 
@@ -121,8 +122,6 @@ class RedisStore(RemoteStore):
         self,
         url: str,
         budget: int | None = None,
-        *,
-        prefix: str = "cacheblend:",
         **options: Unpack[RemoteOptions],
     ):
         """Use the server at ``url``; it is connected to when it is first needed.
@@ -131,7 +130,6 @@ class RedisStore(RemoteStore):
             url: ``redis://host:6379/0``, ``rediss://`` for TLS, ``unix://``. A password that it does not name is taken from the
                 environment (``REDISCLI_AUTH``, as for redis-cli).
             budget: See :class:`KVStore`.
-            prefix: What all its keys begin with.
             options: See :class:`RemoteStore`.
 
         Raises:
@@ -157,7 +155,6 @@ class RedisStore(RemoteStore):
         failures = (redis.exceptions.RedisError, OSError)
         options.setdefault("tier", "redis")
         super().__init__(without_password(url), failures, budget, **options)
-        self._prefix = prefix
         self._scripts = {name: self._client.register_script(_PRELUDE + text) for name, text in _SCRIPTS.items()}
 
     def close(self) -> None:
@@ -166,10 +163,10 @@ class RedisStore(RemoteStore):
         self._writer.close()
 
     def _run(self, name: str, *arguments: str | int, client: Any = None) -> Any:
-        return self._scripts[name](keys=[self._prefix], args=arguments, client=client or self._client)
+        return self._scripts[name](keys=[_PREFIX], args=arguments, client=client or self._client)
 
     def _payload(self, key: KVKey, version: str) -> str:
-        return f"{self._prefix}kv:{key}:{version}"
+        return f"{_PREFIX}kv:{key}:{version}"
 
     def _head(self, key: KVKey, nbytes: int, use: bool = True) -> Head | None:
         found = self._run("head", key, nbytes, int(use))
@@ -197,24 +194,18 @@ class RedisStore(RemoteStore):
             ) from error
         return Written(bool(new), int(evicted))
 
-    def _has(self, key: KVKey) -> bool:
-        return bool(self._run("use", key, 0))
-
-    def _use(self, key: KVKey) -> bool:
-        return bool(self._run("use", key, 1))
-
-    def _touch(self, key: KVKey) -> None:
-        self._calls.soon(lambda: self._use(key))
+    def _has(self, key: KVKey, use: bool = False) -> bool:
+        return bool(self._run("use", key, int(use)))
 
     def _remove(self, key: KVKey, version: str | None) -> bool:
         return bool(self._run("remove", key, version or ""))
 
     def _info(self, key: KVKey) -> EntryInfo | None:
-        at = self._client.zscore(f"{self._prefix}used", key)
+        at = self._client.zscore(f"{_PREFIX}used", key)
         return next(iter(self._listed([(key.encode(), at)], self._client)), None) if at is not None else None
 
     def _list(self) -> list[EntryInfo]:
-        used: Sequence[tuple[bytes, float]] = self._writer.zrange(f"{self._prefix}used", 0, -1, withscores=True)
+        used: Sequence[tuple[bytes, float]] = self._writer.zrange(f"{_PREFIX}used", 0, -1, withscores=True)
         parts = (used[begin : begin + _A_TIME] for begin in range(0, len(used), _A_TIME))
         return [entry for part in parts for entry in self._listed(part, self._writer)]
 
@@ -222,7 +213,7 @@ class RedisStore(RemoteStore):
         """Return what is still there of keys and the times of their last uses."""
         keys = [key.decode() for key, _ in used]
         self._run("forget", *keys, client=client)  # what has expired
-        entries = zip(keys, used, client.hmget(f"{self._prefix}entries", keys), strict=True)
+        entries = zip(keys, used, client.hmget(f"{_PREFIX}entries", keys), strict=True)
         return [
             EntryInfo(KVKey(key), int(entry.split()[1]), self.tier, at / 1e6)
             for key, (_, at), entry in entries
@@ -230,7 +221,7 @@ class RedisStore(RemoteStore):
         ]
 
     def _size(self) -> tuple[int, int]:
-        return int(self._client.hlen(f"{self._prefix}entries")), int(self._client.get(f"{self._prefix}bytes") or 0)
+        return int(self._client.hlen(f"{_PREFIX}entries")), int(self._client.get(f"{_PREFIX}bytes") or 0)
 
     def _evict(self, to_bytes: int) -> tuple[int, int]:
         freed = evicted = 0

@@ -99,10 +99,10 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
         checked_key(key)
-        if not replace and self._calls(lambda: self._use(key)):
+        if not replace and self._calls(lambda: self._has(key, use=True)):
             return True
         data = self.format.serialized(self.format.encode(key, kv))
-        if self.budget is not None and len(data) > self.budget:
+        if not self._fits(len(data)):
             return False
         written = self._patiently(lambda: self._write(key, data, replace))
         self._events.add("evictions", written.evicted)
@@ -123,7 +123,8 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
 
     def touch(self, key: KVKey) -> None:
         """See :meth:`Evicting.touch`; nobody waits for it."""
-        self._touch(checked_key(key))
+        checked_key(key)
+        self._calls.soon(lambda: self._has(key, use=True))
 
     def entry(self, key: KVKey) -> EntryInfo | None:
         checked_key(key)
@@ -204,16 +205,8 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         """Store an entry, evicting others as needed; one that is there stays unless ``replace``. It is within the budget."""
 
     @abstractmethod
-    def _has(self, key: KVKey) -> bool:
-        """Say whether there is an entry."""
-
-    @abstractmethod
-    def _use(self, key: KVKey) -> bool:
-        """Mark an entry as used; say whether there is one."""
-
-    @abstractmethod
-    def _touch(self, key: KVKey) -> None:
-        """Mark an entry as used, if there is one, without letting the caller wait."""
+    def _has(self, key: KVKey, use: bool = False) -> bool:
+        """Say whether there is an entry, which with ``use`` is marked as used."""
 
     @abstractmethod
     def _remove(self, key: KVKey, version: str | None) -> bool:

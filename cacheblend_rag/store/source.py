@@ -154,11 +154,6 @@ def make_key(directory: Path, namespace: str = DEFAULT_NAME) -> Path:
     return file
 
 
-def derived_key(key: bytes, salt: bytes, name: KVKey) -> bytes:
-    """Return the key of 32 bytes for one entry, which no other name or salt has."""
-    return _derived(key, f"entry {name}", salt)
-
-
 def _derived(key: bytes, purpose: str, salt: bytes | None = None) -> bytes:
     try:
         from cryptography.hazmat.primitives.hashes import SHA256
@@ -204,7 +199,7 @@ def seal(data: bytes, ends: Sequence[int], name: KVKey, keys: Keyring) -> Iterat
     sizes = [end - begin for begin, end in pairwise(cuts)]
     salt = secrets.token_bytes(_SALT_BYTES)
     prefix = MAGIC + salt + _COUNT.pack(len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes)
-    cipher = _cipher(derived_key(keys.key_of(name)[0], salt, name))
+    cipher = _cipher(_derived(keys.key_of(name)[0], f"entry {name}", salt))
     yield memoryview(prefix)
     plain_view, room = memoryview(data), memoryview(bytearray(max(sizes) + _TAG_BYTES))
     for number, (begin, end) in enumerate(pairwise(cuts)):
@@ -251,7 +246,7 @@ class SealedSource:
         self.nbytes = self._begins[-1]
         if self._sealed.nbytes != len(self._prefix) + self.nbytes + _TAG_BYTES * count:
             raise ValueError(f"{self._sealed.nbytes} bytes, which are not those of its parts")
-        self._cipher = _cipher(derived_key(key, first[len(MAGIC) : len(MAGIC) + _SALT_BYTES], name))
+        self._cipher = _cipher(_derived(key, f"entry {name}", first[len(MAGIC) : len(MAGIC) + _SALT_BYTES]))
         self._opening = plain(sizes[0])
         self._decrypt(0, self._opening)
 

@@ -23,6 +23,7 @@ from cacheblend_rag.store.base import (
     Reporting,
     StoreStats,
     VerifyReport,
+    out_of,
     page_lock_for,
     room_in,
     stats_of,
@@ -58,7 +59,6 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
             raise InputError("The tiers of a store are encrypted with different keys; give all of them the same.")
         self._listing = [tier for tier in tiers if isinstance(tier, Listing)]
         self._evicting = [tier for tier in tiers if isinstance(tier, Evicting)]
-        self._reporting = [tier for tier in tiers if isinstance(tier, Reporting)]
         self.lasts, self.remote = any(tier.lasts for tier in tiers), any(tier.remote for tier in tiers)
         self._lock = threading.RLock()  # reentrant: a handle can end by garbage collection while it is held
         self._promoting = 0
@@ -197,7 +197,7 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         )
 
     def out(self) -> dict[str, bool]:
-        return {name: is_out for tier in self._reporting for name, is_out in tier.out().items()}
+        return {name: is_out for tier in self.tiers for name, is_out in out_of(tier).items()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
         """See :meth:`Listing.verify`; every copy is checked that a tier lists."""

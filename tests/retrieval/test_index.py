@@ -152,7 +152,7 @@ def test_vectors_can_be_read_and_searched_without_a_question(index: ChunkIndex) 
     held = chunks("one anchor", "two bells|three bells", "four sails")
     index.add("/a", "d", held)
     embedder = index.load_embedder()
-    found = index.vectors_of([held[1].id, "missing", held[0].id, held[1].id])
+    found = index.vectors.of([held[1].id, "missing", held[0].id, held[1].id])
     assert found.keys() == {held[0].id, held[1].id}
     for each in held[:2]:
         assert np.array_equal(found[each.id], embedder.texts([each.text])[0])

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.blending.settings import left_out
+import torch
+
+from cacheblend_rag.blending.settings import left_out_by_count
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.candidates import RATIOS, Candidate, LayerValues, layer_values
 from cacheblend_rag.lab.doctor.compared import Coarser, Comparison, PromptMeasurement
@@ -163,6 +165,11 @@ def key_of(prompt: TokenizedPrompt, continuation: Sequence[int], judge: Judge | 
     """Return what tells a prompt from others: its tokens, where its chunks stand, what follows, and who judges that."""
     spans = [(span.start, span.end) for span in prompt.spans]
     return hashlib.sha256(repr((prompt.token_ids, spans, tuple(continuation), judge)).encode()).hexdigest()[:32]
+
+
+def left_out(static: torch.Tensor, ratio: float) -> float:
+    """Return the share of ``static``, ``[candidates]``, outside the tokens that ``ratio`` covers, those of highest value."""
+    return float(left_out_by_count(static)[round(ratio * len(static))])
 
 
 def _facts(measured: PromptMeasurement) -> PromptFacts:

@@ -38,7 +38,7 @@ class StoredCandidates:
     def __init__(self, judged: Sequence[Judged], index: ChunkIndex, embedder: Embedder, device: torch.device):
         """Read the chunks' vectors from the index; the null document is an empty text (REALM, section 3.4)."""
         (null,) = embedder.texts([""])
-        windows = {"": null, **index.vectors_of(name for each in judged for name in each.chunks)}
+        windows = {"": null, **index.vectors.of(name for each in judged for name in each.chunks)}
         first, start = {}, 0
         for name, vectors in windows.items():
             first[name] = start
