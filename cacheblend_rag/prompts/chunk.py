@@ -225,14 +225,10 @@ def _encode(backend: Tokenizer, text: str, add_special_tokens: bool) -> Any:
         raise InputError(f"Text that is not valid Unicode cannot be tokenised ({error}).") from error
 
 
-_encoders = PerTokenizer(TextEncoder)
+encoder_for = PerTokenizer(TextEncoder)
+"""Returns the encoder of a tokenizer, made on first use and again when its vocabulary or chat template changed."""
 _integers: list[int] = []
 _integers_lock = threading.Lock()
-
-
-def encoder_for(tokenizer: Any) -> TextEncoder:
-    """Return the encoder of ``tokenizer``, made on first use and again when its vocabulary or chat template changed."""
-    return _encoders(tokenizer)
 
 
 def pack_ids(ids: Iterable[int]) -> tuple[int, ...]:

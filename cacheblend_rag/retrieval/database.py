@@ -73,10 +73,6 @@ class IndexConfig:
     embedding: str | None = None
     writer: WrittenBy | None = None
 
-    def to_json(self) -> str:
-        """Return the stored form."""
-        return json.dumps(asdict(self))
-
     @classmethod
     def from_json(cls, text: str) -> IndexConfig:
         """Read the stored form."""
@@ -244,7 +240,7 @@ class IndexDatabase(SQLiteFile):
 
     def put_config(self, config: IndexConfig) -> None:
         """Write what the index was made with."""
-        text = config.to_json()
+        text = json.dumps(asdict(config))
         self.db.execute("DELETE FROM config")
         self.db.execute("INSERT INTO config (json, checksum) VALUES (?, ?)", (text, checksum(text.encode())))
 

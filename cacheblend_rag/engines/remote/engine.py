@@ -198,7 +198,7 @@ class RemoteEngine(BlendEngine):
 
     def _stream(self, request: dict[str, Any]) -> Generator[StreamEvent, None, None]:
         answer = ServerAnswer(self._wire.url, self.fingerprint.digest, self.tokenizer, request["logprobs"] or 0)
-        with self._spans() as spans:
+        with RequestSpans(self.namespace.name, "client") as spans:  # those of the server are parts of them
             request["extra_headers"] = spans.headers
             with self._wire.explained(answer.begun), self._wire.sync.completions.create(**request) as pieces:
                 for piece in pieces:
@@ -207,10 +207,6 @@ class RemoteEngine(BlendEngine):
                         yield StreamEvent(text)
             yield _told(answer.end(), spans)
 
-    def _spans(self) -> RequestSpans:
-        """Return the spans of a request; those of the server are parts of them."""
-        return RequestSpans(self.namespace.name, "client")
-
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
@@ -218,7 +214,7 @@ class RemoteEngine(BlendEngine):
         asked = await asyncio.to_thread(self.request, prompt, sampling, settings)
         request = self._completion(asked)
         answer = ServerAnswer(self._wire.url, self.fingerprint.digest, self.tokenizer, request["logprobs"] or 0)
-        with self._spans() as spans:
+        with RequestSpans(self.namespace.name, "client") as spans:  # those of the server are parts of them
             request["extra_headers"] = spans.headers
             with self._wire.explained(answer.begun):
                 async with await self._wire.asynchronous().completions.create(**request) as pieces:
