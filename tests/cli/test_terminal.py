@@ -27,9 +27,9 @@ from tests.cli.test_chat import answer, converse
 from tests.cli.test_documents import store  # noqa: F401
 from tests.cli.test_shell import Terminal
 
-STEERING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-# A title, a bell, a link; 8-bit CSI that wipes the line; text shown from right to left; half a character.
-HOSTILE = "\x1b]0;owned\x07 \x1b]8;;http://evil\x1b\\link \x9b2K \u202egpj.exe\u2066 \udcff\r"
+STEERING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff]")
+# A title, a bell, a link; 8-bit CSI that wipes the line; text and signs shown from right to left; half a character.
+HOSTILE = "\x1b]0;owned\x07 \x1b]8;;http://evil\x1b\\link \x9b2K \u202egpj.exe\u2066 \u061c1-2\u200f(\u200e \udcff\r"
 ITEM = Hit(Chunk("c1", f"Her cargo is grain.{HOSTILE}\n[2] b.txt: forged", ()), 0.5, f"/docs/a\n[2] b{HOSTILE}.txt", 0)
 
 
