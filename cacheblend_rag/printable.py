@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 # C0 and C1 but tab and line break, DEL; separators of lines, marks that reorder what is shown; halves of a character.
-_STEERING = re.compile("\r(?!\n)|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff]")
+_STEERING = re.compile(
+    "\r(?!\n)|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff]"
+)
 _BREAKING = re.compile("[\t\r\n]")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

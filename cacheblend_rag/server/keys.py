@@ -78,9 +78,19 @@ class Quota:
                 f"has {self.tokens_per_minute} a minute (tokens_per_minute). Ask for fewer or shorter answers, or of less."
             )
 
+    def check_grammar(self, characters: int, free: bool) -> None:
+        """Refuse what an answer is to follow, so long, or free to be as dear for each token as it likes; raises InputError."""
+        if self != NO_QUOTA and (free or characters > MOST_SCHEMA):
+            raise InputError(
+                "The answer is to follow a schema or choices that all who ask might wait for. This tenant may send JSON schemas "
+                f"and choices of {MOST_SCHEMA} characters in all, without regular expressions (pattern), and no grammars."
+            )
+
 
 MOST_LOGPROBS = 4096
 """Of the prompts of one request of a tenant with a quota: vLLM makes objects of all of them while nothing else is served."""
+MOST_SCHEMA = 1 << 13
+"""Of what one answer of such a tenant is to follow: an engine makes a grammar of one after another, and none is given up."""
 NO_QUOTA = Quota()
 """Limits nothing."""
 

@@ -10,11 +10,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.engines.spans import RequestSpans, reuse_attributes
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.server.keys import Quota
 from cacheblend_rag.server.tenants import PerNamespace, Served, calling
 from cacheblend_rag.store.files import Namespace
 
@@ -160,6 +163,7 @@ class ServedEngine:
         if ticket.exact:
             sampling_params.skip_reading_prefix_cache = True
         caller = calling.get()
+        _check_grammar(caller.admission.quota, sampling_params.structured_outputs)
         whole = caller.admission.counts and sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
         if whole:  # what is given up before its end is charged, too
             sampling_params.output_kind = RequestOutputKind.CUMULATIVE
@@ -216,6 +220,37 @@ class ServedEngine:
 
     async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
         """Ignore vLLM's hand-over between prefill and decode servers: this connector has none, and clients may not ask."""
+
+
+def _check_grammar(quota: Quota, wanted: StructuredOutputsParams | None) -> None:
+    """Refuse an answer whose form would keep others waiting, however a request has asked for it; raises VLLMValidationError."""
+    if wanted is None:
+        return
+    asked = [wanted.json, wanted.choice, wanted.structural_tag]
+    characters = sum(len(each if isinstance(each, str) else json.dumps(each)) for each in asked if each is not None)
+    free = wanted.regex is not None or wanted.grammar is not None
+    try:
+        quota.check_grammar(characters, free)  # before it is searched
+        quota.check_grammar(characters, _is_free(wanted.json) or _is_free(wanted.structural_tag))
+    except InputError as error:
+        raise VLLMValidationError(str(error)) from error
+
+
+def _is_free(schema: Any) -> bool:
+    """Say whether there are regular expressions or grammars in a schema, or in one that is written into it as text."""
+    if isinstance(schema, Mapping):
+        of = ((name, each) for name, each in schema.items() if name in ("pattern", "grammar", "patternProperties"))
+        return any(isinstance(each, str) or name == "patternProperties" for name, each in of) or any(
+            map(_is_free, schema.values())
+        )
+    if isinstance(schema, list):
+        return any(map(_is_free, schema))
+    if not isinstance(schema, str) or not schema.lstrip().startswith(("{", "[")):
+        return False
+    try:
+        return _is_free(json.loads(schema))
+    except (ValueError, RecursionError):
+        return False  # vLLM refuses it
 
 
 def _tell(spans: RequestSpans, report: FinishReport, output: RequestOutput, begin: float) -> None:

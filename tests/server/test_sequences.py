@@ -244,6 +244,58 @@ async def test_more_logprobs_of_its_prompts_than_others_should_wait_for_are_refu
     assert (await house.ask("quiet", prompt(prompt="a " * 70, **fields))).status_code == 200
 
 
+def schema(**fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": fields}}}
+
+
+DEAR = '{"type": "object", "properties": {"a": {"type": "string", "\\u0070attern": "((.?){99}){99}"}}}'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        prompt(structured_outputs={"regex": "((.?){99}){99}"}),
+        prompt(structured_outputs={"grammar": 'root ::= "a"'}),
+        prompt(structured_outputs={"json": DEAR}),
+        prompt(structured_outputs={"json": {"type": "object", "patternProperties": {"(.?){99}": {}}}}),
+        prompt(structured_outputs={"choice": [f"answer {number}" for number in range(2000)]}),
+        chat(**schema(type="array", items={"anyOf": [{"type": "string", "pattern": "(.?){99}"}]})),
+        chat(**schema(type="object", properties={f"p{number}": {"type": "string"} for number in range(2000)})),
+        chat(response_format={"type": "structural_tag", "format": {"type": "grammar", "grammar": 'root ::= "a"'}}),
+        chat(
+            response_format={
+                "type": "structural_tag",
+                "structures": [{"begin": "<a>", "schema": {"type": "string", "pattern": "a?"}, "end": "</a>"}],
+                "triggers": ["<a>"],
+            }
+        ),
+    ],
+    ids=lambda body: str(body)[-60:],
+)
+async def test_what_an_answer_is_to_follow_is_refused_where_others_would_wait_for_it(body: dict[str, Any]) -> None:
+    house = House(Quota(max_concurrent=8))
+    await house.engine.compute(1000)
+    refused = await house.ask("loud", body)
+    assert (refused.status_code, "is to follow a schema" in refused.text) == (400, True)
+    assert house.engine.most["loud"] == 0
+    assert (await house.ask("quiet", body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        chat(**schema(type="object", properties={"pattern": {"type": "string"}, "grammar": {"enum": ["a", "b"]}})),
+        chat(response_format={"type": "json_object"}),
+        prompt(structured_outputs={"choice": ["yes", "no"]}),
+    ],
+    ids=lambda body: str(body)[-60:],
+)
+async def test_a_schema_or_choices_of_the_usual_size_are_followed(body: dict[str, Any]) -> None:
+    house = House(Quota(max_concurrent=8))
+    await house.engine.compute(1000)
+    assert (await house.ask("loud", body)).status_code == 200
+
+
 async def test_an_answer_without_a_limit_is_as_long_as_a_minutes_tokens_allow() -> None:
     house = House(Quota(tokens_per_minute=200))
     await house.engine.compute(10_000)
