@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from types import MappingProxyType
 from typing import Any, Final
@@ -28,6 +28,8 @@ from cacheblend_rag.store.files import DEFAULT, Namespace
 
 DEFAULT_BODY_DEADLINE_S = 60.0
 DEFAULT_VALUES_LIMIT = 500_000
+TOKENIZED_LIMIT = 1 << 20
+"""Bytes of a body of which vLLM counts the tokens however many they are: each takes a hundred bytes and everybody's time."""
 DEFAULT_HELD_LIMIT = 4 * DEFAULT_BODY_LIMIT
 NAMES = (
     "cacheblend_rag.server.middleware.LimitBody",
@@ -39,6 +41,7 @@ NAMES = (
 
 _log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
 _OPEN_PATHS = {"/health"}
+_TOKENIZING = {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
 _ANYBODY = Key(b"")
 _NO_LIMIT = Admission()
 _KINDS: tuple[tuple[type[CacheBlendError], tuple[int, str, str | None]], ...] = (
@@ -259,6 +262,8 @@ class LimitBody:
             await self._app(scope, _with_body(b"", receive), send)
             return
         limits = limits_of(scope)
+        if scope["path"].removeprefix(scope.get("root_path", "")) in _TOKENIZING:
+            limits = replace(limits, body=min(limits.body, TOKENIZED_LIMIT))
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdecimal() and int(declared) > limits.body:
             await _too_large(limits.body)(scope, receive, send)

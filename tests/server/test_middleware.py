@@ -136,6 +136,15 @@ async def test_a_body_beyond_the_limit_is_read_no_further() -> None:
     assert (await large.ask(app), large.read, app.bodies) == (413, 3, [])
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
+async def test_what_is_only_tokenised_may_be_no_longer_than_others_should_wait_for(path: str) -> None:
+    app = App(limit=100 + middleware.TOKENIZED_LIMIT)
+    async with app.client() as client:
+        for more, status in ((0, 404), (1, 413)):  # the bare application has no such route
+            assert (await client.post(path, content=b"x" * (middleware.TOKENIZED_LIMIT + more))).status_code == status
+        assert (await client.post("/v1/chunks", content=b"x" * (middleware.TOKENIZED_LIMIT + 1))).status_code == 200
+
+
 async def test_a_tenants_bodies_together_are_limited_and_others_are_still_read() -> None:
     keys = [replace(Key.of(name), tenant=name) for name in ("loud", "quiet")]
     admissions = {"loud": Admission(), "quiet": Admission()}
