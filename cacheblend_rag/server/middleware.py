@@ -28,7 +28,7 @@ from cacheblend_rag.store.files import DEFAULT, Namespace
 
 DEFAULT_BODY_DEADLINE_S = 60.0
 DEFAULT_VALUES_LIMIT = 500_000
-TOKENIZED_LIMIT = 1 << 20
+TOKENIZED_LIMIT = 1 << 17
 """Bytes of a body of which vLLM counts the tokens however many they are: each takes a hundred bytes and everybody's time."""
 DEFAULT_HELD_LIMIT = 4 * DEFAULT_BODY_LIMIT
 NAMES = (
@@ -41,7 +41,7 @@ NAMES = (
 
 _log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
 _OPEN_PATHS = {"/health"}
-_TOKENIZING = {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+_TOKENIZING = {"/tokenize", "/detokenize"}
 _ANYBODY = Key(b"")
 _NO_LIMIT = Admission()
 _KINDS: tuple[tuple[type[CacheBlendError], tuple[int, str, str | None]], ...] = (

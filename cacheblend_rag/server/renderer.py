@@ -234,6 +234,12 @@ class BlendRenderer:
                 "kv_transfer_params is not for clients of this server. Name chunks with chunk_ids, or by the id of a text block.",
                 parameter="kv_transfer_params",
             )
+        names = ("messages", "prompt", "instructions", "input")
+        characters = sum(map(len, texts_in([getattr(request, name, None) for name in names])))
+        if _is_truncated(request) and characters > 2 * self._most:  # vLLM tokenises them all before it cuts
+            raise VLLMValidationError(
+                f"The prompt to be truncated has {characters} characters; no more than {2 * self._most} are tokenised."
+            )
         try:
             options = read_options(request.model_extra)
             # Here, not only where a prompt is blended: a wrong option is refused whatever the prompt holds.
@@ -372,16 +378,18 @@ def _prompt_logprobs(request: CompletionLike) -> int | None:
     return None if asked is None else int(asked)
 
 
+def _is_truncated(request: CompletionLike) -> bool:
+    given = getattr(request, "truncate_prompt_tokens", None)
+    return given is not None or getattr(request, "truncation", "disabled") == "auto"
+
+
 def _why_not(request: CompletionLike) -> str:
     """Return why this request's prompt cannot be blended; empty if it can."""
     if getattr(request, "use_beam_search", False):
         return "beam search is served by ordinary prefill"
     if _prompt_logprobs(request) is not None:
         return "logprobs of the prompt and echo need every prompt token computed"
-    if (
-        getattr(request, "truncate_prompt_tokens", None) is not None
-        or getattr(request, "truncation", "disabled") == "auto"
-    ):
+    if _is_truncated(request):
         return "a truncated prompt is served by ordinary prefill"
     if getattr(request, "suffix", None) is not None:
         return "a prompt with a suffix is served by ordinary prefill"

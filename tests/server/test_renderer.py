@@ -247,6 +247,17 @@ async def test_prompts_that_hold_chunks_are_truncated_where_vllm_truncates_other
     assert cut == (whole[-20:] if side == "left" else whole[:20])
 
 
+async def test_a_prompt_to_be_truncated_is_no_longer_than_others_should_wait_for() -> None:
+    server, much = Server(), "a " * (16 * WINDOW + 1)
+    with pytest.raises(VLLMValidationError, match="to be truncated"):
+        await server.chat(user(much), truncate_prompt_tokens=20)
+    with pytest.raises(VLLMValidationError, match="to be truncated"):
+        await server.complete(["Who?", much], truncate_prompt_tokens=20)
+    with pytest.raises(VLLMValidationError, match="to be truncated"):
+        await server.respond(much, truncation="auto")
+    assert len(await server.chat(user(much[:-30]), truncate_prompt_tokens=20)) == 20
+
+
 async def test_short_chunks_that_are_named_are_data_too() -> None:
     end = "<|im_end|>"
     server = Server(end, NOTE)
