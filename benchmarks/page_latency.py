@@ -22,6 +22,7 @@ from playwright.sync_api import expect, sync_playwright
 from cacheblend_rag import TransformersEngine
 from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
 from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.lab.why import shown_deviations
 from cacheblend_rag.ui.launch import serve
 from cacheblend_rag.ui.workspace import Choices
 
@@ -78,7 +79,9 @@ def measure(questions: list[str]) -> dict[str, float]:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         home = Path(folder)
-        url, workspace = serve(Choices(load, lambda: home / "store", bundled_corpus()), port, False, False)
+        url, workspace = serve(
+            Choices(load, lambda: home / "store", shown_deviations, bundled_corpus()), port, False, False
+        )
         page = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
         page.goto(url)
         page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")

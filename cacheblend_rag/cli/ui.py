@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,12 +35,18 @@ def ui(
         own = store_directory(how.store)
         return own.parent / demo_store_name(how.model.device) if example else own
 
+    def why(*given: Any) -> str:
+        from cacheblend_rag.lab.why import shown_deviations
+
+        return shown_deviations(*given)
+
     def load(directory: Path) -> BlendEngine:
         return open_any_engine(with_model(how.model, directory), directory, how.budgets)
 
     chosen = Choices(
         load_engine=load,
         store=store,
+        why=why,
         seed=bundled_corpus() if example else None,
         k=how.k,
         sampling=how.sampling.params(),

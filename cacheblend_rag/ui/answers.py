@@ -86,10 +86,10 @@ class AnswerPanel:
 
     def why(self, number: int | None, tab: str) -> str:
         """Colour the chunks of the shown answer's prompt."""
-        from cacheblend_rag.ui.why import coloured, measured_deviations
-
         try:
             exchange = self._exchange(number, tab)
-            return coloured(exchange, measured_deviations(exchange, self._workspace.choices.settings))
+            choices, fate = self._workspace.choices, exchange.fate
+            chunks = () if fate is None else fate.chunks
+            return choices.why(exchange.engine, exchange.prompt, choices.settings, exchange.hits, chunks)
         except Exception as error:
             return render.error(explain(error))

@@ -28,6 +28,8 @@ class Choices:
     Attributes:
         load_engine: Loads the model in front of a store directory; called once, in a thread.
         store: Returns the store directory to open; called in that thread, since naming it may need the model's files.
+        why: Measures a prompt, and returns as HTML which of its tokens are recomputed, and why: called with engine, prompt,
+            settings, and the hits and fates of its chunks.
         seed: Directory of example documents to have in it.
         k: Most chunks in a prompt.
         sampling: How answers are decoded.
@@ -36,6 +38,7 @@ class Choices:
 
     load_engine: Callable[[Path], BlendEngine]
     store: Callable[[], Path]
+    why: Callable[..., str]
     seed: Path | None = None
     k: int = 6
     sampling: SamplingParams = field(default_factory=SamplingParams)

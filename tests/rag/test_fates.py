@@ -10,8 +10,9 @@ from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, 
 from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.lab.inspection import PromptInspector
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
-from cacheblend_rag.rag.fates import PromptFate, PromptInspector, prompt_fate
+from cacheblend_rag.rag.fates import PromptFate, prompt_fate
 from cacheblend_rag.rag.pipeline import RagPipeline
 
 pytestmark = pytest.mark.slow

@@ -18,6 +18,7 @@ from playwright.sync_api import expect
 from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.lab.why import shown_deviations
 from cacheblend_rag.ui.launch import serve as launch
 from cacheblend_rag.ui.workspace import Choices
 from tests.conftest import free_port
@@ -37,6 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     choices = Choices(
         load_engine=lambda store: TransformersEngine(store=store),
         store=lambda: home / "example",
+        why=shown_deviations,
         seed=seed,
         sampling=SamplingParams(max_tokens=48),
     )

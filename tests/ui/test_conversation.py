@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.lab.why import shown_deviations, token_texts
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.ui import render
 from cacheblend_rag.ui.collection import Collection, FileState
 from cacheblend_rag.ui.conversation import Conversation, Exchange, Tabs
-from cacheblend_rag.ui.why import token_texts
 from cacheblend_rag.ui.workspace import Choices, Workspace
 from tests.ui.scripted import ScriptedEngine
 
@@ -31,7 +31,7 @@ def collection(tmp_path: Path) -> Collection:
 
 @pytest.fixture
 def choices(tmp_path: Path) -> Choices:
-    return Choices(lambda _: ScriptedEngine(), lambda: tmp_path, sampling=SamplingParams(8))
+    return Choices(lambda _: ScriptedEngine(), lambda: tmp_path, shown_deviations, sampling=SamplingParams(8))
 
 
 def ask(conversation: Conversation, question: str, collection: Collection, choices: Choices) -> Iterator[Exchange]:

@@ -18,6 +18,7 @@ from playwright.sync_api import expect
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ServerError
+from cacheblend_rag.lab.why import shown_deviations
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.ui.workspace import Choices
 from tests.ui.browser import Tab, overflow
@@ -50,7 +51,7 @@ def choices(tmp_path: Path, engine: ScriptedEngine, notes: Path) -> Choices:
 
 
 def choices_for(engine: BlendEngine, store: Path, load: Callable[[Path], BlendEngine] | None = None) -> Choices:
-    return Choices(load or (lambda _: engine), lambda: store, sampling=SamplingParams(32))
+    return Choices(load or (lambda _: engine), lambda: store, shown_deviations, sampling=SamplingParams(32))
 
 
 def test_the_page_is_there_before_the_model_is_and_a_question_waits_for_it(

@@ -11,9 +11,9 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
+from cacheblend_rag.lab.inspection import PromptInspector
 from cacheblend_rag.lab.watching import watched
 from cacheblend_rag.prompts.prompt import BlendPrompt, tokenize
-from cacheblend_rag.rag.fates import PromptInspector
 from cacheblend_rag.store.kv import LayerKV
 
 

@@ -13,8 +13,8 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.lab.doctor.compared import PromptMeasurement, Scored
 from cacheblend_rag.lab.evaluation.ablation.tally import Comparisons
+from cacheblend_rag.lab.inspection import PromptInspector
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
-from cacheblend_rag.rag.fates import PromptInspector
 
 RATIOS = (0.02, 0.05, 0.15)
 BASE = "hkvd, K and V"

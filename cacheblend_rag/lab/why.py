@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby, pairwise
@@ -14,10 +14,11 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.inspection import PromptInspector
 from cacheblend_rag.prompts.chunk import Chunk, encoder_for
-from cacheblend_rag.prompts.prompt import ChunkSpan
-from cacheblend_rag.rag.fates import PromptInspector
-from cacheblend_rag.ui.conversation import Exchange
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+from cacheblend_rag.rag.fates import ChunkFate
+from cacheblend_rag.retrieval.index import Hit
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Deviations:
     recomputed: frozenset[int]
 
 
-def measured_deviations(exchange: Exchange, settings: BlendSettings) -> Deviations:
+def measured_deviations(engine: BlendEngine, prompt: TokenizedPrompt, settings: BlendSettings) -> Deviations:
     """Measure the KV deviation in this very prompt, beside a full prefill, and blend it once more to see what is recomputed.
 
     Layers differ in scale, so each is divided by its mean; a token's deviation is the mean over layers.
@@ -37,13 +38,11 @@ def measured_deviations(exchange: Exchange, settings: BlendSettings) -> Deviatio
         InputError: The engine does not show its KV.
         ModelError: The model is not blended, or no KV of the prompt is stale.
     """
-    assert exchange.prompt is not None
-    engine = exchange.engine
     if not isinstance(engine, TransformersEngine):
         raise InputError(
             "Only the transformers engine can measure KV deviation in a prompt: leave --engine and --server out."
         )
-    inspector = PromptInspector(engine, exchange.prompt)
+    inspector = PromptInspector(engine, prompt)
     layers = inspector.measure_deviation()[1:]  # layer 0 depends on nothing but the token
     mean = (layers / layers.mean(1, keepdim=True).clamp_min(1e-30)).mean(0)
     reuse = engine.profile.resolve(settings, engine.num_layers).reuse
@@ -51,18 +50,26 @@ def measured_deviations(exchange: Exchange, settings: BlendSettings) -> Deviatio
     return Deviations(dict(zip(inspector.stale.tolist(), mean.tolist(), strict=True)), frozenset(chosen))
 
 
-def coloured(exchange: Exchange, deviations: Deviations) -> str:
-    """Return the prompt's chunks as HTML: five shades by deviation, recomputed tokens underlined."""
-    assert exchange.engine is not None
-    assert exchange.prompt is not None
+def shown_deviations(
+    engine: BlendEngine,
+    prompt: TokenizedPrompt,
+    settings: BlendSettings,
+    hits: Iterable[Hit],
+    chunk_fates: Iterable[ChunkFate] = (),
+) -> str:
+    """Return the prompt's chunks as HTML: five shades by deviation, recomputed tokens underlined.
+
+    Raises as :func:`measured_deviations`.
+    """
+    deviations = measured_deviations(engine, prompt, settings)
     shades = _shades(deviations.of)
-    fates = {} if exchange.fate is None else {fate.id: fate.fate for fate in exchange.fate.chunks}
-    sources = {source.id: source for source in exchange.hits}
+    fates = {fate.id: fate.fate for fate in chunk_fates}
+    sources = {source.id: source for source in hits}
     parts = [_legend(len(deviations.recomputed))]
-    for number, span in enumerate(exchange.prompt.spans, 1):
+    for number, span in enumerate(prompt.spans, 1):
         source, fate = sources[span.chunk.id], fates.get(span.chunk.id, "")
         note = "exact: nothing of it deviates" if fate == "exact" else fate
-        text = "".join(_runs(exchange.engine, span, {} if fate == "exact" else shades, deviations.recomputed))
+        text = "".join(_runs(engine, span, {} if fate == "exact" else shades, deviations.recomputed))
         parts.append(
             f'<details class="cb-card"{"" if fate == "exact" else " open"}><summary><b>{number}</b> '
             f"{escape(Path(source.path).name)} <small>{source.place}; {note}</small></summary>"
