@@ -351,9 +351,9 @@ def _with_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _too_large(limit: int) -> JSONResponse:
+    more = ", or start the server with a larger --max-request-size" if limit != TOKENIZED_LIMIT else ""
     return error_response(
-        f"The request is larger than {limit} bytes. Send fewer or shorter texts at a time, or start the server with a "
-        "larger --max-request-size.",
+        f"The request is larger than {limit} bytes. Send fewer or shorter texts at a time{more}.",
         413,
         "RequestTooLarge",
         headers=_CLOSE,
