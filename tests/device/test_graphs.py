@@ -18,6 +18,7 @@ from cacheblend_rag.blending.policies import Candidates
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.rope import Move, moved
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines import replay
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine, graphs
 from cacheblend_rag.engines.transformers.engine import planned
@@ -98,7 +99,7 @@ def at_once(sim: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     def turned(engine: Any) -> Any:
         runner = engine.runner
         runner.graphs = Graphs(runner)
-        runner.graphs._refused, runner.graphs.brought = True, 0
+        runner.graphs.replays.refused, runner.graphs.brought = True, 0
         place = runner.graphs.place
 
         def brings(*args: Any) -> Any:
@@ -232,7 +233,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
 
     def turned(engine: Any) -> Any:
         found = engine.runner.graphs = Graphs(engine.runner)
-        found._refused = False
+        found.replays.refused = False
 
         def capture(run: Callable[[], Any], pool: Any) -> Any:
             before = found._block.clone()
@@ -275,7 +276,7 @@ def test_a_pass_that_is_replayed_is_padded_by_its_last_token_and_gives_the_same(
                 runner.graphs.ran(cache, ids[positions], positions, logits)
             found.append(logits)
             del cache
-        assert [width for width, _ in runner.graphs._passes] == [32]
+        assert [width for width, _ in runner.graphs.replays.passes] == [32]
         for got in found:
             assert (got - found[0]).abs().max() < 1e-4
 
@@ -302,7 +303,7 @@ def test_the_questions_replayed_pass_sees_and_chooses_what_the_ordinary_one_does
         engine.precompute(scene.chunks)
         for _ in range(rounds):
             found.append(blended_logits(engine, scene, BlendSettings(0.25, policy)))
-    assert [looks for _, looks in engine.runner.graphs._passes] == [True, False]
+    assert [looks for _, looks in engine.runner.graphs.replays.passes] == [True, False]
     for (logits, chosen, _), attention in zip(found, seen, strict=True):
         assert (attention - seen[0]).abs().max() < 1e-6
         assert chosen == found[0][1]
@@ -313,7 +314,7 @@ def test_the_questions_replayed_pass_sees_and_chooses_what_the_ordinary_one_does
 def test_a_graph_of_a_few_more_tokens_serves_too(
     replayed: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "_WIDTHS", ((64, 4),))  # interpreted, every token takes its time
+    monkeypatch.setattr(replay, "_WIDTHS", ((64, 4),))  # interpreted, every token takes its time
     engine = replayed(engine_for(make_model(shallow("llama")), Scene()))
     runner, ids = engine.runner, torch.arange(64) % 200
     found = {}
@@ -325,7 +326,7 @@ def test_a_graph_of_a_few_more_tokens_serves_too(
             logits = runner.scatter(ids[positions], positions, positions, len(ids), cache, lambda layer: None)
             runner.graphs.ran(cache, ids[positions], positions, logits)
         del cache
-    assert [width for width, _ in runner.graphs._passes] == [60]
+    assert [width for width, _ in runner.graphs.replays.passes] == [60]
     assert [found[count] is None for count in (60, 55, 40)] == [True, False, True]
 
 
@@ -337,7 +338,7 @@ def test_an_answer_that_outgrows_the_graphs_memory_goes_on_without_them(replayed
     runner.append(torch.tensor([[7, 8, 9, 10]]), cache)
     for _ in range(3):
         runner.append(token, cache)
-    assert [width for width, _ in runner.graphs._passes] == [1]
+    assert [width for width, _ in runner.graphs.replays.passes] == [1]
     room = cache.block.shape[3]
     cache.filled(room - 1)
     runner.append(token, cache)
@@ -352,7 +353,7 @@ def test_a_model_whose_layers_differ_answers_without_graphs(replayed: Callable[[
     want = engine_for(model, scene).generate(scene.prompt, ANSWER).token_ids
     engine = replayed(engine_for(model, scene))
     assert engine.generate(scene.prompt, ANSWER).token_ids == want
-    assert engine.runner.graphs._passes == {}
+    assert engine.runner.graphs.replays.passes == {}
 
 
 @pytest.mark.slow
@@ -412,7 +413,7 @@ def test_on_a_gpu_a_replayed_blend_answers_as_on_the_cpu(family: str, policy: st
             engine.reset_prefix_cache()
             answers.append(engine.generate(scene.prompt, ANSWER, how))
         assert {answer.mode for answer in answers} == {"blend"}
-    assert there.runner.graphs._passes, "nothing was captured"
+    assert there.runner.graphs.replays.passes, "nothing was captured"
     for logits in found["there"]:
         assert (logits - found["here"][0]).abs().max() < 1e-2
 

@@ -9,17 +9,18 @@ placed, by an event of a stream beside it: loading and computing overlap as they
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
 from cacheblend_rag.blending.transfer import transfer_to
 from cacheblend_rag.engines.kernels.check import placing_works
+from cacheblend_rag.engines.replay import Replays, capture, padded
 from cacheblend_rag.engines.transformers.attention import NAME, Looks, looking
 from cacheblend_rag.engines.transformers.cache import PositionedCache
 from cacheblend_rag.store.kv import LayerKV
@@ -27,18 +28,9 @@ from cacheblend_rag.store.kv import LayerKV
 if TYPE_CHECKING:
     from cacheblend_rag.engines.kernels.place import Layers
 
-_log = logging.getLogger(__name__)
-
-# Up to so many tokens, passes of a multiple of the second number are captured: few take as long as one, for the weights must be
-# read. Passes of more than all these keep a GPU busy without a graph.
-_WIDTHS: Final = ((1, 1), (32, 32), (128, 64), (512, 32), (1024, 64), (2048, 128))
-# A graph of so many times as many tokens serves, too: capturing takes longer than many prompts' padding.
-_SERVES: Final = 9 / 8
 _LEAST_CAPACITY = 4096
 # Of the device's memory, for the block that graphs read and write.
 _SHARE = 1 / 8
-# Relative error up to which a graph gives what the pass gave that it was made of: products of more rows round otherwise.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 class Passes(Protocol):
@@ -76,20 +68,6 @@ class _Pass:
     replay: Callable[[], object]
 
 
-_Kind = tuple[int, bool]
-"""Of how many tokens a pass is, and whether their attention is asked for."""
-_Result = TypeVar("_Result")
-
-
-def capture(run: Callable[[], _Result], pool: Any) -> tuple[_Result, Callable[[], object], Any]:
-    """Capture what ``run`` queues; return what it returns, what replays it, and the memory pool that the next may share."""
-    graph = torch.cuda.CUDAGraph()
-    # Other threads page-lock memory meanwhile.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = run()
-    return result, graph.replay, graph.pool()
-
-
 def total_memory(device: torch.device) -> int:
     """Return a GPU's memory in bytes."""
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
@@ -103,15 +81,14 @@ class Graphs:
         self._runner = weakref.proxy(runner)
         self._block: torch.Tensor | None = None
         self._lent: weakref.ref[PositionedCache] | None = None
-        self._passes: dict[_Kind, _Pass] = {}
-        self._met: set[_Kind] = set()
+        self.replays: Replays[_Pass] = Replays()
         self._pool: Any = None
-        self._refused = runner.model.config.get_text_config()._attn_implementation != NAME
+        self.replays.refused = runner.model.config.get_text_config()._attn_implementation != NAME
         self._layers: Layers | None = None  # of the block
         try:
             self._placed = Arrivals(runner.device, runner.num_layers, external=True)
         except TypeError:  # torch before 2.8: a graph cannot wait for another stream's work
-            self._placed, self._refused = Arrivals(runner.device, runner.num_layers), True
+            self._placed, self.replays.refused = Arrivals(runner.device, runner.num_layers), True
 
     def lend(self, tokens: int) -> PositionedCache | None:
         """Return an empty cache with room for ``tokens``, all layers in one block; None for a model whose layers differ.
@@ -173,7 +150,7 @@ class Graphs:
         Returns:
             The last token's logits ``[vocab]``; None where there is no graph.
         """
-        made, block = self._serving(len(positions), looks is not None), cache.block
+        made, block = self.replays.serving(len(positions), looks is not None), cache.block
         # Behind the end of the block the cache must grow, and has it no more.
         if made is None or block is None or block is not self._block or int(positions[-1]) >= block.shape[3]:
             return None
@@ -191,38 +168,25 @@ class Graphs:
         looks: Looks | None = None,
     ) -> None:
         """Take note of a pass that :meth:`run` had no graph for, and what it gave; make one of it when it comes again."""
-        kind = _width(len(positions)), looks is not None
         block = cache.block
-        if self._refused or not kind[0] or kind in self._passes or block is None or block is not self._block:
+        kind = (
+            None if block is None or block is not self._block else self.replays.due(len(positions), looks is not None)
+        )
+        if kind is None:
             return
-        if kind not in self._met:
-            self._met.add(kind)
-            return
-        try:
-            made = self._captured(*kind)
-            pairs = [(self._replay(made, ids, positions, looks).float(), logits.float())]
+
+        def replay(made: _Pass) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            yield self._replay(made, ids, positions, looks), logits
             if looks is not None and made.looks is not None:
                 tokens = int(positions[-1]) + 1
-                pairs.append((made.looks.mean(tokens), looks.mean(tokens)))
-            error = max(float((got - want).norm() / want.norm().clamp_min(1e-30)) for got, want in pairs)
-        except RuntimeError as failure:  # a model that waits for the device, or whose shapes depend on what it computes
-            self._refuse(str(failure).splitlines()[0])
-            return
-        if not error < _TOLERANCE.get(logits.dtype, 0.0):
-            self._refuse(f"what a graph gives differs by {error:.2g}")
-            return
-        self._passes[kind] = made
+                yield made.looks.mean(tokens), looks.mean(tokens)
 
-    def _serving(self, tokens: int, looked: bool) -> _Pass | None:
-        own = _width(tokens)
-        widths = [width for width, looks in self._passes if looks == looked and own <= width <= _SERVES * own]
-        return self._passes[min(widths), looked] if widths else None
+        self.replays.add(kind, partial(self._captured, *kind), replay)
 
     @torch.inference_mode()
     def _replay(self, made: _Pass, ids: torch.Tensor, positions: torch.Tensor, looks: Looks | None) -> torch.Tensor:
         for into, given in ((made.ids, ids), (made.positions, positions)):
-            padding = given[-1:].expand(len(into) - len(given))
-            into.copy_(torch.cat([given, padding]), non_blocking=True)
+            into.copy_(padded(given, len(into)), non_blocking=True)
         if looks is not None and made.looks is not None:
             made.looks.shares.zero_()[: len(looks.shares)] = looks.shares
         made.replay()
@@ -254,7 +218,8 @@ class Graphs:
 
     def _renew(self, tokens: int) -> None:
         """Make room for a prompt of ``tokens``, if that is not too much; the graphs of the old block are of no use then."""
-        self._passes, self._met, self._block, self._layers, self._pool = {}, set(), None, None, None
+        self.replays.forget()
+        self._block, self._layers, self._pool = None, None, None
         capacity = max(_LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
         heads, dim = self._runner.layer_shape
         nbytes = 2 * self._runner.num_layers * heads * capacity * dim * self._runner.dtype.itemsize
@@ -265,15 +230,3 @@ class Graphs:
         heads, dim = self._runner.layer_shape
         shape = (2, self._runner.num_layers, heads, capacity + -capacity % 16, dim)
         return torch.empty(shape, dtype=self._runner.dtype, device=self._runner.device)
-
-    def _refuse(self, why: str) -> None:
-        self._refused = True
-        _log.warning("Blends do without CUDA graphs, more slowly: %s", why)
-
-
-def _width(tokens: int) -> int:
-    """Return how many tokens the graph has that serves so many; 0 for none."""
-    for most, step in _WIDTHS:
-        if tokens <= most:
-            return -(-tokens // step) * step
-    return 0

@@ -135,6 +135,7 @@ class _Blend:
 
     def __init__(self, load: LoadOrder, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock):
         self.load = load
+        self._target: PagedTarget | None = None
         self._paged, self._rope, self._clock = paged, rope, clock
         job = load.job
         self._entries = entries.within(job.namespace)
@@ -187,10 +188,17 @@ class _Blend:
                 more = self._go_on(most)
                 if ahead.kind not in ("fetch", "load"):
                     self._clock.add(ahead.kind, ahead.done * ahead.share, begin, self._watch)
+                    self._capture()
                     if allowance is not None:
                         allowance.spend(ahead.kind, ahead.share, ahead.done)
                 if not more:
                     return True
+
+    def _capture(self) -> None:
+        """Capture the pass that is due to be, if one is: its pages are this blend's, and hold what it saw. No clock runs."""
+        if self._target is not None and self._target.due is not None:
+            due, self._target.due = self._target.due, None
+            due()
 
     def _late_in(self, awaited: Awaited) -> UnusableSpanError | None:
         """Return what the blend is to be told if stored KV is late, on any rank."""
@@ -237,10 +245,11 @@ class _Blend:
         assert isinstance(load.job, BlendJob)
         part = plan.within(load.start, load.end)
         part = replace(part, behind=max(0, part.behind - load.job.unasked))
-        return fuse_stepwise(part, self._target(), options)
+        return fuse_stepwise(part, self._new_target(), options)
 
-    def _target(self) -> BlendTarget:
-        return PagedTarget(self._paged, self._rope, self.load.token_ids, self._pages())
+    def _new_target(self) -> BlendTarget:
+        self._target = PagedTarget(self._paged, self._rope, self.load.token_ids, self._pages())
+        return self._target
 
     def _pages(self) -> Pages:
         load = self.load

@@ -99,13 +99,12 @@ class Kernels:
     """The kernels, bound to a model's attention layers.
 
     Attributes:
-        can_watch: Whether :meth:`watch` serves all of them.
+        can_watch: Whether :meth:`watching` serves all of them.
     """
 
     def __init__(self, layers: Sequence[Any], pages: Sequence[LayerKV]):
         """Take the layers and views of each one's pages; see :func:`kernels_for`."""
         self._layers, self._pages = layers, pages
-        self._arrivals: Arrivals | None = None
         # Tried now, not while a request waits.
         self.can_watch = all(_can_watch(layer, pages[0].k) for layer in layers)
         self._group = min(int(layer.num_heads) // int(layer.num_kv_heads) for layer in layers)
@@ -114,33 +113,42 @@ class Kernels:
         """Say whether to attend with ours, for so many tokens in so many runs of neighbours."""
         return tokens * self._group < runs * _ROWS
 
-    def watch(
+    def watching(
         self,
-        layer: Any,
-        query: torch.Tensor,
-        kv: LayerKV,
+        read: Callable[[int], LayerKV],
         positions: torch.Tensor,
         shares: torch.Tensor,
         sums: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        """Write the attention of ``query``, ``[tokens, heads, head_dim]``, to ``output``, and add its weights to ``sums``.
+    ) -> AbstractContextManager[None]:
+        """Replace vLLM's attention by one over what ``read`` copies of a layer's KV, and add up what is attended to.
 
         Args:
-            layer: The attention layer.
-            query: The tokens' own, at ``positions`` of what ``kv`` holds.
-            kv: ``[kv_heads, keys, head_dim]``, not in pages.
-            positions: ``[tokens]``, ascending, on the device.
+            read: Returns a copy of a layer's KV, of the sequence's positions from 0 on; what the pass computes goes over it.
+            positions: Of the tokens that run, ``[tokens]``, ascending, on the device.
             shares: ``[tokens]``, fp32: how much each token's weights count.
             sums: ``[kv_heads, keys]``, fp32; see :func:`~cacheblend_rag.engines.kernels.attention.add_shares`.
-            output: Shaped like ``query``.
         """
         from cacheblend_rag.engines.kernels.attention import add_shares, attend
 
-        scale, window = layer.impl.scale, layer.sliding_window
-        lse = torch.empty(query.shape[:2], device=query.device)
-        attend(query, kv.k[None], kv.v[None], positions, None, output, scale, 0.0, window, _sinks(layer), lse)
-        add_shares(query, kv.k, positions, shares, lse, sums, scale, window)
+        def watch(
+            index: int,
+            layer: Any,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            *_: Any,
+            output: torch.Tensor,
+            **__: Any,
+        ) -> torch.Tensor:
+            k, v = read(index)
+            k[:, positions], v[:, positions] = key.transpose(0, 1), value.transpose(0, 1)
+            scale, window = layer.impl.scale, layer.sliding_window
+            lse = torch.empty(query.shape[:2], device=query.device)
+            attend(query, k[None], v[None], positions, None, output, scale, 0.0, window, _sinks(layer), lse)
+            add_shares(query, k, positions, shares, lse, sums[: len(k)], scale, window)
+            return output
+
+        return attention_replaced(self._layers, watch)
 
     def place(self, layer: int, kv: LayerKV, move: Move | None, slots: torch.Tensor) -> None:
         """Write ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``slots``, ``[tokens]``, of the pages."""
@@ -156,12 +164,15 @@ class Kernels:
         transfer, layers = transfer_to(slots.device), self._alike
         if transfer is None or layers is None or any(x.kv.layer(0).k.dtype != layers.keys.dtype for x in stored.spans):
             return None
-        if self._arrivals is None:
-            self._arrivals = Arrivals(slots.device, len(self._pages))
         from cacheblend_rag.engines.kernels.place import place_in_bulk
 
-        place_in_bulk(stored, slots, layers, transfer, self._arrivals)
-        return self._arrivals.wait
+        place_in_bulk(stored, slots, layers, transfer, self.arrivals)
+        return self.arrivals.wait
+
+    @cached_property
+    def arrivals(self) -> Arrivals:
+        """Tells when stored KV has been placed: what runs on the device, and what was captured there."""
+        return Arrivals(self._pages[0].k.device, len(self._pages), external=True)
 
     @cached_property
     def _alike(self) -> Layers | None:

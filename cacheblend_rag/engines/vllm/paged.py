@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from cacheblend_rag.blending.rope import CosSin, Move, moved
 from cacheblend_rag.blending.target import StopForward
 from cacheblend_rag.blending.transfer import sent
+from cacheblend_rag.engines.vllm.graphs import Gave, PagedGraphs
 from cacheblend_rag.engines.vllm.kernels import Kernels, Scattered, kernels_for
+from cacheblend_rag.engines.vllm.metadata import PassMetadata
 from cacheblend_rag.engines.vllm.pages import (
     BlockIds,
     PageGroup,
@@ -37,80 +36,10 @@ from cacheblend_rag.store.kv import LayerKV
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
-
-class PassMetadata:
-    """Builds attention metadata with builders of our own: vLLM's have buffers that its own steps use."""
-
-    def __init__(
-        self, layers: Mapping[str, Any], config: VllmConfig, kv_cache_config: KVCacheConfig, device: torch.device
-    ):
-        self._device = device
-        with set_current_vllm_config(config):
-            self._builders = [_builders(group, layers, config, device) for group in kv_cache_config.kv_cache_groups]
-
-    def build(
-        self, positions: torch.Tensor, at: torch.Tensor, tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]
-    ) -> dict[str, Any]:
-        """Return the metadata of each layer, by name.
-
-        Args:
-            positions: Ascending, ``[tokens]``, in host memory.
-            at: The same, on the device.
-            tables: For each KV cache group the sequence's block ids, ``[1, blocks]``, on the device.
-            slots: For each group the positions' slots, ``[tokens]``, on the device.
-        """
-        metadata: dict[str, Any] = {}
-        common = self._common(positions, at)
-        for table, own_slots, builders in zip(tables, slots, self._builders, strict=True):
-            pages = table.expand(common.num_reqs, -1).contiguous()
-            own = common.replace(block_table_tensor=pages, slot_mapping=own_slots)
-            for names, builder in builders:
-                metadata |= dict.fromkeys(names, builder.build(common_prefix_len=0, common_attn_metadata=own))
-        return metadata
-
-    def _common(self, positions: torch.Tensor, at: torch.Tensor) -> CommonAttentionMetadata:
-        """Describe each run of neighbouring positions as one request on the same pages: its mask, window and all, is exact.
-
-        The pages, each group's own, are still to be filled in.
-        """
-        count = len(positions)
-        breaks = torch.nonzero(gaps(positions)).flatten() + 1
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), breaks])
-        ends = torch.cat([breaks, torch.tensor([count])])
-        query_starts = torch.cat([starts, ends[-1:]]).to(torch.int32)
-        lengths = (positions[ends - 1] + 1).to(torch.int32)
-        return CommonAttentionMetadata(
-            query_start_loc=sent(query_starts, self._device),
-            query_start_loc_cpu=query_starts,
-            seq_lens=sent(lengths, self._device),
-            num_reqs=len(starts),
-            num_actual_tokens=count,
-            max_query_len=int((ends - starts).max()),
-            max_seq_len=int(lengths.max()),
-            block_table_tensor=torch.empty(0),
-            slot_mapping=torch.empty(0),
-            causal=True,
-            positions=at,
-            is_prefilling=torch.ones(len(starts), dtype=torch.bool),
-            seq_lens_cpu_upper_bound=lengths,
-        )
-
-
-def _builders(
-    group: KVCacheGroupSpec, layers: Mapping[str, Any], config: VllmConfig, device: torch.device
-) -> list[tuple[list[str], Any]]:
-    """Return metadata builders of our own for the layers of ``group``, one for those that share a backend and a kind of KV."""
-    shared: dict[Any, list[str]] = {}
-    for name in group.layer_names:
-        spec = group.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs):
-            spec = spec.kv_cache_specs[name]
-        shared.setdefault((layers[name].get_attn_backend(), spec), []).append(name)
-    return [
-        (names, backend.get_builder_cls()(spec, names, config, device)) for (backend, spec), names in shared.items()
-    ]
+# Passes of so few tokens take Python longer than a GPU, even where they are one run, which vLLM's attention would serve better.
+_FEW = 256
 
 
 class PagedModel:
@@ -149,6 +78,7 @@ class PagedModel:
         self._max_runs = self._max_tokens if current_platform.is_cpu() else int(scheduler.max_num_seqs)
         self._before_layer: Callable[[int], None] | None = None
         self.kernels: Kernels | None = None
+        self.graphs: PagedGraphs | None = None
         self._metadata = PassMetadata(
             dict(zip(self.names, self.attention, strict=True)), vllm_config, kv_cache_config, device
         )
@@ -235,6 +165,18 @@ class PagedModel:
         plain = [pages for pages in self._pages if isinstance(pages, LayerKV)]
         return kernels_for(self.attention, plain, self.config) if len(plain) == self.num_layers else None
 
+    def find_graphs(self, agree: Callable[[bool], bool]) -> PagedGraphs | None:
+        """Return what replays this model's passes, if its kernels serve them and something may be captured."""
+        eager = self.device.type != "cuda" or self.config.model_config.enforce_eager
+        if eager or self.kernels is None or len(self.groups) > 1:
+            return None
+        pages = -(-self.config.model_config.max_model_len // self.block_size), self.block_size
+        return PagedGraphs(self.scatter, self.look, self.kernels.arrivals.wait, agree, pages, self.device)
+
+    def graphs_for(self, positions: torch.Tensor) -> PagedGraphs | None:
+        """Return the graphs if they suit a pass over ``positions``, ``[tokens]``, in host memory."""
+        return self.graphs if len(positions) <= _FEW or self.scatters(positions) else None
+
     # The model's own forward.
 
     def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
@@ -269,27 +211,95 @@ class PagedModel:
         """
         at = sent(positions, self.device)
         slots = [sent(pages.at(group, positions), self.device) for group in range(len(self.groups))]
-        stops = stop_layer is not None
         with (
             self._attention_at(positions, at, pages, slots) as metadata,
-            set_forward_context(
-                metadata,
-                self.config,
-                num_tokens=len(positions),
-                slot_mapping=self._of_layers(slots),
-                skip_compiled=stops or not compiled,
-            ),
             self._stopping_at(stop_layer),
+        ):
+            try:
+                rotated = at + rotate_by if rotate_by else at
+                return self._pass(ids, rotated, metadata, slots, before_layer, compiled=compiled and stop_layer is None)
+            except StopForward as stop:
+                return stop.fresh
+
+    def scatter(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        table: torch.Tensor,
+        before_layer: Callable[[int], None],
+    ) -> Gave:
+        """Run tokens with the kernels' attention and nothing but what is on the device: this may be captured.
+
+        Args:
+            ids: Token ids, ``[tokens]``.
+            positions: Where they stand, ``[tokens]``.
+            slots: Where their KV goes, ``[tokens]``, in all layers.
+            table: The sequence's pages, int32.
+            before_layer: As in :meth:`forward`.
+        """
+        assert self.kernels is not None
+        with self.kernels.attending():
+            metadata = self._of_layers([Scattered(positions, table)])
+            return Gave(self._pass(ids, positions, metadata, [slots], before_layer))
+
+    def look(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        shares: torch.Tensor,
+        before_layer: Callable[[int], None],
+    ) -> Gave:
+        """Run a question's tokens as :meth:`scatter` does, but over a copy of the sequence's KV; nothing is written.
+
+        Args:
+            ids: As in :meth:`scatter`.
+            positions: Likewise.
+            slots: For each group where the KV of the positions from 0 on is, ``[keys]``; anywhere for what no token sees.
+            shares: ``[tokens]``, fp32: how much each token's attention counts.
+            before_layer: As in :meth:`forward`.
+        """
+        assert self.kernels is not None
+        sums = torch.zeros(max(int(x.num_kv_heads) for x in self.attention), len(slots[0]), device=self.device)
+
+        def read(layer: int) -> LayerKV:
+            before_layer(layer)
+            return self.read(layer, slots[self.group_of[layer]])
+
+        with self.kernels.watching(read, positions, shares, sums):
+            return Gave(self.run_unwritten(ids, positions), sums)
+
+    def run_unwritten(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Call the model as :meth:`run` does where vLLM's attention has been replaced: without slots it stores nothing."""
+        config, names = self.config, dict.fromkeys(self.names)
+        fused = bool(config.compilation_config.pass_config.fuse_attn_quant)
+        with set_forward_context(names, config, num_tokens=len(positions), slot_mapping={}, skip_compiled=fused):
+            return self.run(ids, positions)
+
+    def _pass(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: dict[str, Any],
+        slots: Sequence[torch.Tensor],
+        before_layer: Callable[[int], None],
+        compiled: bool = True,
+    ) -> torch.Tensor:
+        """Run tokens at ``positions`` on the device, with attention as ``metadata`` and KV in ``slots`` of each group."""
+        with set_forward_context(
+            metadata,
+            self.config,
+            num_tokens=len(positions),
+            slot_mapping=self._of_layers(slots),
+            skip_compiled=not compiled,
         ):
             try:
                 before_layer(0)
                 self._before_layer = before_layer
-                hidden = self.run(ids, at + rotate_by if rotate_by else at)
-            except StopForward as stop:
-                return stop.fresh
+                return self.run(ids, positions)
             finally:
                 self._before_layer = None
-        return hidden
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Call the model with ``ids``, ``[tokens]``, in host memory, at ``positions`` on the device, as vLLM's runner does.
@@ -315,6 +325,13 @@ class PagedModel:
         if self._before_layer is not None and (index := self.names.index(name) + 1) < self.num_layers:
             self._before_layer(index)
 
+    def scatters(self, positions: torch.Tensor) -> bool:
+        """Say whether the kernels attend in a pass over ``positions``, ``[tokens]``, in host memory."""
+        if self.kernels is None:
+            return False
+        runs = int(gaps(positions).sum()) + 1
+        return runs > self._max_runs or self.kernels.are_faster(len(positions), runs)
+
     @contextmanager
     def _stopping_at(self, layer: int | None) -> Iterator[None]:
         if layer is None:
@@ -331,8 +348,8 @@ class PagedModel:
         self, positions: torch.Tensor, at: torch.Tensor, pages: Pages, slots: Sequence[torch.Tensor]
     ) -> Iterator[dict[str, Any]]:
         """Choose the attention of a pass over ``positions``, ``at`` on the device; yield its metadata for each layer."""
-        runs = int(gaps(positions).sum()) + 1
-        if self.kernels is not None and (runs > self._max_runs or self.kernels.are_faster(len(positions), runs)):
+        if self.scatters(positions):
+            assert self.kernels is not None
             scattered = [Scattered(at, table[0]) for table in pages.tables]
             with self.kernels.attending():
                 yield self._of_layers(scattered)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
-from vllm.forward_context import set_forward_context
 
 from cacheblend_rag.blending.bulk import StoredLayers
 from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.rope import Move, Rope, rope_of_runs, two_runs
 from cacheblend_rag.blending.target import BlendTarget, Watch
 from cacheblend_rag.blending.transfer import sent
+from cacheblend_rag.engines.vllm.graphs import Gave, Given
 from cacheblend_rag.engines.vllm.kernels import attention_replaced
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import MissingPageError, Pages
@@ -55,38 +55,21 @@ class WatchedPass(Watch):
         self._total = torch.zeros(len(ids), device=paged.device)
         # In host memory, and on the device.
         self._at = self._positions = torch.empty(0, dtype=torch.int64)
-        self._shares = torch.empty(0)
         self._watched = 0
-        # For what a pass sees, from one position to another: where it is in each group's pages, and the kernel's sums.
+        # For what a pass sees, from one position to another: where it is in each group's pages.
         self._slots: dict[tuple[int, int, int], torch.Tensor] = {}
-        self._sums: dict[tuple[int, int, int], torch.Tensor] = {}
 
     @torch.inference_mode()
     def run(self, positions: torch.Tensor) -> None:
         """Run the tokens at ascending ``positions``, ``[tokens]``, in host memory; every later call's lie behind them."""
         paged = self._paged
         self._at, self._positions = positions, sent(positions, paged.device)
-        watched = positions >= self._watch_from
-        self._shares = sent(watched.float(), paged.device)
-        config = paged.config
-        with (
-            attention_replaced(paged.attention, self._attend_layer),
-            set_forward_context(
-                dict.fromkeys(paged.names),
-                config,
-                num_tokens=len(positions),
-                slot_mapping={},  # without slots vLLM stores nothing
-                skip_compiled=bool(config.compilation_config.pass_config.fuse_attn_quant),
-            ),
-        ):
-            paged.run(self._ids[positions], self._positions)
-        self._watched += int(watched.sum())
+        with attention_replaced(paged.attention, self._attend_layer):
+            paged.run_unwritten(self._ids[positions], self._positions)
+        self._watched += int((positions >= self._watch_from).sum())
 
     def mean(self) -> torch.Tensor:
         """Attention to each token of the prompt, ``[prompt tokens]``, fp32, mean over layers, heads and watched tokens."""
-        for (first, end, _), sums in self._sums.items():
-            self._total[first:end] += sums.sum(0)
-        self._sums.clear()
         return self._total / (len(self._paged.attention) * self._watched)
 
     def _attend_layer(
@@ -108,17 +91,8 @@ class WatchedPass(Watch):
         self._computed[layer].append((self._at, self._positions, fresh))
         window = self._paged.window(layer)
         first = 0 if window is None else max(0, int(self._at[0]) - window + 1)
-        kv, kernels = self._visible(layer, first), self._paged.kernels
-        if kernels is None or not kernels.can_watch:
-            found = self._attend(module.impl, query, kv, first, window)
-            return output.copy_(found.view_as(output))
-        kv_heads, seen = kv.k.shape[:2]
-        where = first, first + seen, kv_heads
-        if where not in self._sums:
-            self._sums[where] = torch.zeros(kv_heads, seen, device=query.device)
-        positions = self._positions - first if first else self._positions
-        kernels.watch(module, query, kv, positions, self._shares, self._sums[where], output)
-        return output
+        found = self._attend(module.impl, query, self._visible(layer, first), first, window)
+        return output.copy_(found.view_as(output))
 
     def _visible(self, layer: int, first: int) -> LayerKV:
         """Return the KV of position ``first`` to the last that runs: the pages', and over it what this computed."""
@@ -179,6 +153,38 @@ class WatchedPass(Watch):
         return out
 
 
+class KernelWatch(Watch):
+    """Runs a question with the kernels, by a graph if there is one; keeps nothing from one part of it to the next."""
+
+    def __init__(self, target: PagedTarget, paged: PagedModel, watch_from: int, before_layer: Callable[[int], None]):
+        self._target, self._paged, self._watch_from, self._before_layer = target, paged, watch_from, before_layer
+        self._asked = torch.empty(0, dtype=torch.int64)
+        self._total = torch.zeros(len(target.ids), device=paged.device)
+
+    @torch.inference_mode()
+    def run(self, positions: torch.Tensor) -> None:
+        """Run the tokens at ascending ``positions``, ``[tokens]``, in host memory, and those before them, uncounted."""
+        target, device = self._target, self._paged.device
+        self._asked = asked = torch.cat([self._asked, positions])
+        shares = (asked >= max(self._watch_from, int(positions[0]))).float()
+        given = Given(target.ids[asked], asked, target.pages, shares)
+        graphs = self._paged.graphs if target.placed else None
+        gave = None if graphs is None else graphs.run(given)
+        if gave is None:
+            slots = [pad(own, (0, len(self._total) - len(own))) for own in target.pages.on_device]
+            on_device = sent(asked, device), slots, sent(shares, device)
+            gave = self._paged.look(given.ids, *on_device, self._before_layer)
+            target.due = None if graphs is None else graphs.ran(given, gave)
+        assert gave.sums is not None
+        seen = min(len(self._total), gave.sums.shape[1])
+        self._total[:seen] += gave.sums.sum(0)[:seen]
+
+    def mean(self) -> torch.Tensor:
+        """Attention to each token of the prompt, ``[prompt tokens]``, fp32, mean over layers, heads and watched tokens."""
+        watched = int((self._asked >= self._watch_from).sum())
+        return self._total / (len(self._paged.attention) * watched)
+
+
 def all_ranks(ok: bool) -> bool:
     """Return whether ``ok`` holds on every tensor-parallel rank."""
     group = get_tp_group()
@@ -196,11 +202,18 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 class PagedTarget(BlendTarget):
-    """One prompt being blended into its blocks."""
+    """One prompt being blended into its blocks.
+
+    Attributes:
+        placed: Whether all that is stored is in place, or on its way.
+        due: Captures the last pass, if that is due.
+    """
 
     def __init__(self, paged: PagedModel, rope: Rope, token_ids: Sequence[int], pages: Pages):
         """Fill ``pages`` with the KV of ``token_ids``."""
         self._paged, self.rope, self.pages = paged, rope, pages
+        self.placed = False
+        self.due: Callable[[], None] | None = None
         self.ids = torch.tensor(token_ids)
         self.num_layers, self.device = paged.num_layers, paged.device
         self.hidden: torch.Tensor | None = None
@@ -213,15 +226,23 @@ class PagedTarget(BlendTarget):
         kernels = self._paged.kernels
         if kernels is None or len(self.pages.on_device) > 1:  # groups of layers have pages of their own
             return None
-        return kernels.place_layers(stored, self.pages.on_device[0][stored.positions])
+        waiting = kernels.place_layers(stored, self.pages.on_device[0][stored.positions])
+        self.placed = waiting is not None
+        return waiting
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
-        result = self._paged.forward(self.ids[positions], positions, self.pages, before_layer, stop_layer)
-        if isinstance(result, LayerKV):
-            return result
-        self.hidden = result
+        given = Given(self.ids[positions], positions, self.pages)
+        graphs = self._paged.graphs_for(positions) if self.placed and stop_layer is None else None
+        gave = None if graphs is None else graphs.run(given)
+        if gave is None:
+            result = self._paged.forward(given.ids, positions, self.pages, before_layer, stop_layer)
+            if isinstance(result, LayerKV):
+                return result
+            gave = Gave(result)
+            self.due = None if graphs is None else graphs.ran(given, gave)
+        self.hidden = gave.hidden
         return None
 
     @property
@@ -229,8 +250,11 @@ class PagedTarget(BlendTarget):
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`: attention by distance alone (ALiBi) is not watched."""
         return all(getattr(each.impl, "alibi_slopes", None) is None for each in self._paged.attention)
 
-    def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> WatchedPass:
+    def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> Watch:
         """See :class:`~cacheblend_rag.blending.target.BlendTarget`. Nothing is written: positions without blocks may be run."""
+        paged = self._paged
+        if paged.kernels is not None and paged.kernels.can_watch:
+            return KernelWatch(self, paged, watch_from, before_layer)
         return WatchedPass(self._paged, self.ids, self.pages, before_layer, watch_from)
 
     def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:

@@ -122,6 +122,7 @@ class WorkerSide:
 
     def _begin(self, device: torch.device) -> None:
         assert self._paged is not None and self._rope is not None
+        self._paged.graphs = self._paged.find_graphs(all_ranks)
         self.saver.bind(self._paged, self._rope)
         self._page_lock = partial(page_lock_for, self._entries.store, device)
         hand, writer = None, self._entries.writer

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tests.engines.vllm.engines import (
     save_model,
     start,
 )
+from tests.engines.vllm.test_graphs import captured, in_worker
 from tests.engines.vllm.test_parity import rank
 
 ON_GPU = torch.cuda.is_available()
@@ -329,3 +331,31 @@ def test_every_answer_says_that_it_was_blended(engine) -> None:
         assert (answer.mode, answer.policy, answer.missing) == ("blend", settings.policy or "static-query", ()), (
             answer.reason
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_on_a_gpu_replayed_passes_are_off_by_no_more_than_rounding_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to the worker
+    model = save_model(FAMILIES["llama"][0](), tmp_path / "model")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
+    scenes = [Scene(seed, chunk_tokens=(90, 150, 150, 61), question=9) for seed in range(30, 34)]
+    options = {"enforce_eager": False, "max_model_len": None, "dtype": "bfloat16", "generated": True}
+    # Stored KV in page-locked RAM is placed at once; only then passes are replayed.
+    room = {"ram_budget": 1 << 28, "num_gpu_blocks_override": BLOCKS}
+    with start(tmp_path / "model", tmp_path / "store", header=scenes[0].header, **options, **room) as engine:
+        for scene in scenes:
+            scene.header = scenes[0].header
+            rank(engine, scene)
+        for settings in (STATIC, ASKED, REUSE):
+            for scene in scenes:
+                limit = LIMIT * rounding(engine, model, scene)
+                error = off(asked(engine, scene, settings), expected(engine, model, settings, scene))
+                assert error < limit, (settings, scene, error / limit)
+        kinds = in_worker(engine, captured)
+        assert any(looked for _, looked in kinds), "no question was captured"
+        assert any(not looked for _, looked in kinds), "no blend was captured"

@@ -1,0 +1,119 @@
+"""A real vLLM whose passes are replayed, by running them again with what they read from the device: the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from cacheblend_rag.blending.settings import BlendSettings
+from tests.blending import reference
+from tests.blending.prompts import Scene
+from tests.conftest import INTERPRETED
+from tests.engines.vllm.engines import FULL, SHAPE, first_logprobs, run, save_model, start
+from tests.engines.vllm.test_parity import chosen_by
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or compiles for this machine's GPU"),
+]
+
+
+def replay_passes(worker: Any) -> None:
+    """In the worker: place all layers at once, and capture passes by keeping what runs them."""
+    from cacheblend_rag.blending import reads
+    from cacheblend_rag.blending.bulk import StoredLayers
+    from cacheblend_rag.engines.vllm import graphs
+    from cacheblend_rag.engines.vllm.target import all_ranks
+    from cacheblend_rag.engines.vllm.worker import _worker_side
+    from cacheblend_rag.store.kv import ChunkKV, LayerKV, join_tokens
+
+    reads._CPUReads.in_place = True  # type: ignore[misc]
+    ChunkKV.blocks = lambda self, begin, end: []  # type: ignore[method-assign]
+    paged = _worker_side()._paged
+    assert paged is not None and paged.kernels is not None
+    kernels = paged.kernels
+
+    def place_layers(stored: StoredLayers, slots: torch.Tensor) -> Callable[[int], None]:
+        for layer in range(stored.first, paged.num_layers if stored.spans else 0):
+            parts = [
+                LayerKV(*(t[:, span.skip : span.skip + span.end - span.start] for t in span.kv.layer(layer)))
+                for span in stored.spans
+            ]
+            kernels.place(layer, join_tokens(parts), stored.moves[layer], slots)
+        return lambda layer: None
+
+    def capture(run: Callable[[], graphs.Gave], pool: Any) -> Any:
+        left = run()
+        for tensor in left:
+            if tensor is not None:
+                tensor.fill_(float("nan"))  # capturing gives no numbers
+
+        def replay() -> None:
+            worker.replayed += 1
+            for tensor, again in zip(left, run(), strict=True):
+                if tensor is not None:
+                    tensor.copy_(again)
+
+        return left, replay, pool
+
+    worker.replayed = 0
+    kernels.place_layers = place_layers  # type: ignore[method-assign, assignment]
+    graphs.capture = capture  # type: ignore[assignment]
+    pages = 1024 // paged.block_size, paged.block_size
+    paged.graphs = graphs.PagedGraphs(paged.scatter, paged.look, lambda layer: None, all_ranks, pages, paged.device)
+
+
+def captured(worker: Any) -> list[tuple[int, bool]]:
+    """In the worker: return what kinds of passes were captured."""
+    from cacheblend_rag.engines.vllm.worker import _worker_side
+
+    paged = _worker_side()._paged
+    assert paged is not None and paged.graphs is not None
+    return list(paged.graphs._replays.passes)
+
+
+def replayed(worker: Any) -> int:
+    """In the worker: return how many passes were replayed."""
+    count: int = worker.replayed
+    return count
+
+
+def in_worker(engine: Any, ask: Callable[[Any], Any]) -> Any:
+    return run(engine, engine.llm.collective_rpc(ask))[0]
+
+
+def test_passes_that_are_replayed_are_the_reference_wherever_their_pages_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to the worker
+    model = save_model(hf.Qwen3Config(**{**SHAPE, "num_hidden_layers": 3}, head_dim=32), tmp_path / "model")
+    # Of other tokens each, the last of fewer, which are padded.
+    scenes = [Scene(seed, chunk_tokens=(50, 40, 61 - 3 * (seed == 4)), question=9) for seed in range(5)]
+    with start(tmp_path / "model", tmp_path / "store", header=scenes[0].header, enforce_eager=False) as engine:
+        assert engine.gate.passed, engine.gate.reason
+        in_worker(engine, replay_passes)
+        for seed, scene in enumerate(scenes):
+            scene.header = scenes[0].header
+            engine.precompute(scene.chunks)
+            got = first_logprobs(engine, scene.prompt, BlendSettings(0.3, "hkvd", (1,)))
+            want = reference.blend(model, scene.header, scene.parts(), 0.3, (1,)).logits.float().log_softmax(-1)
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+            # The second of its kind was captured and tried; those behind it are replayed.
+            assert in_worker(engine, captured) == [[64, False]] * (seed > 0)
+            assert in_worker(engine, replayed) == seed
+        for seed, scene in enumerate(scenes[1:]):
+            _, want = chosen_by(engine, model, "query", scene)
+            engine.reset_prefix_cache()
+            got = first_logprobs(engine, scene.prompt, BlendSettings(0.3, "query", (1,)))
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+            # The question's pass is replayed like the other, once it has been captured.
+            assert in_worker(engine, captured) == [[64, False], [32, True]][: 1 + (seed > 0)]
+            assert in_worker(engine, replayed) == 5 + 2 * seed
+        full = first_logprobs(engine, scenes[0].prompt, FULL)
+        assert (first_logprobs(engine, scenes[0].prompt, BlendSettings(1.0)) - full).abs().max() < 1e-4
