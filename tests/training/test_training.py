@@ -1,6 +1,7 @@
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from random import Random
 
@@ -165,6 +166,7 @@ def test_a_batch_is_padded_without_loss():
 def run_training(folder, monkeypatch, *extra, fail_at=None):
     monkeypatch.setattr(train, "CURRICULUM", TINY)
     monkeypatch.setattr(train, "CONTINUED", TINY[:1])
+    monkeypatch.setattr(train, "ModelShape", partial(ModelShape, hidden=64, heads=2, kv_heads=1, head_dim=32, mlp=64))
     losses, calls = train.losses, []
 
     def counted(model, batch, verdict_weight):
