@@ -42,15 +42,22 @@ def test_blends_equal_the_reference_on_the_cpu(device: str, family: str) -> None
         assert (got.cpu() - want.logits).abs().max() < 1e-3
 
 
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, tuple[TransformersEngine, TransformersEngine]]:
+    """By device, an engine there and one on the CPU with the same chunks, once a test has made them."""
+    return {}
+
+
 @pytest.mark.parametrize("policy", ["static", "static-query", "query", "hybrid", "random", "sink"])
-def test_every_policy_chooses_as_on_the_cpu(device: str, policy: str) -> None:
+def test_every_policy_chooses_as_on_the_cpu(device: str, policy: str, pairs) -> None:
     scene = Scene()
+    if device not in pairs:
+        there = engine_on(device, "llama", scene, ranking="now")
+        pairs[device] = there, engine_for(make_model(BLENDED["llama"]()), scene, ranking="now")
+        for engine in pairs[device]:
+            engine.precompute(scene.chunks)
     found = []
-    for engine in (
-        engine_on(device, "llama", scene, ranking="now"),
-        engine_for(make_model(BLENDED["llama"]()), scene, ranking="now"),
-    ):
-        engine.precompute(scene.chunks)
+    for engine in pairs[device]:
         logits, recomputed, result = blended_logits(engine, scene, BlendSettings(0.25, policy))
         assert result.policy == policy
         found.append((logits.cpu(), recomputed))
@@ -60,7 +67,7 @@ def test_every_policy_chooses_as_on_the_cpu(device: str, policy: str) -> None:
 
 
 def test_kv_from_disk_is_copied_behind_the_computation_and_gives_the_same_answer(device: str, tmp_path: Path) -> None:
-    scene = Scene(chunk_tokens=(300, 200, 400, 250))
+    scene = Scene(chunk_tokens=(75, 50, 100, 60))
     in_ram = engine_on(device, "llama", scene)
     in_ram.precompute(scene.chunks)
     want = in_ram.generate(scene.prompt, ANSWER, BlendSettings(ratio=0.2))
