@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -22,6 +20,7 @@ from cacheblend_rag.lab.realm.passages import Passage
 from cacheblend_rag.lab.realm.pretrain import MASKED, Pretraining, PretrainSettings, pretrain
 from cacheblend_rag.lab.realm.runs import RunDirectory
 from tests.lab.realm.conftest import SHAPE
+from tests.lab.realm.trainers import training
 
 CPU = torch.device("cpu")
 
@@ -170,29 +169,6 @@ def test_other_settings_or_another_run_in_the_directory_are_refused(
         replace(how, steps=-1)
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-import torch
-from cacheblend_rag.lab.realm.model import Shape
-from cacheblend_rag.lab.realm.pretrain import PretrainSettings, pretrain
-from tests.lab.realm.conftest import SHAPE, articles
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    steps = int(sys.argv[3])
-    how = PretrainSettings(sys.argv[1], SHAPE, warm_steps=4, warm_batch=4, steps=steps, batch=2, candidates=2, refresh_every=5)
-    pretrain(articles(), Path(sys.argv[2]), how, torch.device("cpu"), lambda done, of, at: print(int(done), at, flush=True))
-"""
-
-
-def start(bert: Path, output: Path, steps: int) -> subprocess.Popen[str]:
-    file = output.parent / "trainer.py"
-    file.write_text(SCRIPT)
-    command = [sys.executable, str(file), str(bert), str(output), str(steps)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
 def refreshers(trainer: int) -> list[int]:
     """Return the processes that a trainer has started."""
     found = Path(f"/proc/{trainer}/task/{trainer}/children").read_text().split()
@@ -204,46 +180,32 @@ def refreshers(trainer: int) -> list[int]:
 def test_killing_trainer_or_refresher_loses_nothing_and_the_trainer_never_waits(bert: Path, tmp_path: Path) -> None:
     output, steps = tmp_path / "run", 20_000
     run = RunDirectory(output)
-    trainer = start(bert, output, steps)
-    assert trainer.stdout is not None
-    killed_refresher = killed_trainer = False
-    known = 0
-    for line in trainer.stdout:
-        done, _, at = line.strip().partition(" ")
-        if at != "masked spans":
-            continue
-        newest = newest_step(run.index) or 0
-        # Once an index was renewed: kill the process that did, and see another one renew it.
-        if not killed_refresher and newest > 0:
-            (pid,) = refreshers(trainer.pid)
-            os.kill(pid, signal.SIGKILL)
-            killed_refresher, known = True, newest
-        elif killed_refresher and newest > known + 5:
-            trainer.kill()
-            trainer.wait()
-            killed_trainer = True
-            break
-        assert int(done) < steps, "the index was not renewed in time"
-    trainer.stdout.close()
-    assert killed_trainer
+    with training(bert, output, steps) as (trainer, told):
+        known = 0
+        while True:
+            done, at = told.recv()
+            newest = newest_step(run.index) or 0
+            # Once an index was renewed: kill the process that did, and see another one renew it.
+            if at == "masked spans" and not known and newest > 0:
+                (pid,) = refreshers(trainer)
+                os.kill(pid, signal.SIGKILL)
+                known = newest
+            elif known and newest > known + 5:
+                break
+            assert done < steps, "the index was not renewed in time"
     checkpoint = run.newest()
     assert checkpoint is not None
-    assert checkpoint[1] >= int(done) - 5
+    assert checkpoint[1] >= done - 5
     # What is there is whole.
     PassageIndex.load(run.index)
-    trainer = start(bert, output, steps)
-    assert trainer.stdout is not None
-    again = trainer.stdout.readline().split()
-    assert int(again[0]) == checkpoint[1] + 1
-    # While its refresher stands still, the trainer takes its steps, and its index grows old.
-    (stopped,) = refreshers(trainer.pid)
-    os.kill(stopped, signal.SIGSTOP)
-    last = int(again[0]) + 40
-    while int(trainer.stdout.readline().split()[0]) < last:
-        pass
-    trainer.kill()
-    trainer.wait()
-    trainer.stdout.close()
+    with training(bert, output, steps) as (trainer, told):
+        first, _ = told.recv()
+        assert first == checkpoint[1] + 1
+        # While its refresher stands still, the trainer takes its steps, and its index grows old.
+        (stopped,) = refreshers(trainer)
+        os.kill(stopped, signal.SIGSTOP)
+        while told.recv()[0] < first + 40:
+            pass
     os.kill(stopped, signal.SIGKILL)
     rows = [row for row in run.metrics() if row["stage"] == MASKED]
     assert [row["step"] for row in rows] == list(range(len(rows)))
