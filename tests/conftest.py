@@ -8,7 +8,6 @@ import os
 import re
 import socket
 from collections.abc import Generator, Iterator
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,17 +20,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+import tests.interpreted  # noqa: F401
+
 if TYPE_CHECKING:
     from tests.server.running import RunningServer
-
-# Without a GPU, Triton's interpreter runs the kernels. Triton wants to know when it is imported, and vLLM imports it; what the
-# tests start must not know: there, blends do without kernels. A run that was itself told to interpret goes on so.
-INTERPRETED = find_spec("triton") is not None and not Path("/dev/nvidiactl").exists()
-if INTERPRETED and "TRITON_INTERPRET" not in os.environ:
-    os.environ["TRITON_INTERPRET"] = "1"
-    import triton.language  # noqa: F401
-
-    del os.environ["TRITON_INTERPRET"]
 
 # No test may fail because the machine is busy.
 hypothesis.settings.register_profile("patient", deadline=None)

@@ -7,7 +7,7 @@ import multiprocessing
 TRACED = ("VLLM_CPU_CI_ENV", "1")
 """Lets vLLM's CPU build trace a model, as it does by default, but generate no C++ of it, which takes half a minute."""
 
-_modules = ["__main__"]
+_modules = ["__main__", "tests.interpreted"]
 
 
 def preload(*modules: str) -> None:

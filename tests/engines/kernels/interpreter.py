@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import INTERPRETED
+from tests.interpreted import INTERPRETED
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,6 @@ from vllm.utils import system_utils
 
 from tests.forking import preload
 
-_INTERPRETED = "TRITON_INTERPRET" in os.environ
-"""Whether this run was started so, and the server that it forks from with it."""
-
 
 class EnvironedProcess(ForkServerProcess):
     """Takes environment and folder of the process that starts it, as a spawned one would, not those of the server it is from."""
@@ -43,8 +40,6 @@ class _Context(ForkServerContext):
 
 
 def _context() -> Any:
-    if "TRITON_INTERPRET" in os.environ and not _INTERPRETED:  # which Triton reads when it is imported
-        return multiprocessing.get_context("spawn")
     # An engine's process has no threads yet when it starts its workers.
     return _Context() if process.parent_process() is None else multiprocessing.get_context("fork")
 
