@@ -40,10 +40,12 @@ DEVICES = [
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]),
     pytest.param("cpu", marks=pytest.mark.skipif(ON_GPU, reason="this vLLM is for the GPU")),
 ]
-WIDE = {**SHAPE, "hidden_size": 256, "initializer_range": 0.07, "max_position_embeddings": 8192}
+SCALE = 2 if ON_GPU else 1
+"""A CPU computes half of what is long: prompts, steps and room keep their proportions."""
+WIDE = {**SHAPE, "hidden_size": 256, "initializer_range": 0.07, "max_position_embeddings": 4096 * SCALE}
 """Heads of 64 dimensions; logits are spread, and rounding is not blown up from layer to layer."""
 BLOCK = 16 if ON_GPU else 128
-BLOCKS = 12288 // BLOCK
+BLOCKS = 6144 * SCALE // BLOCK
 """vLLM's pages, of ``BLOCK`` tokens: room for two long prompts and a half."""
 _MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 FAMILIES: dict[str, tuple[Callable[[], Any], int]] = {
@@ -52,9 +54,9 @@ FAMILIES: dict[str, tuple[Callable[[], Any], int]] = {
     "gemma3": (lambda: hf.Gemma3TextConfig(**WIDE, head_dim=64, sliding_window=512, layer_types=_MIXED), 3 * BLOCKS),
 }
 SHORT = Scene(chunk_tokens=(90, 150, 150, 61), question=9)
-LONG = Scene(seed=1, chunk_tokens=(900, 1100, 1100, 1000), question=12)
+LONG = Scene(seed=1, chunk_tokens=[SCALE * tokens for tokens in (450, 550, 550, 500)], question=12)
 LONG.header = SHORT.header
-STEP = 2048
+STEP = 1024 * SCALE
 """Tokens of a step: a long prompt takes three."""
 REUSE, ALL, STATIC = BlendSettings(0.0), BlendSettings(1.0), BlendSettings(0.15, "static")
 ASKED = BlendSettings(0.15, "static-query")
@@ -223,10 +225,10 @@ def test_that_limit_finds_one_wrong_chunk(engine, model, fault: Callable[[ChunkK
 
 
 def test_what_the_prefix_cache_has_is_used_and_right(engine, model) -> None:
-    prompt = plain(3, 3000)
+    prompt = plain(3, 1500 * SCALE)
     limit = LIMIT * rounding(engine, model, SHORT)
     engine.reset_prefix_cache()
-    for cached in (0, 2800):
+    for cached in (0, 1400 * SCALE):
         spoken = run(engine, speak(engine, prompt, FULL, 4))
         assert spoken.num_cached_tokens >= cached
         said_right(model, prompt, spoken, limit)
