@@ -13,9 +13,9 @@ import transformers as hf
 from cacheblend_rag.blending.settings import BlendSettings
 from tests.blending import reference
 from tests.blending.prompts import Scene
-from tests.conftest import INTERPRETED
 from tests.engines.vllm.engines import FULL, SHAPE, first_logprobs, run, save_model, start
 from tests.engines.vllm.test_parity import chosen_by
+from tests.interpreted import INTERPRETED
 
 pytestmark = [
     pytest.mark.slow,

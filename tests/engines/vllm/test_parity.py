@@ -49,8 +49,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": (lambda: hf.MixtralConfig(**SHAPE, num_local_experts=4), {}),
     "llama, two ranks": (lambda: hf.LlamaConfig(**SHAPE), {"tensor_parallel_size": 2}),
 }
-SCENE = Scene(chunk_tokens=(150, 90, 170, 61), question=9)
-ANSWER = SamplingParams(max_tokens=12)
+# The second runner's own kernels are interpreted: a step takes long, and so does a long prompt.
+V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+SCENE = Scene(chunk_tokens=(50, 40, 61) if V2 else (150, 90, 170, 61), question=9)
+ANSWER = SamplingParams(max_tokens=4 if V2 else 12)
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -68,8 +70,7 @@ def want(model: Any, ratio: float, missing: tuple[int, ...] = ()) -> torch.Tenso
 
 def test_the_worker_says_what_it_runs_on(engine) -> None:
     found = ask_worker(engine, "cacheblend_backend")
-    runner = "V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "V1"
-    assert (found["runner"], found["attention"]) == (runner, "CPU_ATTN")
+    assert (found["runner"], found["attention"]) == ("V2" if V2 else "V1", "CPU_ATTN")
 
 
 def test_the_gate_passes(engine) -> None:
