@@ -99,7 +99,7 @@ class Kernels:
     """The kernels, bound to a model's attention layers.
 
     Attributes:
-        can_watch: Whether :meth:`watching` serves all of them.
+        can_watch: Whether :meth:`watch` serves all of them.
     """
 
     def __init__(self, layers: Sequence[Any], pages: Sequence[LayerKV]):
@@ -113,42 +113,26 @@ class Kernels:
         """Say whether to attend with ours, for so many tokens in so many runs of neighbours."""
         return tokens * self._group < runs * _ROWS
 
-    def watching(
+    def watch(
         self,
-        read: Callable[[int], LayerKV],
+        layer: Any,
+        query: torch.Tensor,
+        kv: LayerKV,
         positions: torch.Tensor,
         shares: torch.Tensor,
         sums: torch.Tensor,
-    ) -> AbstractContextManager[None]:
-        """Replace vLLM's attention by one over what ``read`` copies of a layer's KV, and add up what is attended to.
+        output: torch.Tensor,
+    ) -> None:
+        """Write the attention of ``query`` to ``output``, as :func:`~cacheblend_rag.engines.vllm.watching.attend_and_sum` does.
 
-        Args:
-            read: Returns a copy of a layer's KV, of the sequence's positions from 0 on; what the pass computes goes over it.
-            positions: Of the tokens that run, ``[tokens]``, ascending, on the device.
-            shares: ``[tokens]``, fp32: how much each token's weights count.
-            sums: ``[kv_heads, keys]``, fp32; see :func:`~cacheblend_rag.engines.kernels.attention.add_shares`.
+        ``sums``, ``[kv_heads, keys]``: see :func:`~cacheblend_rag.engines.kernels.attention.add_shares`.
         """
         from cacheblend_rag.engines.kernels.attention import add_shares, attend
 
-        def watch(
-            index: int,
-            layer: Any,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            *_: Any,
-            output: torch.Tensor,
-            **__: Any,
-        ) -> torch.Tensor:
-            k, v = read(index)
-            k[:, positions], v[:, positions] = key.transpose(0, 1), value.transpose(0, 1)
-            scale, window = layer.impl.scale, layer.sliding_window
-            lse = torch.empty(query.shape[:2], device=query.device)
-            attend(query, k[None], v[None], positions, None, output, scale, 0.0, window, _sinks(layer), lse)
-            add_shares(query, k, positions, shares, lse, sums[: len(k)], scale, window)
-            return output
-
-        return attention_replaced(self._layers, watch)
+        scale, window = layer.impl.scale, layer.sliding_window
+        lse = torch.empty(query.shape[:2], device=query.device)
+        attend(query, kv.k[None], kv.v[None], positions, None, output, scale, 0.0, window, _sinks(layer), lse)
+        add_shares(query, kv.k, positions, shares, lse, sums[: len(kv.k)], scale, window)
 
     def place(self, layer: int, kv: LayerKV, move: Move | None, slots: torch.Tensor) -> None:
         """Write ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``slots``, ``[tokens]``, of the pages."""

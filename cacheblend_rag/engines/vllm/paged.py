@@ -32,6 +32,7 @@ from cacheblend_rag.engines.vllm.pages import (
     runs_in_pages,
     slots_of,
 )
+from cacheblend_rag.engines.vllm.watching import watching
 from cacheblend_rag.store.kv import LayerKV
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ class PagedModel:
         shares: torch.Tensor,
         before_layer: Callable[[int], None],
     ) -> Gave:
-        """Run a question's tokens as :meth:`scatter` does, but over a copy of the sequence's KV; nothing is written.
+        """Run a question's tokens over a copy of the sequence's KV and see what they attend to; nothing is written.
 
         Args:
             ids: As in :meth:`scatter`.
@@ -260,14 +261,13 @@ class PagedModel:
             shares: ``[tokens]``, fp32: how much each token's attention counts.
             before_layer: As in :meth:`forward`.
         """
-        assert self.kernels is not None
         sums = torch.zeros(max(int(x.num_kv_heads) for x in self.attention), len(slots[0]), device=self.device)
 
         def read(layer: int) -> LayerKV:
             before_layer(layer)
             return self.read(layer, slots[self.group_of[layer]])
 
-        with self.kernels.watching(read, positions, shares, sums):
+        with watching(self.attention, self.kernels, read, positions, shares, sums):
             return Gave(self.run_unwritten(ids, positions), sums)
 
     def run_unwritten(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

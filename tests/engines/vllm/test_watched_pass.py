@@ -12,10 +12,11 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
 from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.engines.vllm.graphs import Gave
 from cacheblend_rag.engines.vllm.kernels import Kernels
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import PageGroup, Pages
-from cacheblend_rag.engines.vllm.target import PagedTarget, WatchedPass
+from cacheblend_rag.engines.vllm.target import PagedTarget, PagedWatch
 from cacheblend_rag.store.kv import LayerKV
 from tests.engines.kernels.interpreter import interpret
 
@@ -23,19 +24,34 @@ HEADS, KV_HEADS, DIM, PROMPT, IN_PAGES = 6, 2, 8, 200, 150
 
 
 class Paged:
-    """A model of one layer whose pages hold the first positions; its layer's attention is watched."""
+    """A model of one layer whose pages hold the first positions; its layer's attention is watched.
+
+    Attributes:
+        fresh: Queries, keys and values of every position, as the model computes them.
+        gave: What the last pass gave, its attention for hidden states.
+    """
+
+    fresh: tuple[torch.Tensor, ...]
+    gave: Gave
 
     block_size, groups, group_of, device = 10, (PageGroup(10, None),), (0,), torch.device("cpu")
 
     def __init__(self, kv: LayerKV, window: int | None, **impl: Any):
-        self.kv, self._window = kv, window
+        self.kv, self._window, self.graphs = kv, window, None
         impl = {"scale": 0.3, "sinks": None, "logits_soft_cap": None, **impl}
         layer = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": DIM, "sliding_window": window}
         self.attention = [SimpleNamespace(impl=SimpleNamespace(**impl), **layer)]
         self.kernels: Kernels | None = None
 
-    def window(self, layer: int) -> int | None:
-        return self._window
+    def run_unwritten(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Run the layer's attention alone, as vLLM calls it."""
+        layer = self.attention[0]
+        query, k, v = (t[positions] for t in self.fresh)
+        return layer.impl.forward(layer, query, k, v, None, None, output=torch.empty_like(query))  # type: ignore[no-any-return]
+
+    def look(self, *given: Any) -> Gave:
+        self.gave = PagedModel.look(self, *given)  # type: ignore[arg-type]
+        return self.gave
 
     def read(self, layer: int, slots: torch.Tensor) -> LayerKV:
         return LayerKV(
@@ -91,14 +107,13 @@ def test_attention_is_what_it_is_defined_to_be(
         paged.kernels = Kernels(paged.attention, [stored])
         assert paged.kernels.can_watch is ("logits_soft_cap" not in impl)
     pages = Pages(paged, [range(1, 1 + IN_PAGES // 10)], PROMPT)  # type: ignore[arg-type]
-    watched = WatchedPass(paged, torch.arange(PROMPT), pages, lambda layer: None, 140)  # type: ignore[arg-type]
+    paged.fresh = queries, *(t.transpose(0, 1) for t in kv)
+    target = SimpleNamespace(ids=torch.arange(PROMPT), pages=pages, placed=False, due=None)
+    watched = PagedWatch(target, paged, 140, lambda layer: None)  # type: ignore[arg-type]
     total, count = torch.zeros(PROMPT), 0
     for segment in segments:
-        watched._at = watched._positions = segment
-        watched._shares = (segment >= 140).float()
-        given = [queries[segment], *(t[:, segment].transpose(0, 1) for t in kv)]
-        got = watched._attend_layer(0, paged.attention[0], *given, kv.k, None, torch.empty_like(given[0]))  # type: ignore[arg-type]
-        watched._watched += int((segment >= 140).sum())
+        watched.run(segment)
+        got = paged.gave.hidden[-len(segment) :]
         for row, position in zip(got, segment.tolist(), strict=True):
             want, weights = defined(queries[position], kv, position, paged)
             torch.testing.assert_close(row, want, atol=1e-5, rtol=0)
