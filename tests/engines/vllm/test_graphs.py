@@ -68,13 +68,13 @@ def replay_passes(worker: Any) -> None:
     paged.graphs = graphs.PagedGraphs(paged.scatter, paged.look, lambda layer: None, all_ranks, pages, paged.device)
 
 
-def captured(worker: Any) -> list[tuple[int, bool]]:
+def captured(worker: Any) -> list[list[Any]]:
     """In the worker: return what kinds of passes were captured."""
     from cacheblend_rag.engines.vllm.worker import _worker_side
 
     paged = _worker_side()._paged
     assert paged is not None and paged.graphs is not None
-    return list(paged.graphs._replays.passes)
+    return [list(kind) for kind in paged.graphs._replays.passes]
 
 
 def replayed(worker: Any) -> int:
