@@ -15,6 +15,7 @@ from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.reads import NotYetError, UnusableSpanError, reads_of
 from cacheblend_rag.blending.rope import Move, Rope, moved
 from cacheblend_rag.blending.trace import Trace
+from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
@@ -64,11 +65,10 @@ class LayerLoader:
         self._rope, self._stale_from_layer, self._num_layers = rope, stale_from_layer, num_layers
         self._reads = reads_of(self._spans, num_layers, device, trace, whole)
         self._began, self._most_wait_s = time.perf_counter(), most_wait_s
-        self._positions = _positions(self._all, device, lambda s: s.start)
-        self._rotations = rope.rotations(
-            _positions(stale, device, lambda s: s.kv.start + s.skip), _positions(stale, device, lambda s: s.start)
-        )
         self._exact_tokens = sum(s.end - s.start for s in self._exact)
+        self._positions = _positions(self._all, device, lambda s: s.start)
+        source = _positions(stale, device, lambda s: s.kv.start + s.skip)
+        self._rotations = rope.rotations(source, self._positions[self._exact_tokens :])
         self.wait_s = 0.0
         self.loaded_bytes = 0
         self._layers = [0] * len(self._all)
@@ -181,5 +181,5 @@ class LayerLoader:
 
 
 def _positions(spans: Sequence[StoredSpan], device: torch.device, first: Callable[[StoredSpan], int]) -> torch.Tensor:
-    parts = [torch.arange(first(s), first(s) + s.end - s.start, device=device) for s in spans]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+    parts = [torch.arange(first(s), first(s) + s.end - s.start) for s in spans]
+    return sent(torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64), device)

@@ -20,6 +20,8 @@ from cacheblend_rag.store.memory import PageLockedMemory
 BUFFER_BYTES = 8 << 20
 _BUFFERS = 8
 _POLL_S = 0.0005
+# CUDA copies no more than this from ordinary memory without waiting for what its stream is at.
+_STAGED_BYTES = 64 << 10
 
 Arrival = Callable[[], list[LayerKV]]
 """Waits until layers are in host memory, and returns them (blocking; from any thread)."""
@@ -283,7 +285,7 @@ class Fetch:
         if not hasattr(module, "Stream"):  # a device without streams: all copies wait
             self._values = values.cpu()
             return
-        self._values = torch.empty(values.shape, dtype=values.dtype).pin_memory()
+        self._values = _pinned(torch.empty(values.shape, dtype=values.dtype))
         self._values.copy_(values, non_blocking=True)
         self._arrived = module.Event()
         self._arrived.record()
@@ -297,4 +299,14 @@ class Fetch:
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return ``values``, which are in host memory, on ``device``, without waiting for what the device is at."""
+    if values.nbytes > _STAGED_BYTES and values.device.type == "cpu" and can_page_lock(device):
+        values = _pinned(values)
     return values.to(device, non_blocking=True)
+
+
+def _pinned(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy in page-locked memory; ``values`` where there is none left, whose copies are waited for."""
+    try:
+        return values.pin_memory()
+    except RuntimeError:
+        return values

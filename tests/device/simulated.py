@@ -8,8 +8,8 @@
   hand its memory to somebody else as soon as the first stream has let go of it.
 - Memory that nobody wrote holds NaN.
 - Threads that load must have set their device before they use a stream: CUDA would open the first one for them, too.
-- It counts how often the host waits for it: numbers read one by one, copies to the host and copies to it that do not say
-  ``non_blocking``, indices that it must count first.
+- It counts how often the host waits for it: numbers read one by one, indices that it must count first, and copies that do not
+  say ``non_blocking``, that end in ordinary memory, or that bring more than 64 KiB from there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "sim"
+LARGE = 64 << 10
+"""Copies of more bytes from ordinary memory pass through the driver's own page-locked memory, once the stream is done."""
 
 
 class Known(dict["Stream", int]):
@@ -327,7 +329,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             _garbage(to)
         here.queue.append(lambda: to.copy_(of))
         return target
-    _count_wait((up or down) and not non_blocking)
+    _count_wait((up or down) and (not non_blocking or down or source.nbytes > LARGE))
     here.run()
     to.copy_(of)
     if down:
@@ -429,6 +431,7 @@ def _register() -> None:
 
     def arange(start: Any, end: Any = None, step: Any = 1, dtype: Any = None, *_: Any, **__: Any) -> torch.Tensor:
         begin, end = (0, start) if end is None else (start, end)
+        SimulatedTensor.launches += 1
         return SimulatedTensor(torch.arange(begin, end, step, dtype=dtype, device="cpu"))
 
     library.impl("arange", arange, "PrivateUse1")

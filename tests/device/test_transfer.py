@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from cacheblend_rag.blending import transfer as module
-from cacheblend_rag.blending.transfer import BUFFER_BYTES, Slot, Transfer, fetch, transfer_to
+from cacheblend_rag.blending.transfer import BUFFER_BYTES, Fetch, Slot, Transfer, fetch, sent, transfer_to
 from cacheblend_rag.store.kv import LayerKV, packed, plain
 from cacheblend_rag.store.memory import PageLockedMemory
 from tests.device import simulated
@@ -220,3 +220,39 @@ def test_what_a_page_locked_source_holds_when_it_is_copied_is_what_arrives(sim: 
     values.copy_(source, non_blocking=True)
     source.fill_(9.0)  # the fault
     assert values.cpu().tolist() == [9.0] * 4
+
+
+def waited(copy: Callable[[], object]) -> int:
+    before = simulated.SimulatedTensor.waits
+    copy()
+    return simulated.SimulatedTensor.waits - before
+
+
+def test_the_simulated_device_waits_for_ordinary_memory_as_cuda_does(sim: str) -> None:
+    few, many = (torch.zeros(count, dtype=torch.uint8) for count in (simulated.LARGE, simulated.LARGE + 1))
+    here = torch.zeros(4, device=sim)
+    assert waited(lambda: few.to(sim, non_blocking=True)) == 0
+    assert waited(lambda: few.to(sim)) == 1
+    assert waited(lambda: many.to(sim, non_blocking=True)) == 1
+    assert waited(lambda: many.pin_memory().to(sim, non_blocking=True)) == 0
+    assert waited(lambda: torch.empty(4).copy_(here, non_blocking=True)) == 1
+
+
+@pytest.mark.parametrize("count", [3, 20_000])
+def test_nothing_is_waited_for_however_much_is_sent(sim: str, count: int) -> None:
+    values = torch.arange(count)
+    there: list[torch.Tensor] = []
+    assert waited(lambda: there.append(sent(values, torch.device(sim)))) == 0
+    assert torch.equal(there[0].cpu(), values)
+
+
+def test_where_nothing_can_be_pinned_what_is_sent_and_fetched_is_right_all_the_same(
+    sim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    values = torch.arange(20_000)
+    there = sent(values, torch.device(sim))
+    assert torch.equal(Fetch(there).result(), values)

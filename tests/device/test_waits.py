@@ -12,6 +12,7 @@ import torch
 
 from cacheblend_rag.blending.fusor import fuse, fuse_stepwise
 from cacheblend_rag.blending.gate import cut
+from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
@@ -122,6 +123,21 @@ def test_what_the_device_is_given_does_not_grow_with_the_prompt(sim: str, name: 
     assert counts[0] == counts[1] <= most
 
 
+def test_what_says_where_chunks_belong_is_sent_at_once_however_many_they_are(sim: str) -> None:
+    counts = []
+    for chunks in (2, 12):
+        layer = LayerKV(*(torch.rand(HEADS, CHUNK, DIM).pin_memory() for _ in "kv"))
+        kv = ChunkKV([layer] * LAYERS, 0)
+        spans = [StoredSpan(i * CHUNK, (i + 1) * CHUNK, kv) for i in range(chunks)]
+        before = SimulatedTensor.launches, SimulatedTensor.copies
+        with LayerLoader((), spans, Target.rope, LAYERS, torch.device(sim)) as loader:
+            counts.append((SimulatedTensor.launches - before[0], SimulatedTensor.copies - before[1]))
+            placed = loader.layer(0)
+        assert placed is not None
+        assert placed.positions.tolist() == list(range(chunks * CHUNK))
+    assert counts[0] == counts[1]
+
+
 def test_a_segment_takes_no_more_tokens_than_it_may(sim: str) -> None:
     target = Target(sim)
     steps = fuse_stepwise(plan(), target, FuseOptions(policy("hkvd"), 0.25))
@@ -149,6 +165,17 @@ def test_a_blend_in_a_transformers_model_waits_for_its_selection_alone(sim: str,
     with waits() as count:
         fuse(plan, TransformersTarget(runner, rope, ids), FuseOptions(policy(name), 0.25))
     assert count() == expected
+
+
+def test_the_pages_of_a_long_prompt_are_not_waited_for(sim: str) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+    from cacheblend_rag.engines.vllm.pages import PageGroup, Pages
+
+    paged: Any = SimpleNamespace(groups=[PageGroup(16, None)], block_size=16, device=torch.device(sim))
+    with waits() as count:
+        pages = Pages(paged, [range(1, 1025)], 16_384)
+    assert count() == 0
+    assert torch.equal(pages.on_device[0].cpu(), torch.arange(16, 16 + 16_384))
 
 
 def test_a_pass_through_vllms_model_waits_for_nothing(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
