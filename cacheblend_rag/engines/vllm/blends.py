@@ -27,7 +27,7 @@ from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.engines.vllm.target import PagedTarget, all_ranks
 from cacheblend_rag.engines.writer import Writing
 from cacheblend_rag.store.events import TierReads, added
-from cacheblend_rag.store.kv import StoredKV
+from cacheblend_rag.store.kv import StoredKV, WrittenBy
 
 _log = logging.getLogger(__name__)
 _Steps = Generator[Segment, int | None, None]
@@ -272,18 +272,30 @@ class _Blend:
         if entries.store.remote:
             yield Segment("load", awaited=look)
 
+        found: dict[tuple[WrittenBy | None, tuple[int, ...]], StoredKV | None] = {}
+
         def lookup(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
-            kv = None
-            try:
-                if tuple(token_ids) not in unusable:
-                    kv = look(hand, token_ids)
-            except Exception:  # the other ranks wait for this one's vote
-                _log.exception("Stored KV cannot be looked up; its chunk is computed in place")
-            if kv is not None:
-                self._spans.append(kv)
+            asked = hand.writer, tuple(token_ids)
+            if asked not in found:
+                kv = None
+                try:
+                    if asked[1] not in unusable:
+                        kv = look(hand, token_ids)
+                except Exception:  # the other ranks wait for this one's vote
+                    _log.exception("Stored KV cannot be looked up; its chunk is computed in place")
+                if kv is not None:
+                    self._spans.append(kv)
+                found[asked] = kv
+            return found[asked]
+
+        def agreed(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
+            kv = lookup(hand, token_ids)
             return kv if all_ranks(kv is not None) else None
 
-        plan = entries.plan(prompt, lookup, job.settings.reuse).after_late(self._late)
+        plan = entries.plan(prompt, lookup, job.settings.reuse)
+        if not all_ranks(None not in found.values()):  # then they might plan differently
+            plan = entries.plan(prompt, agreed, job.settings.reuse)
+        plan = plan.after_late(self._late)
         return plan if self.load.choice is None else self.load.choice.applied_to(plan)
 
 

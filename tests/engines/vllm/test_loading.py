@@ -148,11 +148,20 @@ def test_what_is_late_on_another_rank_is_computed_in_place_here_too(
     """The other rank lacks chunk 1 from the first plan's loading on; it votes in the order that this one does."""
     scene = SCENES[0]
     chunks = 1 + len(scene.chunks)
-    others = iter([*[True] * chunks, False, False, *[number != 2 for number in range(chunks)]])
+    others = iter([True, False, False, False, *[number != 2 for number in range(chunks)]])
     monkeypatch.setattr(blends, "all_ranks", lambda ok: next(others, True) and ok)
     worker.add("here", scene, LONG)
     worker.steps_until(lambda: "here" in worker.ended)
     worker.agrees("here", scene, missing=(1,))
+
+
+def test_ranks_that_have_all_of_a_prompts_kv_vote_on_it_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    votes: list[bool] = []
+    monkeypatch.setattr(blends, "all_ranks", lambda ok: votes.append(ok) or ok)
+    worker.add("here", SCENES[0])
+    worker.step(streams=False)
+    assert worker.ended == {"here"}
+    assert votes == [True]
 
 
 def test_a_blend_that_is_aborted_while_it_waits_for_its_kv_ends_at_once(worker: Worker) -> None:
