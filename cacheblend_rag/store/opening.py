@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -204,11 +205,20 @@ def _without(url: str, option: str) -> str:
 RECORD = "tiers"
 """File of a store's directory in which its tiers are noted."""
 _USUAL = "ram://,file://"
+# Where Linux tells a container how many bytes it may have, by either version of control groups.
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def default_ram_budget(processes: int = 1) -> int:
-    """Return how many bytes of KV each of ``processes`` on this machine may hold in RAM: together a quarter of its memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // processes
+    """Return how many bytes of KV each of ``processes`` on this machine may hold in RAM: together a quarter of its memory.
+
+    In a container it is a quarter of what that may have: who takes more is killed.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in _LIMITS:
+        with suppress(OSError, ValueError):  # not there, or "max"
+            memory = min(memory, int(limit.read_text()))
+    return memory // 4 // processes
 
 
 def open_store(

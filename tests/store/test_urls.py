@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import InputError, StoreError
-from cacheblend_rag.store import TieredStore, open_store, record_tiers, recorded_tiers
-from cacheblend_rag.store.opening import parse_duration, parse_size, parse_tiers, with_keys
+from cacheblend_rag.store import TieredStore, open_store, opening, record_tiers, recorded_tiers
+from cacheblend_rag.store.opening import default_ram_budget, parse_duration, parse_size, parse_tiers, with_keys
 from tests.store.samples import key_of, kv_of, same
 
 FOUR = "ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0?budget=64GiB&timeout=500ms,s3://bucket/a/b?ttl=7d&region=eu"
@@ -171,3 +171,16 @@ def test_keys_are_added_to_every_tier_but_ram_in_place_of_others() -> None:
     assert with_keys(given, Path("/the keys")) == (
         "RAM://1MiB,file:///kv?budget=1MiB&encrypt=/the+keys,redis://host?encrypt=/the+keys"
     )
+
+
+@pytest.mark.parametrize(("limit", "budget"), [("4194304\n", 1 << 20), ("max\n", None), (None, None)])
+def test_a_containers_memory_is_not_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, budget: int | None
+) -> None:
+    monkeypatch.setattr(opening, "_LIMITS", (), raising=False)
+    machine = default_ram_budget()
+    told = tmp_path / "memory.max"
+    if limit is not None:
+        told.write_text(limit)
+    monkeypatch.setattr(opening, "_LIMITS", (told,))
+    assert default_ram_budget() == (machine if budget is None else budget)
