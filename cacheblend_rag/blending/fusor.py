@@ -13,6 +13,7 @@ attention alone, once per selection, and never waited for otherwise.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from cacheblend_rag.blending.trace import Trace, computing
 from cacheblend_rag.blending.transfer import Fetch, sent
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV, join_tokens
+
+_log = logging.getLogger(__name__)
 
 
 class OtherRankError(Exception):
@@ -297,14 +300,19 @@ class _Placer:
         """Begin to place all layers that are left at once, where their KV and the target allow it."""
         if self._trace is not None or self._await is not None:  # a trace tells of each read; all is on its way
             return
-        stored = self._loader.rest(self._next)
+        stored = waiting = None
+        try:
+            if (stored := self._loader.rest(self._next)) is not None:
+                waiting = self._target.place_layers(stored)
+        except Exception as error:  # layer by layer less memory is enough
+            _log.warning("Stored KV is placed layer by layer: %s: %s", type(error).__name__, error)
         # One rank that read layer by layer would wait for the others' votes.
-        if not self._target.agree(stored is not None) or stored is None:
-            return
-        self._await = self._target.place_layers(stored)
-        if self._await is not None:
+        if self._target.agree(waiting is not None) and waiting is not None and stored is not None:
+            self._await = waiting
             self._loader.brought(stored)
             self._next = self._target.num_layers
+        elif waiting is not None:  # what has begun must not come later than what is computed
+            waiting(self._target.num_layers - 1)
 
     def settle(self) -> None:
         if self._await is not None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cacheblend_rag.blending.fusor import OtherRankError, fuse
+from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.reads import UnusableSpanError
@@ -68,7 +69,9 @@ class Failing(ChunkKV):
         return super().layer(index)
 
 
-def blend_on_ranks(errors: dict[int, Exception]) -> list[BaseException | None]:
+def blend_on_ranks(
+    errors: dict[int, Exception], made: type[RankTarget] = RankTarget, chooses: str = "hkvd"
+) -> list[BaseException | None]:
     """Blend on two ranks, some of whose stored KV raises; return how each ended."""
     scene, votes = Scene(), Votes()
     engine = engine_for(make_model(BLENDED["llama"]()), scene)
@@ -82,9 +85,9 @@ def blend_on_ranks(errors: dict[int, Exception]) -> list[BaseException | None]:
             return Failing(ChunkKV([kv.layer(i) for i in range(kv.num_layers)], kv.start), errors[rank])
 
         plan = make_plan(scene.prompt, engine.header_ids, lookup)
-        target = RankTarget(rank, votes, engine.runner, engine.rope, scene.prompt.token_ids)
+        target = made(rank, votes, engine.runner, engine.rope, scene.prompt.token_ids)
         try:
-            fuse(plan, target, FuseOptions(policy("hkvd"), 0.3))
+            fuse(plan, target, FuseOptions(policy(chooses), 0.3))
         except BaseException as error:
             return error
         return None
@@ -117,3 +120,26 @@ def test_damage_on_one_rank_and_an_error_on_another_end_the_blend_on_both() -> N
     first, second = blend_on_ranks({0: DamagedKVError("flipped bit"), 1: error})
     assert isinstance(first, OtherRankError)
     assert second is error
+
+
+def test_a_rank_that_cannot_place_all_layers_at_once_takes_the_others_along_layer_by_layer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waited, placed = [], [0] * RANKS
+
+    class Target(RankTarget):
+        def place_layers(self, stored: Any) -> Any:
+            if self._rank == 1:
+                raise MemoryError("no memory for what is copied")
+            return waited.append
+
+        def place(self, *arguments: Any) -> None:
+            placed[self._rank] += 1
+            super().place(*arguments)
+
+    monkeypatch.setattr(LayerLoader, "rest", lambda self, first: first)
+    assert blend_on_ranks({}, Target, "sink") == [None, None]
+    layers = BLENDED["llama"]().num_hidden_layers
+    assert placed == [layers] * RANKS
+    assert waited == [layers - 1]  # what was begun must not come later than what is placed now
+    assert "no memory for what is copied" in caplog.text
