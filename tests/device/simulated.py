@@ -166,7 +166,7 @@ class SimulatedTensor(torch.Tensor):
     raw: torch.Tensor
     allocation: _Allocation
     copies: ClassVar[int] = 0
-    """Copies from the host to the device so far."""
+    """Copies of KV from the host to the device so far: of what is floating-point; positions and the like are launches."""
     waits: ClassVar[int] = 0
     """How often the host's main thread has waited for the device so far; threads that load may wait."""
     launches: ClassVar[int] = 0
@@ -318,7 +318,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     to, of = _raw(target), _raw(source)
     up = isinstance(target, SimulatedTensor) and not isinstance(source, SimulatedTensor)
     down = isinstance(source, SimulatedTensor) and not isinstance(target, SimulatedTensor)
-    if up:
+    if up and not of.is_floating_point():
+        SimulatedTensor.launches += 1
+    elif up:
         SimulatedTensor.copies += 1
         SimulatedTensor.unpinned += not source.is_pinned()
     if non_blocking and ((up and source.is_pinned()) or (down and target.is_pinned())):
