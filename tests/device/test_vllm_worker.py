@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import StoredSpan
+from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.messages import Save, SaveJob
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
@@ -42,7 +43,7 @@ class Paged:
         return positions + pages[group][0]
 
     def read(self, layer: int, slots: torch.Tensor) -> LayerKV:
-        return LayerKV(*(side[:, slots] for side in self.pages[layer]))
+        return LayerKV(*(side[:, sent(slots, self.device)] for side in self.pages[layer]))
 
     def write(self, layer: int, kv: LayerKV, slots: torch.Tensor) -> None:
         for side, fresh in zip(self.pages[layer], kv, strict=True):
@@ -87,3 +88,20 @@ def test_saved_pages_come_back_though_they_are_used_again_at_once(sim: str, budg
     assert copies >= LAYERS * len(prompts)
     for ids, span in zip(prompts, spans, strict=True):
         assert torch.equal(back[:, :, :, span.start : span.end], paged.host[:, :, :, ids[0] : ids[0] + 5])
+
+
+def test_where_a_prompts_pages_are_is_sent_once_for_all_layers(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    side, _ = worker(page_locked_ram(sim, 1 << 16), Paged(sim))
+    copied: list[torch.Size] = []
+    copy = simulated._copy
+
+    def seen(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if source.device.type == "cpu":
+            copied.append(source.shape)
+        return copy(target, source, non_blocking)
+
+    monkeypatch.setattr(simulated, "_copy", seen)
+    with torch.inference_mode():
+        side.save([Save("1", (0, 1, 2, 3, 4), ((0,),), 0, 5, SaveJob(0))])
+    assert copied == [torch.Size([5])]
+    side.close()

@@ -11,7 +11,7 @@ import torch
 
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import Distances, static_parts
-from cacheblend_rag.blending.transfer import Arrival, fetch
+from cacheblend_rag.blending.transfer import Arrival, fetch, sent
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.messages import BUSY, Save, receipt
 from cacheblend_rag.engines.vllm.paged import PagedModel
@@ -94,7 +94,8 @@ class Saver:
     def _part(self, save: Save) -> list[LayerKV]:
         assert self._paged is not None
         positions = torch.arange(save.begin, save.end)
-        slots = [self._paged.slots(group, save.pages, positions) for group in range(len(save.pages))]
+        groups, device = range(len(save.pages)), self._paged.device
+        slots = [sent(self._paged.slots(group, save.pages, positions), device) for group in groups]
         return [self._paged.read(layer, slots[group]) for layer, group in enumerate(self._paged.group_of)]
 
     def _layers(self, save: Save) -> list[LayerKV]:
