@@ -243,7 +243,9 @@ def test_nothing_is_waited_for_however_much_is_sent(sim: str, count: int) -> Non
     values = torch.arange(count)
     there: list[torch.Tensor] = []
     assert waited(lambda: there.append(sent(values, torch.device(sim)))) == 0
-    assert torch.equal(there[0].cpu(), values)
+    back: list[Fetch] = []
+    assert waited(lambda: back.append(Fetch(there[0]))) == 0
+    assert torch.equal(back[0].result(), values)
 
 
 def test_where_nothing_can_be_pinned_what_is_sent_and_fetched_is_right_all_the_same(

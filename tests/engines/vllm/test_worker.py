@@ -40,6 +40,7 @@ class Paged:
 
     num_layers, kv_heads = 2, 2
     group_of = (0, 1)
+    device = torch.device("cpu")
 
     def slots(self, group: int, pages: Any, positions: torch.Tensor) -> torch.Tensor:
         return positions + 100 * group
