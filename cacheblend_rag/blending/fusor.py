@@ -308,7 +308,7 @@ class _Placer:
             _log.warning("Stored KV is placed layer by layer: %s: %s", type(error).__name__, error)
         # One rank that read layer by layer would wait for the others' votes.
         if self._target.agree(waiting is not None) and waiting is not None and stored is not None:
-            self._await = waiting
+            self._await, self._target.placed = waiting, True
             self._loader.brought(stored)
             self._next = self._target.num_layers
         elif waiting is not None:  # what has begun must not come later than what is computed

@@ -30,11 +30,13 @@ class BlendTarget(Protocol):
         device: Where positions and placed KV must be.
         rope: The model's rotation.
         shows_attention: Whether its attention can be watched.
+        placed: Whether all that is stored is in place, or on its way; the fusor says so.
     """
 
     num_layers: int
     device: torch.device
     rope: Rope
+    placed: bool = False
 
     @property
     def shows_attention(self) -> bool:

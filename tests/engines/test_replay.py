@@ -1,4 +1,4 @@
-"""Which passes are captured, and when a model goes on without: the rule that both engines' graphs follow."""
+"""Tests which passes are captured, and when a model goes on without: the rule that both engines' graphs follow."""
 
 from __future__ import annotations
 

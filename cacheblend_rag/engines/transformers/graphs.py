@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,30 +31,6 @@ if TYPE_CHECKING:
 _LEAST_CAPACITY = 4096
 # Of the device's memory, for the block that graphs read and write.
 _SHARE = 1 / 8
-
-
-class Passes(Protocol):
-    """Runs what is captured; see :class:`~cacheblend_rag.engines.transformers.target.ModelRunner`."""
-
-    model: Any
-    num_layers: int
-    device: torch.device
-    dtype: torch.dtype
-    layer_shape: tuple[int, int] | None
-
-    def new_cache(self, num_tokens: int, room: int = ...) -> PositionedCache:
-        """Return an empty cache."""
-
-    def scatter(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        at: torch.Tensor,
-        visible: int,
-        cache: PositionedCache,
-        before_layer: Callable[[int], None],
-    ) -> Any:
-        """Run tokens at positions, which are on the device, too."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +52,8 @@ def total_memory(device: torch.device) -> int:
 class Graphs:
     """Keeps the captured passes of one model, and the memory that they read and write. Used under the model's lock."""
 
-    def __init__(self, runner: Passes):
-        """Capture nothing yet: a pass is captured when one of its width is run a second time."""
+    def __init__(self, runner: Any):
+        """Capture nothing yet of what ``runner`` runs, a :class:`~cacheblend_rag.engines.transformers.target.ModelRunner`."""
         self._runner = weakref.proxy(runner)
         self._block: torch.Tensor | None = None
         self._lent: weakref.ref[PositionedCache] | None = None

@@ -213,16 +213,13 @@ class TransformersTarget(BlendTarget):
         self.num_layers, self.device, self.rope = runner.num_layers, runner.device, rope
         self.cache = runner.prompt_cache(len(token_ids)) if cache is None else cache
         self.logits: torch.Tensor | None = None
-        self._placed = False  # or on its way, all of it
 
     def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
         self.cache.place(layer, kv, move, positions)
 
     def place_layers(self, stored: StoredLayers) -> Callable[[int], None] | None:
         graphs = self._runner.graphs
-        waiting = None if graphs is None else graphs.place(self.cache, stored)
-        self._placed = waiting is not None
-        return waiting
+        return None if graphs is None else graphs.place(self.cache, stored)
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
@@ -240,7 +237,7 @@ class TransformersTarget(BlendTarget):
         stop_layer: int | None,
         looks: Looks | None,
     ) -> LayerKV | None:
-        graphs = self._runner.graphs if self._placed and stop_layer is None else None
+        graphs = self._runner.graphs if self.placed and stop_layer is None else None
         ids = self._ids[positions]
         self.logits = None if graphs is None else graphs.run(self.cache, ids, positions, looks)
         if self.logits is None:

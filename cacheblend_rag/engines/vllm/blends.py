@@ -135,7 +135,7 @@ class _Blend:
 
     def __init__(self, load: LoadOrder, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock):
         self.load = load
-        self._target: PagedTarget | None = None
+        self._filled: PagedTarget | None = None
         self._paged, self._rope, self._clock = paged, rope, clock
         job = load.job
         self._entries = entries.within(job.namespace)
@@ -196,8 +196,8 @@ class _Blend:
 
     def _capture(self) -> None:
         """Capture the pass that is due to be, if one is: its pages are this blend's, and hold what it saw. No clock runs."""
-        if self._target is not None and self._target.due is not None:
-            due, self._target.due = self._target.due, None
+        if self._filled is not None and self._filled.due is not None:
+            due, self._filled.due = self._filled.due, None
             due()
 
     def _late_in(self, awaited: Awaited) -> UnusableSpanError | None:
@@ -245,11 +245,11 @@ class _Blend:
         assert isinstance(load.job, BlendJob)
         part = plan.within(load.start, load.end)
         part = replace(part, behind=max(0, part.behind - load.job.unasked))
-        return fuse_stepwise(part, self._new_target(), options)
+        return fuse_stepwise(part, self._target(), options)
 
-    def _new_target(self) -> BlendTarget:
-        self._target = PagedTarget(self._paged, self._rope, self.load.token_ids, self._pages())
-        return self._target
+    def _target(self) -> BlendTarget:
+        self._filled = PagedTarget(self._paged, self._rope, self.load.token_ids, self._pages())
+        return self._filled
 
     def _pages(self) -> Pages:
         load = self.load

@@ -76,14 +76,12 @@ class PagedTarget(BlendTarget):
     """One prompt being blended into its blocks.
 
     Attributes:
-        placed: Whether all that is stored is in place, or on its way.
         due: Captures the last pass, if that is due.
     """
 
     def __init__(self, paged: PagedModel, rope: Rope, token_ids: Sequence[int], pages: Pages):
         """Fill ``pages`` with the KV of ``token_ids``."""
         self._paged, self.rope, self.pages = paged, rope, pages
-        self.placed = False
         self.due: Callable[[], None] | None = None
         self.ids = torch.tensor(token_ids)
         self.num_layers, self.device = paged.num_layers, paged.device
@@ -97,9 +95,7 @@ class PagedTarget(BlendTarget):
         kernels = self._paged.kernels
         if kernels is None or len(self.pages.on_device) > 1:  # groups of layers have pages of their own
             return None
-        waiting = kernels.place_layers(stored, self.pages.on_device[0][stored.positions])
-        self.placed = waiting is not None
-        return waiting
+        return kernels.place_layers(stored, self.pages.on_device[0][stored.positions])
 
     def forward(
         self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
