@@ -20,7 +20,7 @@ from starlette.routing import Route
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import chunk_id, make_chunk
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
-from cacheblend_rag.server.keys import Admission, Key, Quota, TokenBucket, read_keys
+from cacheblend_rag.server.keys import NO_QUOTA, Admission, Key, Quota, TokenBucket, read_keys
 from cacheblend_rag.server.observing import ReuseMetrics
 from cacheblend_rag.server.tenants import Caller, Served, ServedTenants, calling
 from cacheblend_rag.store.files import DEFAULT, Namespace
@@ -199,7 +199,7 @@ async def test_what_is_charged_is_the_prompt_and_what_was_answered_even_if_the_c
         gate=SimpleNamespace(passed=True),
         fingerprint=ModelFingerprint("f" * 32, "x"),
     )
-    admission: Any = SimpleNamespace(charge=charged.append, counts=False)
+    admission: Any = SimpleNamespace(charge=charged.append, counts=False, quota=NO_QUOTA)
     calling.set(Caller("acme", False, admission))
     tenants = ServedTenants({"acme": Served(client, None)})  # type: ignore[arg-type]
     served = ServedEngine(Engine(), tenants, ReuseMetrics(CollectorRegistry()))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import transformers as hf
 from cacheblend_rag.blending.settings import BlendSettings
 from tests.blending import reference
 from tests.blending.prompts import Scene
-from tests.engines.vllm.engines import FULL, SHAPE, first_logprobs, run, save_model, start
+from tests.engines.vllm.engines import SHAPE, first_logprobs, run, save_model, start
 from tests.engines.vllm.test_parity import chosen_by
 from tests.interpreted import INTERPRETED
 
@@ -92,9 +92,9 @@ def test_passes_that_are_replayed_are_the_reference_wherever_their_pages_lie(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to the worker
-    model = save_model(hf.Qwen3Config(**{**SHAPE, "num_hidden_layers": 3}, head_dim=32), tmp_path / "model")
-    # Of other tokens each, the last of fewer, which are padded.
-    scenes = [Scene(seed, chunk_tokens=(50, 40, 61 - 3 * (seed == 4)), question=9) for seed in range(5)]
+    model = save_model(hf.Qwen3Config(**{**SHAPE, "num_hidden_layers": 2}, head_dim=32), tmp_path / "model")
+    # Of other tokens each, the last of fewer, which are padded; in two pages.
+    scenes = [Scene(seed, chunk_tokens=(110, 16, 24 - 4 * (seed == 3)), question=9) for seed in range(4)]
     with start(tmp_path / "model", tmp_path / "store", header=scenes[0].header, enforce_eager=False) as engine:
         assert engine.gate.passed, engine.gate.reason
         in_worker(engine, replay_passes)
@@ -105,7 +105,7 @@ def test_passes_that_are_replayed_are_the_reference_wherever_their_pages_lie(
             want = reference.blend(model, scene.header, scene.parts(), 0.3, (1,)).logits.float().log_softmax(-1)
             torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
             # The second of its kind was captured and tried; those behind it are replayed.
-            assert in_worker(engine, captured) == [[64, False]] * (seed > 0)
+            assert in_worker(engine, captured) == [[32, False]] * (seed > 0)
             assert in_worker(engine, replayed) == seed
         for seed, scene in enumerate(scenes[1:]):
             _, want = chosen_by(engine, model, "query", scene)
@@ -113,7 +113,5 @@ def test_passes_that_are_replayed_are_the_reference_wherever_their_pages_lie(
             got = first_logprobs(engine, scene.prompt, BlendSettings(0.3, "query", (1,)))
             torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
             # The question's pass is replayed like the other, once it has been captured.
-            assert in_worker(engine, captured) == [[64, False], [32, True]][: 1 + (seed > 0)]
-            assert in_worker(engine, replayed) == 5 + 2 * seed
-        full = first_logprobs(engine, scenes[0].prompt, FULL)
-        assert (first_logprobs(engine, scenes[0].prompt, BlendSettings(1.0)) - full).abs().max() < 1e-4
+            assert in_worker(engine, captured) == [[32, False], [32, True]][: 1 + (seed > 0)]
+            assert in_worker(engine, replayed) == 4 + 2 * seed
