@@ -18,7 +18,6 @@ from cacheblend_rag.blending.policies import Candidates
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.rope import Move, moved
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines import replay
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine, graphs
 from cacheblend_rag.engines.transformers.engine import planned
@@ -308,26 +307,6 @@ def test_the_questions_replayed_pass_sees_and_chooses_what_the_ordinary_one_does
         assert (attention - seen[0]).abs().max() < 1e-6
         assert chosen == found[0][1]
         assert (logits - found[0][0]).abs().max() < 1e-4
-
-
-@pytest.mark.slow
-def test_a_graph_of_a_few_more_tokens_serves_too(
-    replayed: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replay, "_WIDTHS", ((64, 4),))  # interpreted, every token takes its time
-    engine = replayed(engine_for(make_model(shallow("llama")), Scene()))
-    runner, ids = engine.runner, torch.arange(64) % 200
-    found = {}
-    for count in (60, 60, 55, 40):
-        cache, positions = runner.prompt_cache(len(ids)), torch.arange(len(ids) - count, len(ids))
-        runner.append(ids[None, :-count], cache)
-        found[count] = runner.graphs.run(cache, ids[positions], positions)
-        if found[count] is None:
-            logits = runner.scatter(ids[positions], positions, positions, len(ids), cache, lambda layer: None)
-            runner.graphs.ran(cache, ids[positions], positions, logits)
-        del cache
-    assert [width for width, _ in runner.graphs.replays.passes] == [60]
-    assert [found[count] is None for count in (60, 55, 40)] == [True, False, True]
 
 
 @pytest.mark.slow
