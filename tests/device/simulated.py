@@ -329,7 +329,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         SimulatedTensor.late_fetches += down
         with torch.inference_mode(False), torch.no_grad():
             _garbage(to)
-        here.queue.append(lambda: to.copy_(of))
+        here.queue.append(lambda: _arrive(to, of))
         return target
     _count_wait((up or down) and (not non_blocking or down or source.nbytes > LARGE))
     here.run()
@@ -337,6 +337,12 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     if down:
         HOST.learn(here.known)
     return target
+
+
+@torch.inference_mode()
+def _arrive(to: torch.Tensor, of: torch.Tensor) -> None:
+    """Copy now, whoever waits for it: what was made in inference mode may be written nowhere else."""
+    to.copy_(of)
 
 
 def _garbage(raw: torch.Tensor) -> torch.Tensor:
