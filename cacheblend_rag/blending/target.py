@@ -65,19 +65,13 @@ class BlendTarget(Protocol):
         """
 
     def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
-        """Return the first of ``positions``, as many as one call of :meth:`forward` should take, and no more than ``most``.
-
-        All of them, unless an engine has other work.
-        """
-        return positions
+        """Return the first of ``positions``, as many as one call of :meth:`forward` should take, and no more than ``most``."""
 
     def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
-        """Sum over tensor-parallel ranks, so that all of them select the same tokens; there is one, unless an engine has more."""
-        return deviation
+        """Sum over tensor-parallel ranks, so that all of them select the same tokens."""
 
     def agree(self, ok: bool) -> bool:
         """Return whether every tensor-parallel rank says ``ok``."""
-        return ok
 
     def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> Watch:
         """Prepare to run tokens as :meth:`forward` does, through all layers, and to watch those at ``watch_from`` and behind."""

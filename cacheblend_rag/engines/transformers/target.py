@@ -261,6 +261,18 @@ class TransformersTarget(BlendTarget):
     def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> _Watch:
         return _Watch(self, watch_from, before_layer, len(self._ids))
 
+    def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
+        """Return ``positions`` whole: nothing else waits for the model."""
+        return positions
+
+    def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
+        """Return ``deviation``: one process holds all heads."""
+        return deviation
+
+    def agree(self, ok: bool) -> bool:
+        """Return ``ok``: there is no other rank."""
+        return ok
+
 
 class _Watch(Watch):
     """Runs all tokens at once."""
