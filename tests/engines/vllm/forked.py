@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm.utils import system_utils
+from vllm.v1.sample.ops import logprobs
 
 from tests.forking import preload
 
@@ -53,4 +55,7 @@ _own = system_utils.get_mp_context
 for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
     if vars(module).get("get_mp_context") is _own:
         module.get_mp_context = _context
-preload(__name__, "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
+# vLLM's own one-liners, which it compiles in each process at their first call, for two seconds; whoever imports them follows.
+for module, name in ((logprobs, "batched_count_greater_than"), (vocab_parallel_embedding, "get_masked_input_and_mask")):
+    setattr(module, name, getattr(getattr(module, name), "_torchdynamo_orig_callable", getattr(module, name)))
+preload(__name__, "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker")

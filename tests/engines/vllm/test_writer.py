@@ -30,8 +30,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True},
         {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]},
     ),
-    "qwen3, compiled": (lambda: hf.Qwen3Config(**SHAPE, head_dim=32), {"enforce_eager": False}, {}),
-    "phi3, which has joined modules of its own": (lambda: hf.Phi3Config(**SHAPE), {}, {}),
+    "phi3, which has joined modules of its own, compiled": (
+        lambda: hf.Phi3Config(**SHAPE),
+        {"enforce_eager": False},
+        {},
+    ),
     "gemma3, windows shorter than a chunk": (lambda: hf.Gemma3TextConfig(**SHAPE, **_SHORT), _PIECES, {}),
     "llama, two ranks": (lambda: hf.LlamaConfig(**SHAPE), {"tensor_parallel_size": 2}, {}),
 }
