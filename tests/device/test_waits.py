@@ -181,7 +181,7 @@ def test_the_pages_of_a_long_prompt_are_not_waited_for(sim: str) -> None:
 def test_a_pass_through_vllms_model_waits_for_nothing(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     from cacheblend_rag.engines.vllm import paged as module
-    from cacheblend_rag.engines.vllm.metadata import PassMetadata
+    from cacheblend_rag.engines.vllm.attention import PassMetadata
     from cacheblend_rag.engines.vllm.paged import PagedModel
     from cacheblend_rag.engines.vllm.pages import PageGroup, Pages
 

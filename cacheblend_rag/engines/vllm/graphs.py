@@ -25,7 +25,7 @@ _MOST_LOOKED_AT = 16384
 class Gave(NamedTuple):
     """Holds what a pass gives: hidden states ``[tokens, hidden]``, and for a question how much it attends to each key.
 
-    ``sums``, ``[kv_heads, keys]``, fp32, are over layers; see :meth:`~cacheblend_rag.engines.vllm.kernels.Kernels.watch`.
+    ``sums``, ``[kv_heads, keys]``, fp32, are over layers; see :meth:`~cacheblend_rag.engines.vllm.attention.Kernels.watch`.
     """
 
     hidden: torch.Tensor

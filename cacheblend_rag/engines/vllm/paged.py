@@ -16,9 +16,8 @@ from vllm.platforms import current_platform
 from cacheblend_rag.blending.rope import CosSin, Move, moved
 from cacheblend_rag.blending.target import StopForward
 from cacheblend_rag.blending.transfer import sent
+from cacheblend_rag.engines.vllm.attention import Kernels, PassMetadata, Scattered, kernels_for, watching
 from cacheblend_rag.engines.vllm.graphs import Gave, PagedGraphs
-from cacheblend_rag.engines.vllm.kernels import Kernels, Scattered, kernels_for
-from cacheblend_rag.engines.vllm.metadata import PassMetadata
 from cacheblend_rag.engines.vllm.pages import (
     BlockIds,
     PageGroup,
@@ -32,7 +31,6 @@ from cacheblend_rag.engines.vllm.pages import (
     runs_in_pages,
     slots_of,
 )
-from cacheblend_rag.engines.vllm.watching import watching
 from cacheblend_rag.store.kv import LayerKV
 
 if TYPE_CHECKING:

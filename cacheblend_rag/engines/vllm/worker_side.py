@@ -16,8 +16,8 @@ from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.models import why_not_blendable
+from cacheblend_rag.engines.vllm.attention import Kernels
 from cacheblend_rag.engines.vllm.blends import BlendQueue, Hand
-from cacheblend_rag.engines.vllm.kernels import Kernels
 from cacheblend_rag.engines.vllm.messages import Save, StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import LEAST_PREFILL, PREFILL, Allowance, StepClock, Stopwatch
 from cacheblend_rag.engines.vllm.paged import PagedModel

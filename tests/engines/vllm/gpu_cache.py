@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from cacheblend_rag.engines.vllm import metadata, paged
+from cacheblend_rag.engines.vllm import attention, paged
 from cacheblend_rag.engines.vllm.pages import Pages
 
 NAMES = ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
@@ -105,7 +105,7 @@ def paged_model(
     _, module, update = BACKENDS[backend]
     monkeypatch.setattr(module, update, scatter, raising=False)
     monkeypatch.setattr(paged, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    monkeypatch.setattr(metadata, "set_current_vllm_config", lambda _: nullcontext())
+    monkeypatch.setattr(attention, "set_current_vllm_config", lambda _: nullcontext())
     groups, caches = allocate(layout, dtype)
     config = SimpleNamespace(
         model_config=SimpleNamespace(

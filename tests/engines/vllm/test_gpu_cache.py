@@ -13,7 +13,7 @@ import torch
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from cacheblend_rag.blending.rope import Move, Rotation, moved
-from cacheblend_rag.engines.vllm.kernels import Scattered
+from cacheblend_rag.engines.vllm.attention import Scattered
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import Pages
 from cacheblend_rag.store.kv import LayerKV

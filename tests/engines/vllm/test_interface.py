@@ -120,7 +120,7 @@ def test_the_fields_that_are_read_and_written_are_there() -> None:
         for name, field in fields(CommonAttentionMetadata).items()
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
-    assert needed <= given_to("CommonAttentionMetadata", "metadata.py") <= fields(CommonAttentionMetadata).keys()
+    assert needed <= given_to("CommonAttentionMetadata", "attention.py") <= fields(CommonAttentionMetadata).keys()
 
 
 def given_to(name: str, file: str) -> set[str]:
@@ -136,7 +136,7 @@ def test_the_forward_context_takes_what_a_pass_of_ours_gives() -> None:
     from vllm.v1.attention.backend import AttentionMetadataBuilder
 
     assert given_to("set_forward_context", "paged.py") <= inspect.signature(set_forward_context).parameters.keys()
-    assert given_to("build", "metadata.py") <= inspect.signature(AttentionMetadataBuilder.build).parameters.keys()
+    assert given_to("build", "attention.py") <= inspect.signature(AttentionMetadataBuilder.build).parameters.keys()
 
 
 def test_the_blocks_that_a_blend_borrows_can_be_borrowed() -> None:

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
 from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.engines.vllm.attention import Kernels
 from cacheblend_rag.engines.vllm.graphs import Gave
-from cacheblend_rag.engines.vllm.kernels import Kernels
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import PageGroup, Pages
 from cacheblend_rag.engines.vllm.target import PagedTarget, PagedWatch
