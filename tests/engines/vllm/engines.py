@@ -19,6 +19,8 @@ VOCABULARY = 300
 SHAPE = {**_BASE, "hidden_size": 128, "vocab_size": VOCABULARY, "eos_token_id": None}
 """Four heads of 32 dimensions, the smallest that vLLM's CPU kernels take."""
 FULL = BlendSettings(quality="full")
+PIECES = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True}
+"""Options by which prompts and passes run in pieces of 64 tokens."""
 
 
 def save_model(config: Any, directory: Path) -> Any:

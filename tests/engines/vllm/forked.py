@@ -57,5 +57,6 @@ for module in [module for name, module in sys.modules.items() if name.startswith
         module.get_mp_context = _context
 # vLLM's own one-liners, which it compiles in each process at their first call, for two seconds; whoever imports them follows.
 for module, name in ((logprobs, "batched_count_greater_than"), (vocab_parallel_embedding, "get_masked_input_and_mask")):
-    setattr(module, name, getattr(getattr(module, name), "_torchdynamo_orig_callable", getattr(module, name)))
+    compiled = getattr(module, name)
+    setattr(module, name, getattr(compiled, "_torchdynamo_orig_callable", compiled))
 preload(__name__, "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker")

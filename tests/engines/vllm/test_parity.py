@@ -21,7 +21,7 @@ from cacheblend_rag.lab.doctor.diagnose_vllm import ask_worker
 from tests.blending import reference
 from tests.blending.prompts import Scene, engine_for
 from tests.blending.test_parity import blended_logits
-from tests.engines.vllm.engines import FULL, SHAPE, VOCABULARY, first_logprobs, save_model, start
+from tests.engines.vllm.engines import FULL, PIECES, SHAPE, VOCABULARY, first_logprobs, save_model, start
 
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 64}
 # A soft cap on scores, which the transformers engine cannot watch, and no window.
@@ -30,15 +30,13 @@ _CAPPED = {
     "attn_logit_softcapping": 1.0,
     "layer_types": ["full_attention"] * SHAPE["num_hidden_layers"],
 }
-# Prompts and passes in pieces of 64 tokens.
-_PIECES = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "qwen2, chunked prefill": (lambda: hf.Qwen2Config(**SHAPE), _PIECES),
+    "qwen2, chunked prefill": (lambda: hf.Qwen2Config(**SHAPE), PIECES),
     "qwen3": (lambda: hf.Qwen3Config(**SHAPE, head_dim=32), {}),
     "gemma2, capped": (lambda: hf.Gemma2Config(**SHAPE, **_CAPPED), {}),
     "yarn, compiled, chunked prefill": (
         lambda: hf.LlamaConfig(**SHAPE, rope_parameters=_YARN),
-        {"enforce_eager": False, **_PIECES},
+        {"enforce_eager": False, **PIECES},
     ),
     # Compiled for embeddings, as models that take images are, whatever a prompt has.
     "llama, compiled for embeddings": (

@@ -14,7 +14,7 @@ from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.kv import read_whole
 from tests.blending import reference
 from tests.blending.prompts import Scene, engine_for
-from tests.engines.vllm.engines import FULL, SHAPE, concurrently, first_logprobs, run, save_model, start
+from tests.engines.vllm.engines import FULL, PIECES, SHAPE, concurrently, first_logprobs, run, save_model, start
 
 # The tests of ordinary attention, run with the models of this file.
 from tests.engines.vllm.test_parity import (  # noqa: F401
@@ -31,12 +31,7 @@ from tests.engines.vllm.test_parity import (  # noqa: F401
 _MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 _SHORT = {"head_dim": 32, "sliding_window": 40, "layer_types": _MIXED}
 # Prompts and passes in pieces; blocks for the pages of two prompts while they are blended.
-_PIECES = {
-    "max_num_batched_tokens": 64,
-    "max_num_seqs": 4,
-    "enable_chunked_prefill": True,
-    "num_gpu_blocks_override": 26,
-}
+_PIECES = {**PIECES, "num_gpu_blocks_override": 26}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma3, chunked prefill": (lambda: hf.Gemma3TextConfig(**SHAPE, **_SHORT), _PIECES),
     "gemma2, no hybrid manager": (

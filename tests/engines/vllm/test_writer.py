@@ -19,7 +19,7 @@ from tests.blending import reference
 from tests.blending.families import make_model
 from tests.blending.prompts import Scene
 from tests.blending.writers import alter_config, write_for
-from tests.engines.vllm.engines import FULL, SHAPE, concurrently, first_logprobs, save_model, start
+from tests.engines.vllm.engines import FULL, PIECES, SHAPE, concurrently, first_logprobs, save_model, start
 from tests.engines.vllm.test_windows import _PIECES, _SHORT
 
 SCENE = Scene(chunk_tokens=(150, 90, 170, 61), question=9)
@@ -27,14 +27,10 @@ PARTS = SCENE.parts()  # behind the header a chunk's KV is the model's own
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "llama, chunked prefill": (
         lambda: hf.LlamaConfig(**SHAPE),
-        {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True},
+        PIECES,
         {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]},
     ),
-    "phi3, which has joined modules of its own, compiled": (
-        lambda: hf.Phi3Config(**SHAPE),
-        {"enforce_eager": False},
-        {},
-    ),
+    "phi3, which has joined modules, compiled": (lambda: hf.Phi3Config(**SHAPE), {"enforce_eager": False}, {}),
     "gemma3, windows shorter than a chunk": (lambda: hf.Gemma3TextConfig(**SHAPE, **_SHORT), _PIECES, {}),
     "llama, two ranks": (lambda: hf.LlamaConfig(**SHAPE), {"tensor_parallel_size": 2}, {}),
 }
