@@ -83,7 +83,8 @@ class Quota:
         if self != NO_QUOTA and (free or characters > MOST_SCHEMA):
             raise InputError(
                 "The answer is to follow a schema or choices that all who ask might wait for. This tenant may send JSON schemas "
-                f"and choices of {MOST_SCHEMA} characters in all, without regular expressions (pattern), and no grammars."
+                f"and choices of {MOST_SCHEMA} characters in all, without regular expressions (pattern), and no grammars. A "
+                "string's minLength or maxLength counts for 32 by character that it limits, up to 128 of them; a format for 256."
             )
 
 

@@ -6,7 +6,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -231,26 +232,42 @@ def _check_grammar(quota: Quota, wanted: StructuredOutputsParams | None) -> None
     free = wanted.regex is not None or wanted.grammar is not None
     try:
         quota.check_grammar(characters, free)  # before it is searched
-        quota.check_grammar(characters, _is_free(wanted.json) or _is_free(wanted.structural_tag))
+        found = [*_objects_in(wanted.json), *_objects_in(wanted.structural_tag)]
+        quota.check_grammar(characters + _beyond_its_length(found), any(map(_is_free, found)))
     except InputError as error:
         raise VLLMValidationError(str(error)) from error
 
 
-def _is_free(schema: Any) -> bool:
-    """Say whether there are regular expressions or grammars in a schema, or in one that is written into it as text."""
+def _objects_in(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield all objects of a schema, and of one that is written into it as text."""
     if isinstance(schema, Mapping):
-        of = ((name, each) for name, each in schema.items() if name in ("pattern", "grammar", "patternProperties"))
-        return any(isinstance(each, str) or name == "patternProperties" for name, each in of) or any(
-            map(_is_free, schema.values())
-        )
-    if isinstance(schema, list):
-        return any(map(_is_free, schema))
-    if not isinstance(schema, str) or not schema.lstrip().startswith(("{", "[")):
-        return False
-    try:
-        return _is_free(json.loads(schema))
-    except (ValueError, RecursionError):
-        return False  # vLLM refuses it
+        yield schema
+        schema = list(schema.values())
+    if isinstance(schema, str) and schema.lstrip().startswith(("{", "[")):
+        with suppress(ValueError, RecursionError):  # vLLM refuses it
+            yield from _objects_in(json.loads(schema))
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from _objects_in(each)
+
+
+def _is_free(found: Mapping[str, Any]) -> bool:
+    """Say whether an object of a schema has a regular expression or a grammar, and is not one of properties by these names."""
+    return "patternProperties" in found or any(isinstance(found.get(name), str) for name in ("pattern", "grammar"))
+
+
+def _beyond_its_length(found: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many characters of a schema are as dear to make a grammar of as its formats and its strings of limited length.
+
+    vLLM's xgrammar is paid once for equal limits, and hardly more beyond 128 characters.
+    """
+    limits: set[tuple[float, ...]] = set()
+    formats = 0
+    for each in found:
+        pair = (each.get("minLength"), each.get("maxLength"))
+        limits.add((0, *(limit for limit in pair if isinstance(limit, (int, float)))))
+        formats += isinstance(each.get("format"), str)
+    return 32 * sum(int(min(max(given), 128)) for given in limits) + 256 * formats
 
 
 def _tell(spans: RequestSpans, report: FinishReport, output: RequestOutput, begin: float) -> None:

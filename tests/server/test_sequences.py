@@ -261,6 +261,10 @@ DEAR = '{"type": "object", "properties": {"a": {"type": "string", "\\u0070attern
         prompt(structured_outputs={"choice": [f"answer {number}" for number in range(2000)]}),
         chat(**schema(type="array", items={"anyOf": [{"type": "string", "pattern": "(.?){99}"}]})),
         chat(**schema(type="object", properties={f"p{number}": {"type": "string"} for number in range(2000)})),
+        chat(**schema(type="object", properties={f"p{number}": {"maxLength": 99 + number} for number in range(4)})),
+        chat(**schema(type="array", items=[{"minLength": 99, "maxLength": 99.0 + number} for number in range(4)])),
+        chat(**schema(anyOf=[{"minLength": -(9**9)}, *({"minLength": 99 + number} for number in range(4))])),
+        prompt(structured_outputs={"json": str([{"format": "uri-template"}] * 40).replace("'", '"')}),
         chat(response_format={"type": "structural_tag", "format": {"type": "grammar", "grammar": 'root ::= "a"'}}),
         chat(
             response_format={
@@ -285,6 +289,8 @@ async def test_what_an_answer_is_to_follow_is_refused_where_others_would_wait_fo
     "body",
     [
         chat(**schema(type="object", properties={"pattern": {"type": "string"}, "grammar": {"enum": ["a", "b"]}})),
+        chat(**schema(type="object", properties={f"p{number}": {"maxLength": 100} for number in range(50)})),
+        chat(**schema(type="array", maxItems=99_999, items={"format": "email", "minLength": 5, "maxLength": 99_999})),
         chat(response_format={"type": "json_object"}),
         prompt(structured_outputs={"choice": ["yes", "no"]}),
     ],
