@@ -13,4 +13,4 @@ _modules = ["__main__", "tests.interpreted"]
 def preload(*modules: str) -> None:
     """Let the server import these modules, which spares every process from doing so."""
     _modules.extend(modules)
-    multiprocessing.set_forkserver_preload(_modules)
+    multiprocessing.set_forkserver_preload([*_modules, "tests.frozen"])

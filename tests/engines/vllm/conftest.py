@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # Bound to a core, as it is by default, each engine would have the same one as that of the test process beside it.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

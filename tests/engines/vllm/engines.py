@@ -39,6 +39,8 @@ def start(directory: Path | str, store: Path | None, *, generated: bool = False,
     from cacheblend_rag.engines.vllm import VLLMEngine
 
     defaults = {"enforce_eager": True, "max_model_len": 1024, "max_logprobs": VOCABULARY, "skip_tokenizer_init": True}
+    if "num_gpu_blocks_override" not in options:
+        defaults["kv_cache_memory_bytes"] = 1 << 26  # vLLM fills it with zeros
     with pytest.MonkeyPatch.context() as patch:
         if not generated:
             patch.setenv(*TRACED)
