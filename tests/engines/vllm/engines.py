@@ -19,6 +19,8 @@ VOCABULARY = 300
 SHAPE = {**_BASE, "hidden_size": 128, "vocab_size": VOCABULARY, "eos_token_id": None}
 """Four heads of 32 dimensions, the smallest that vLLM's CPU kernels take."""
 FULL = BlendSettings(quality="full")
+ROOM = 1 << 26
+"""Bytes for KV, which vLLM fills with zeros first: enough for a few prompts of these shapes."""
 PIECES = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True}
 """Options by which prompts and passes run in pieces of 64 tokens."""
 
@@ -38,9 +40,8 @@ def start(directory: Path | str, store: Path | None, *, generated: bool = False,
     """
     from cacheblend_rag.engines.vllm import VLLMEngine
 
-    defaults = {"enforce_eager": True, "max_model_len": 1024, "max_logprobs": VOCABULARY, "skip_tokenizer_init": True}
-    if "num_gpu_blocks_override" not in options:
-        defaults["kv_cache_memory_bytes"] = 1 << 26  # vLLM fills it with zeros
+    small = {"max_model_len": 1024, "max_logprobs": VOCABULARY, "kv_cache_memory_bytes": ROOM}
+    defaults = {"enforce_eager": True, "skip_tokenizer_init": True, **small}
     with pytest.MonkeyPatch.context() as patch:
         if not generated:
             patch.setenv(*TRACED)

@@ -13,7 +13,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
 from tests.engines.test_smollm2 import NOTES, QUESTION
-from tests.engines.vllm.engines import start
+from tests.engines.vllm.engines import ROOM, start
 
 
 @pytest.mark.usefixtures("smollm2")
@@ -25,7 +25,13 @@ def test_vllm_blends_what_the_transformers_engine_has_stored_and_answers_as_it_d
         prompt = rag_prompt(engine.tokenizer, chunks, QUESTION)
         want = engine.generate(prompt, sampling, settings)
         engine.flush()
-    with start(SMOLLM2, tmp_path, max_model_len=2048, max_logprobs=20, skip_tokenizer_init=False) as served:
+    options = {
+        "max_model_len": 2048,
+        "max_logprobs": 20,
+        "skip_tokenizer_init": False,
+        "kv_cache_memory_bytes": 4 * ROOM,
+    }
+    with start(SMOLLM2, tmp_path, **options) as served:
         got = served.generate(prompt, sampling, settings)
     assert (got.mode, got.missing, got.token_ids) == (want.mode, (), want.token_ids)
     assert got.usage.recomputed_tokens == want.usage.recomputed_tokens
