@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import _ctypes
-import copy
 import ctypes
 import io
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,7 +22,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 
 from cacheblend_rag.engines.vllm import starting
 from cacheblend_rag.engines.vllm.starting import (
-    Tie,
     _tied,
     end_with_parent,
     explain,
@@ -50,10 +49,17 @@ len (1024), (0.25 GiB KV cache is needed, which is larger than the available KV 
 PARENT = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}"
 
 
-ENDING = """
-import atexit, multiprocessing, sys
+LOADING = """
+import atexit, copy, multiprocessing, os, signal, sys
 from importlib.util import module_from_spec, spec_from_file_location
 
+def load():
+    spec = spec_from_file_location("starting", sys.argv[1])
+    sys.modules["starting"] = starting = module_from_spec(spec)
+    spec.loader.exec_module(starting)
+    return starting
+"""
+ENDING = f"""{LOADING}
 class Whole:
     def __del__(self):
         print("taken apart", flush=True)
@@ -62,10 +68,7 @@ whole = Whole()
 
 def work(code):
     atexit.register(print, "asked for", flush=True)
-    spec = spec_from_file_location("starting", sys.argv[1])
-    starting = module_from_spec(spec)
-    spec.loader.exec_module(starting)
-    starting.end_at_once()
+    load().end_at_once()
     sys.exit(code)
 
 if __name__ == "__main__":
@@ -75,6 +78,17 @@ if __name__ == "__main__":
         process.start()
         process.join()
         print(process.exitcode)
+"""
+TIED = f"""{LOADING}
+starting = load()
+
+def stand(tie):
+    print(os.getpid(), flush=True)
+    signal.pause()
+
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=stand, args=(copy.deepcopy(starting.Tie()),)).start()
+    signal.pause()
 """
 
 
@@ -121,26 +135,16 @@ def test_an_engine_ends_with_the_process_that_has_started_it_whatever_else_that_
     assert ended
 
 
-def stand(_: Tie, ready: Connection) -> None:
-    ready.send(os.getpid())
-    signal.pause()
-
-
-def start_tied(ready: Connection) -> None:
-    EnvironedProcess(target=stand, args=(copy.deepcopy(Tie()), ready)).start()
-    ready.close()
-    signal.pause()
-
-
-def test_a_process_that_is_spawned_with_a_tie_ends_with_its_parent_before_it_has_done_anything() -> None:
-    here, ready = multiprocessing.Pipe(duplex=False)
-    parent = EnvironedProcess(target=start_tied, args=(ready,))
-    parent.start()
-    ready.close()
-    spawned = here.recv()
-    assert not here.poll(0)
+def test_a_process_that_is_spawned_with_a_tie_ends_with_its_parent_before_it_has_done_anything(tmp_path: Path) -> None:
+    script = tmp_path / "tied.py"
+    script.write_text(TIED)
+    parent = subprocess.Popen([sys.executable, str(script), starting.__file__], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    spawned = int(parent.stdout.readline())
+    assert not select.select([parent.stdout], [], [], 0)[0]
     parent.kill()
-    ended = here.poll(60)
+    parent.wait()
+    ended = select.select([parent.stdout], [], [], 60)[0] and not parent.stdout.read()  # both ends of the pipe are gone
     if not ended:
         os.kill(spawned, signal.SIGKILL)
     assert ended
