@@ -23,6 +23,10 @@ pytestmark = [
 ]
 
 
+WINDOW = 128
+"""Tokens: what is replayed looks at pages for so many, and interpreted each costs."""
+
+
 def replay_passes(worker: Any) -> None:
     """In the worker: place all layers at once, and capture passes by keeping what runs them."""
     from cacheblend_rag.blending import reads
@@ -64,7 +68,7 @@ def replay_passes(worker: Any) -> None:
     worker.replayed = 0
     kernels.place_layers = place_layers  # type: ignore[method-assign, assignment]
     graphs.capture = capture  # type: ignore[assignment]
-    pages = 1024 // paged.block_size, paged.block_size
+    pages = WINDOW // paged.block_size, paged.block_size
     paged.graphs = graphs.PagedGraphs(paged.scatter, paged.look, lambda layer: None, all_ranks, pages, paged.device)
 
 
@@ -93,9 +97,10 @@ def test_passes_that_are_replayed_are_the_reference_wherever_their_pages_lie(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to the worker
     model = save_model(hf.Qwen3Config(**{**SHAPE, "num_hidden_layers": 2}, head_dim=32), tmp_path / "model")
-    # Of other tokens each, the last of fewer, which are padded; in two pages.
-    scenes = [Scene(seed, chunk_tokens=(110, 16, 24 - 4 * (seed == 3)), question=9) for seed in range(4)]
-    with start(tmp_path / "model", tmp_path / "store", header=scenes[0].header, enforce_eager=False) as engine:
+    # Of other tokens each, the last of fewer, which are padded; in three pages or four.
+    scenes = [Scene(seed, chunk_tokens=(40, 16, 24 - 4 * (seed == 3)), question=9) for seed in range(4)]
+    options = {"enforce_eager": False, "block_size": 32, "max_model_len": WINDOW}
+    with start(tmp_path / "model", tmp_path / "store", header=scenes[0].header, **options) as engine:
         assert engine.gate.passed, engine.gate.reason
         in_worker(engine, replay_passes)
         for seed, scene in enumerate(scenes):
