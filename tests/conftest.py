@@ -12,17 +12,21 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Taking all of torch apart costs each worker seconds. What is registered first is done last.
+    atexit.register(os._exit, 0)
 # A name that is no directory is looked for on a hub, again and again where there is no network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hypothesis
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 import tests.interpreted  # noqa: F401
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from tests.server.running import RunningServer
 
 # No test may fail because the machine is busy.
@@ -51,6 +55,8 @@ NO_SYSTEM = (
 
 def byte_level(chat_template: str | None = None, bos: bool = True) -> PreTrainedTokenizerFast:
     """Byte-level BPE as in GPT-2, Llama 3 and Qwen."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -68,6 +74,8 @@ def byte_level(chat_template: str | None = None, bos: bool = True) -> PreTrained
 
 def metaspace(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """BPE over metaspace with byte fallback, as in Llama 2, Mistral and Gemma."""
+    from transformers import PreTrainedTokenizerFast
+
     byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -112,11 +120,16 @@ def pytest_configure(config: pytest.Config) -> None:
             )
 
 
-_WHOLLY_SLOW = re.compile(r"^pytestmark = (\[[^\]]*|.*)\bmark\.slow\b", re.MULTILINE)
+_WHOLLY_SLOW = re.compile(
+    r"^pytestmark = (\[[^\]]*|.*)\bmark\.slow\b|^pytest\.importorskip\(\"vllm\"|^from tests\.server\.running ",
+    re.MULTILINE,
+)
+# How tests call the model family that they are given, and of which `make quick` runs them.
+_FAMILY, _QUICK_FAMILIES = ("family", "written"), {"llama", "gemma3", "deepseek_v2"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out unread what `make quick` would deselect whole, unless it is named: vLLM alone takes seconds to import."""
+    """Leave out unread what `make quick` would deselect whole, and what imports vLLM, for seconds; unless it is named."""
     named = [Path(arg.partition("::")[0]).absolute() for arg in config.args]
     if "not slow" not in config.option.markexpr or any(collection_path in (path, *path.parents) for path in named):
         return None
@@ -141,10 +154,12 @@ atexit.register(gc.unfreeze)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow whatever starts a vLLM, which takes half a minute."""
+    """Mark as slow whatever starts a vLLM, which takes half a minute, and all but a few of a test's model families."""
     for item in items:
         marked = item.get_closest_marker("vllm") or "running_server" in getattr(item, "fixturenames", ())
-        if marked or "tests/engines/vllm/" in item.nodeid:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        families = {given.get(name, "llama") for name in _FAMILY}
+        if marked or "tests/engines/vllm/" in item.nodeid or not families <= _QUICK_FAMILIES:
             item.add_marker("slow")
 
 

@@ -114,6 +114,7 @@ def test_other_devices_and_values_wider_than_keys_are_masked_block_by_block(monk
         assert (queries.attend(query, key, values) - want).abs().max() < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 40])
 def test_where_the_kernel_serves_it_gives_the_same(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     interpret(monkeypatch)

@@ -168,6 +168,7 @@ async def test_who_has_used_its_tokens_is_told_when_there_will_be_more() -> None
     assert (await ask(app, "acme")).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "pieces"), [("DELTA", [[1], [2, 3]]), ("CUMULATIVE", [[1], [1, 2, 3]])])
 @pytest.mark.parametrize("until", [0, 1, 2])
 async def test_what_is_charged_is_the_prompt_and_what_was_answered_even_if_the_client_leaves(

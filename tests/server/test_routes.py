@@ -433,6 +433,7 @@ def blend_client(server: Server, store_kv: Callable[[Any], Any]) -> Any:
     return client
 
 
+@pytest.mark.slow
 def test_a_client_is_refused_within_a_namespace_without_a_key() -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     from cacheblend_rag.engines.vllm.client import BlendClient
@@ -445,6 +446,7 @@ def test_a_client_is_refused_within_a_namespace_without_a_key() -> None:
         client.of(Namespace("globex"))
 
 
+@pytest.mark.slow
 async def test_what_is_deleted_while_it_is_written_back_stays_deleted(server: Server) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     await server.register({"text": TEXTS[0], "id": "gone"}, {"text": TEXTS[1], "id": "kept"})

@@ -62,11 +62,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "open_with" in metafunc.fixturenames:
         more = getattr(metafunc.function, "needs", ())
         kinds = [kind for kind in PLAIN + SIX + ENCODED + ENCRYPTED if not (more and "sqlite" in kind)]
-        # The S3 that is played takes most of a second for a test.
-        slow = {kind: [pytest.mark.slow] for kind in kinds if kind.startswith("s3")}
-        metafunc.parametrize(
-            "open_with", [pytest.param(kind, marks=slow.get(kind, ())) for kind in kinds], indirect=True
-        )
+        # `make quick` runs codecs and keys over files alone; the S3 that is played takes most of a second for a test.
+        quick = [kind for kind in kinds if kind in PLAIN + SIX or kind.startswith("disk") if kind != "s3"]
+        parameters = [pytest.param(kind, marks=() if kind in quick else pytest.mark.slow) for kind in kinds]
+        metafunc.parametrize("open_with", parameters, indirect=True)
 
 
 @pytest.fixture

@@ -1,9 +1,21 @@
 """Blends inside vLLM by a KV connector and a worker class, loaded by configuration; no file of vLLM is changed."""
 
+from typing import TYPE_CHECKING, Any
+
 from cacheblend_rag.engines.vllm.versions import check_version
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.vllm.engine import VLLMEngine
+
+__all__ = ["VLLMEngine"]
 
 check_version()
 
-from cacheblend_rag.engines.vllm.engine import VLLMEngine  # noqa: E402  (a wrong vLLM is named before it fails to import)
 
-__all__ = ["VLLMEngine"]
+def __getattr__(name: str) -> Any:
+    """Import the engine, and with it vLLM, when it is first used: others here need not wait for seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from cacheblend_rag.engines.vllm.engine import VLLMEngine
+
+    return VLLMEngine
