@@ -1,4 +1,4 @@
-"""The kernels compile for Hopper: what runs there is more than what the interpreter sees."""
+"""The kernels compile for Ampere, Hopper and Blackwell: what runs there is more than what the interpreter sees."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ import pytest
 
 
 @pytest.mark.slow
-def test_the_kernels_compile_for_hopper_use_its_tensor_cores_and_keep_to_its_registers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernels_compile_for_a_gpu_use_its_tensor_cores_and_keep_to_its_memory(
+    capability: int, tmp_path: Path
+) -> None:
     """In a process of its own, whose Triton compiles."""
     pytest.importorskip("triton", reason="Triton is not installed; on Linux, make setup installs it")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).with_name("compile_for_hopper.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    script = Path(__file__).with_name("compile_for.py")
+    done = subprocess.run(
+        [sys.executable, script, str(capability)], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]

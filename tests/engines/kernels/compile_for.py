@@ -1,4 +1,7 @@
-"""A program: compile the kernels for an H100 or H200 as they are launched for a Llama of 8 billion weights; needs no GPU."""
+"""A program: compile the kernels for a kind of GPU as they are launched for a Llama of 8 billion weights; needs no GPU.
+
+python compile_for.py COMPUTE_CAPABILITY
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,10 @@ from triton.compiler import ASTSource, compile
 from cacheblend_rag.engines.kernels import attention, place
 
 GROUP, DIM = 4, 128
+TARGET = int(sys.argv[1])
+TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
+# What a block may have: of the first, 8.6, 8.9 and 12.0, for which the same is compiled, have less than 8.0 itself.
+SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: set[str], **options: Any) -> Any:
@@ -23,14 +30,16 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], alig
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    return compile(ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", 90, 32), options)
+    return compile(ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", TARGET, 32), options)
 
 
-def attend(dtype: str, torch_dtype: Any, sinks: bool = False, window: int = 0, lse: bool = False) -> Any:
-    rows, keys, warps = attention.tile(torch_dtype, GROUP, DIM)
+def attend(
+    dtype: str, torch_dtype: Any, sinks: bool = False, window: int = 0, lse: bool = False, dim: int = DIM
+) -> Any:
+    rows, keys, warps = attention.tile(torch_dtype, GROUP, dim)
     types = dict.fromkeys(("query", "keys", "values", "sinks", "out"), f"*{dtype}")
     types |= {"positions": "*i64", "table": "*i32", "scale": "fp32", "soft_cap": "fp32", "lse": "*fp32"}
-    constants = {"PAGE": 16, "DIM": DIM, "DIM_UP": DIM, "GROUP": GROUP, "ROWS": rows, "KEYS": keys, "CAPPED": False}
+    constants = {"PAGE": 16, "DIM": dim, "DIM_UP": dim, "GROUP": GROUP, "ROWS": rows, "KEYS": keys, "CAPPED": False}
     constants |= {
         "WINDOW": window,
         "SINKS": sinks,
@@ -43,11 +52,11 @@ def attend(dtype: str, torch_dtype: Any, sinks: bool = False, window: int = 0, l
     return compiled(attention._attend, types, constants, aligned, num_warps=warps, num_stages=2)
 
 
-def added(dtype: str, torch_dtype: Any) -> Any:
-    rows, keys, warps = attention.tile(torch_dtype, GROUP, DIM)
+def added(dtype: str, torch_dtype: Any, dim: int = DIM) -> Any:
+    rows, keys, warps = attention.tile(torch_dtype, GROUP, dim)
     types = dict.fromkeys(("query", "keys"), f"*{dtype}") | dict.fromkeys(("shares", "lse", "total"), "*fp32")
     types |= {"positions": "*i64", "scale": "fp32", "factor": "fp32"}
-    constants = {"DIM": DIM, "DIM_UP": DIM, "GROUP": GROUP, "ROWS": rows, "KEYS": keys, "WINDOW": 0, "keys_dim": 1}
+    constants = {"DIM": dim, "DIM_UP": dim, "GROUP": GROUP, "ROWS": rows, "KEYS": keys, "WINDOW": 0, "keys_dim": 1}
     constants["PRECISION"] = "ieee" if dtype == "fp32" else "tf32"
     aligned = set(attention._add_shares.arg_names) - set(constants) - {"count", "length", "scale", "factor"}
     return compiled(attention._add_shares, types, constants, aligned, num_warps=warps, num_stages=2)
@@ -86,17 +95,22 @@ def stack(kernel: Any) -> int:
 def main() -> None:
     import torch
 
-    half = attend("bf16", torch.bfloat16)
-    assert "wgmma" in half.asm["ptx"], "the tensor cores of Hopper are not used"
-    assert stack(half) == stack(attend("fp32", torch.float32)) == 0, "a tile is too large for the registers"
-    assert stack(attend("bf16", torch.bfloat16, lse=True)) == 0
-    assert stack(added("bf16", torch.bfloat16)) == stack(added("fp32", torch.float32)) == 0
-    for window in (0, 128):
-        assert stack(attend("bf16", torch.bfloat16, sinks=True, window=window)) == 0
-    for dtype in ("bf16", "fp32"):
-        for move in (placed(dtype), placed_in_bulk(dtype)):
-            assert "fma" not in move.asm["ptx"], "a product is not rounded"
-            assert stack(move) == 0
+    half, whole = ("bf16", torch.bfloat16), ("fp32", torch.float32)
+    attends = attend(*half)
+    assert TENSOR_CORES[TARGET] in attends.asm["ptx"], "the tensor cores are not used"
+    made = [attends, added(*half)]
+    moves = [placed("bf16"), placed_in_bulk("bf16")]
+    if TARGET == 90:
+        made += [attend(*whole), added(*whole), attend(*half, lse=True)]
+        made += [attend(*half, sinks=True, window=window) for window in (0, 128)]
+        moves += [placed("fp32"), placed_in_bulk("fp32")]
+        assert not any(map(stack, made)), "a tile is too large for the registers"
+    made += [attend(*half, dim=256), attend(*whole, dim=256)]  # heads as large as Gemma's
+    for kernel in made:
+        assert kernel.metadata.shared <= SHARED[TARGET], f"{kernel.metadata.shared} bytes of shared memory"
+    for move in moves:
+        assert "fma" not in move.asm["ptx"], "a product is not rounded"
+        assert stack(move) == 0
 
 
 if __name__ == "__main__":
