@@ -145,6 +145,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000)  # by itself every 700 objects: a twentieth of what tests take
         gc.enable()
 
 
@@ -163,9 +164,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-# In these files a vLLM may be started: in the first by each file, in the others mostly one server for all.
-_VLLM = ("tests/engines/vllm/",)
-_SERVER = ("tests/server/", "tests/engines/test_remote.py", "tests/docs/test_snippets.py")
+# In these files a vLLM may be started: in the first by each file, in the others mostly one server for all. A worker's first one
+# takes longest, for what all are forked from must import it.
+_VLLM = ("tests/engines/vllm/", "tests/lab/doctor/test_random_models.py")
+_SERVER = ("tests/server/", "tests/engines/test_remote.py", "tests/docs/test_snippets.py", "tests/docs/test_howtos.py")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -79,7 +79,8 @@ def test_a_run_says_how_long_it_takes_compares_and_saves_nothing_that_is_no_bett
     assert found["questions"]["held_out"] == 12
 
 
-def test_what_cannot_be_tuned_is_refused(run, model_dir, store, questions, tmp_path):
+def test_what_cannot_be_tuned_is_refused(run, model_dir, store, questions, monkeypatch):
+    monkeypatch.setattr("cacheblend_rag.lab.tuning.generate._HOPELESS", 4)  # questions, none of which come back
     base = ["tune-retriever", "--store", store, "--model", model_dir]
     assert "one of --questions FILE, --generate N and --demo" in run(*base).stderr
     assert run(*base, "--questions", questions, "--demo").exit_code == 2
