@@ -84,7 +84,8 @@ class Quota:
             raise InputError(
                 "The answer is to follow a schema or choices that all who ask might wait for. This tenant may send JSON schemas "
                 f"and choices of {MOST_SCHEMA} characters in all, without regular expressions (pattern), and no grammars. A "
-                "string's minLength or maxLength counts for 32 by character that it limits, up to 128 of them; a format for 256."
+                f"string's minLength or maxLength counts for {PER_LIMITED} by character that it limits, up to {MOST_LIMITED} of "
+                f"them; a format for {PER_FORMAT}."
             )
 
 
@@ -92,6 +93,8 @@ MOST_LOGPROBS = 4096
 """Of the prompts of one request of a tenant with a quota: vLLM makes objects of all of them while nothing else is served."""
 MOST_SCHEMA = 1 << 13
 """Of what one answer of such a tenant is to follow: an engine makes a grammar of one after another, and none is given up."""
+PER_LIMITED, MOST_LIMITED, PER_FORMAT = 32, 128, 256
+"""What counts as so many characters of a schema, being as dear to make a grammar of: see the message that names them."""
 NO_QUOTA = Quota()
 """Limits nothing."""
 

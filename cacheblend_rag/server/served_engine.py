@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.engines.spans import RequestSpans, reuse_attributes
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.server.keys import Quota
+from cacheblend_rag.server.keys import MOST_LIMITED, PER_FORMAT, PER_LIMITED, Quota
 from cacheblend_rag.server.tenants import PerNamespace, Served, calling
 from cacheblend_rag.store.files import Namespace
 
@@ -259,7 +259,7 @@ def _is_free(found: Mapping[str, Any]) -> bool:
 def _beyond_its_length(found: Iterable[Mapping[str, Any]]) -> int:
     """Return how many characters of a schema are as dear to make a grammar of as its formats and its strings of limited length.
 
-    vLLM's xgrammar is paid once for equal limits, and hardly more beyond 128 characters.
+    vLLM's xgrammar is paid once for equal limits, and hardly more beyond so many characters.
     """
     limits: set[tuple[float, ...]] = set()
     formats = 0
@@ -267,7 +267,8 @@ def _beyond_its_length(found: Iterable[Mapping[str, Any]]) -> int:
         pair = (each.get("minLength"), each.get("maxLength"))
         limits.add((0, *(limit for limit in pair if isinstance(limit, (int, float)))))
         formats += isinstance(each.get("format"), str)
-    return 32 * sum(int(min(max(given), 128)) for given in limits) + 256 * formats
+    limited = sum(int(min(max(given), MOST_LIMITED)) for given in limits)
+    return PER_LIMITED * limited + PER_FORMAT * formats
 
 
 def _tell(spans: RequestSpans, report: FinishReport, output: RequestOutput, begin: float) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import transformers as hf
 
-from cacheblend_rag.blending.gate import run_gate
 from cacheblend_rag.blending.profile import ModelProfile, log_uncalibrated, save_profile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.transformers import TransformersEngine, owner
+from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.engine import planned
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.lab.scoring import score
@@ -30,7 +29,6 @@ from tests.engines.contract_controller import ControllerContract
 from tests.engines.contract_conversation import ConversationContract
 from tests.engines.contract_spans import SpansContract
 
-judged: dict[Any, Any] = {}
 _CONFIG = {**_BASE, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}
 
 
@@ -46,17 +44,6 @@ class TestTransformersEngine(EngineContract, ControllerContract, ConversationCon
     @pytest.fixture(autouse=True)
     def _directory(self, model_directory: Path) -> None:
         self.directory = model_directory
-
-    @pytest.fixture(autouse=True)
-    def _judged_once(self, model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Nearly half of what a test takes would be the gate, for one model that is the same in all of them."""
-
-        def judge(subject: Any, codecs: Any = ()) -> Any:
-            config = subject.runner.model.config
-            of = (model_directory, config._name_or_path, str(config.dtype), tuple(codecs))
-            return judged[of] if of in judged else judged.setdefault(of, run_gate(subject, codecs))
-
-        monkeypatch.setattr(owner, "run_gate", judge)
 
     def make(self, store: Any, **options: Any) -> TransformersEngine:
         return TransformersEngine(self.directory, store=store, device="cpu", **options)

@@ -52,11 +52,11 @@ def attend(
     return compiled(attention._attend, types, constants, aligned, num_warps=warps, num_stages=2)
 
 
-def added(dtype: str, torch_dtype: Any, dim: int = DIM) -> Any:
-    rows, keys, warps = attention.tile(torch_dtype, GROUP, dim)
+def added(dtype: str, torch_dtype: Any) -> Any:
+    rows, keys, warps = attention.tile(torch_dtype, GROUP, DIM)
     types = dict.fromkeys(("query", "keys"), f"*{dtype}") | dict.fromkeys(("shares", "lse", "total"), "*fp32")
     types |= {"positions": "*i64", "scale": "fp32", "factor": "fp32"}
-    constants = {"DIM": dim, "DIM_UP": dim, "GROUP": GROUP, "ROWS": rows, "KEYS": keys, "WINDOW": 0, "keys_dim": 1}
+    constants = {"DIM": DIM, "DIM_UP": DIM, "GROUP": GROUP, "ROWS": rows, "KEYS": keys, "WINDOW": 0, "keys_dim": 1}
     constants["PRECISION"] = "ieee" if dtype == "fp32" else "tf32"
     aligned = set(attention._add_shares.arg_names) - set(constants) - {"count", "length", "scale", "factor"}
     return compiled(attention._add_shares, types, constants, aligned, num_warps=warps, num_stages=2)

@@ -74,7 +74,7 @@ def prompts(engine: Any, corpus: list[Chunk], questions: list[str], count: int, 
 
 def test_answers_are_those_of_the_transformers_engine(engine, transformers_engine, corpus, questions) -> None:
     engine.precompute(corpus[:9])
-    for prompt in prompts(engine, corpus[:9], questions, 2):
+    for prompt in prompts(engine, corpus[:9], questions, 4):
         for settings in (FULL, BlendSettings(ratio=1.0), BlendSettings(), BlendSettings(0.05, "static-query")):
             ours, theirs = (e.generate(prompt, ANSWER, settings) for e in (engine, transformers_engine))
             assert (ours.text, ours.token_ids, ours.mode) == (theirs.text, theirs.token_ids, theirs.mode)
