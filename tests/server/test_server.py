@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.engines.contract import TEXTS
-from tests.server.running import BODY_LIMIT, KEY, RunningServer
+from tests.server.running import BODY_LIMIT, KEY, NO_TLS, RunningServer
 
 # CACHEBLEND_FAULTS=full sends as many as the issue asks for.
 REQUESTS = 500 if os.environ.get("CACHEBLEND_FAULTS") == "full" else 60
@@ -292,7 +292,9 @@ class TestRefusals:
         for path in paths:
             for method in ("GET", "POST"):
                 for headers in ({}, {"Authorization": "Bearer wrong"}):
-                    assert httpx.request(method, server.url + path, headers=headers).status_code == 401, path
+                    assert (
+                        httpx.request(method, server.url + path, headers=headers, verify=NO_TLS).status_code == 401
+                    ), path
         assert httpx.get(f"{server.url}/health").status_code == 200
 
     @pytest.mark.parametrize(

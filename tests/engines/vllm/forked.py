@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.layers import vocab_parallel_embedding
+from vllm.model_executor.models import registry
 from vllm.utils import system_utils
 from vllm.v1.sample.ops import logprobs
 
@@ -55,8 +56,16 @@ _own = system_utils.get_mp_context
 for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
     if vars(module).get("get_mp_context") is _own:
         module.get_mp_context = _context
+# What a model's class can do vLLM asks of a process that imports everything first, so that its own touches no GPU yet.
+registry._run_in_subprocess = lambda question: question()
 # vLLM's own one-liners, which it compiles in each process at their first call, for two seconds; whoever imports them follows.
 for module, name in ((logprobs, "batched_count_greater_than"), (vocab_parallel_embedding, "get_masked_input_and_mask")):
     compiled = getattr(module, name)
     setattr(module, name, getattr(compiled, "_torchdynamo_orig_callable", compiled))
-preload(__name__, "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker")
+preload(
+    __name__,
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "tests.engines.vllm.overridden",
+)
