@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from cacheblend_rag.cli import app
+from cacheblend_rag.lab.doctor import bandwidth
 from tests.conftest import byte_level
 
 DOCUMENTS = {
@@ -27,7 +28,8 @@ DOCUMENTS = {
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the user's own profiles and store out of the tests."""
+    """Keep the user's own profiles and store out of the tests, and let them measure bandwidths with 16 MiB, not 256."""
+    monkeypatch.setattr(bandwidth, "_BLOCK", 16 << 20)
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 

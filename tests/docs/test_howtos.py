@@ -21,6 +21,7 @@ from cacheblend_rag import TransformersEngine
 from cacheblend_rag.cli import app
 from cacheblend_rag.demo.bundle import bundled_corpus
 from cacheblend_rag.engines.models import SMOLLM2, bundled_model_directory, model_directory, smollm2_file
+from cacheblend_rag.lab.doctor import bandwidth
 from tests.docs.test_pages import PARSER, ROOT, commands
 from tests.forking import TRACED
 from tests.recorded_spans import exporter
@@ -81,6 +82,7 @@ def place(tmp_path: Path, bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     row = {"question": QUESTION, "answers": ["the head of finance"], "chunks": [RULE, "Offices open at nine."]}
     (tmp_path / "questions.jsonl").write_text(json.dumps(row))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bandwidth, "_BLOCK", 16 << 20)  # of 256 MiB
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "cacheblend"))
     monkeypatch.setenv("CACHEBLEND_MODEL", str(bundled))

@@ -37,10 +37,11 @@ def measure_device_copy(device: torch.device) -> float:
     return _rate(copy, _BLOCK)
 
 
-def measure_disk_read(directory: Path, cold: bool) -> float | None:
-    """Return the rate of reading up to 256 MiB of the files in ``directory``; of a temporary one if there are few.
+def measure_disk(directory: Path, cold: bool) -> tuple[float, float] | None:
+    """Return rate and latency of reading up to 256 MiB of the files in ``directory``; of a temporary one if there are few.
 
-    None where nothing can be read: a directory that is empty and cannot be written to.
+    The latency, in seconds, is that of 4 KiB whose page is not cached. None where nothing can be read: a directory that is
+    empty and cannot be written to.
     """
     with _files(directory) as files:
         if not files:
@@ -51,25 +52,21 @@ def measure_disk_read(directory: Path, cold: bool) -> float | None:
                 with file.open("rb", buffering=0) as handle:
                     handle.read()
 
-        return _rate(
-            read, sum(file.stat().st_size for file in files), (lambda: drop_page_cache(files)) if cold else None
-        )
+        nbytes = sum(file.stat().st_size for file in files)
+        rate = _rate(read, nbytes, (lambda: drop_page_cache(files)) if cold else None)
+        return rate, _latency(files[0])
 
 
-def measure_disk_latency(directory: Path) -> float:
-    """Return the seconds that a read of 4 KiB takes whose page is not cached, of the files :func:`measure_disk_read` reads."""
-    with _files(directory) as files:
-        times = []
-        for file in files[:1]:
-            size = file.stat().st_size
-            for part in range(_REPEAT):
-                drop_page_cache([file])
-                with file.open("rb", buffering=0) as handle:
-                    handle.seek(part * size // (_REPEAT + 1))
-                    begin = time.perf_counter()
-                    handle.read(4096)
-                    times.append(time.perf_counter() - begin)
-        return median(times) if times else 0.0
+def _latency(file: Path) -> float:
+    times = []
+    for part in range(_REPEAT):
+        drop_page_cache([file])
+        with file.open("rb", buffering=0) as handle:
+            handle.seek(part * file.stat().st_size // (_REPEAT + 1))
+            begin = time.perf_counter()
+            handle.read(4096)
+            times.append(time.perf_counter() - begin)
+    return median(times)
 
 
 @contextmanager

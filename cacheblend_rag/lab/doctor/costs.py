@@ -17,8 +17,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import StoreUnavailableError
 from cacheblend_rag.lab.doctor.bandwidth import (
     measure_device_copy,
-    measure_disk_latency,
-    measure_disk_read,
+    measure_disk,
     measure_ram_copy,
 )
 from cacheblend_rag.lab.doctor.compute import measure_compute
@@ -51,8 +50,9 @@ def measure_costs(place: Workbench, store: Path, progress: Callable[[str], None]
         for tier in kv.tiers:
             if isinstance(tier, DiskStore):
                 say(tier.tier)
-                if (rate := measure_disk_read(tier.root, cold=True)) is not None:
-                    tiers[tier.tier] = TierCost(measure_disk_latency(tier.root), rate)
+                if (found := measure_disk(tier.root, cold=True)) is not None:
+                    rate, latency = found
+                    tiers[tier.tier] = TierCost(latency, rate)
             elif tier.lasts:
                 say(tier.tier)
                 if (cost := measure_remote(tier)) is not None:

@@ -15,7 +15,7 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSchedule
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.lab.doctor.bandwidth import measure_device_copy, measure_disk_read, measure_ram_copy
+from cacheblend_rag.lab.doctor.bandwidth import measure_device_copy, measure_disk, measure_ram_copy
 from cacheblend_rag.lab.doctor.candidates import dense_share
 from cacheblend_rag.lab.doctor.compute import fit_compute, measure_prefills, with_placing
 from cacheblend_rag.lab.doctor.costs import token_bytes
@@ -165,8 +165,8 @@ def _bandwidths(device: torch.device, store: Path | None) -> dict[str, float]:
         found["host to device"] = measure_device_copy(device)
     if store is not None and store.is_dir():
         for name, cold in (("disk read, cold", True), ("disk read, warm", False)):
-            if (rate := measure_disk_read(store, cold)) is not None:
-                found[name] = rate
+            if (disk := measure_disk(store, cold)) is not None:
+                found[name], _ = disk
     return found
 
 

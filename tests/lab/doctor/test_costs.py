@@ -45,6 +45,7 @@ def test_measured_costs_are_kept_by_model_and_device(tmp_path, monkeypatch) -> N
     engine = engine_for(make_model(BLENDED["llama"]()), Scene())
     found = measure_costs(Workbench.of(engine), tmp_path)
     assert (found.layers, set(found.tiers)) == (engine.num_layers, {"ram", "disk"})
+    assert found.tiers["disk"].latency_s > 0
     assert found.compute.seconds(512, 512) >= found.compute.seconds(1, 512) > 0  # a tiny model: the length may not show
     digest = engine.fingerprint.digest
     assert load_costs(digest, "cpu") is None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab.realm import refresh
 from cacheblend_rag.lab.realm.closed import closed_book
 from cacheblend_rag.lab.realm.evaluate import evaluate, summary
 from cacheblend_rag.lab.realm.finetune import FinetuneSettings, Finetuning, finetune, open_library
@@ -95,8 +98,11 @@ def test_with_a_renewed_index_the_document_tower_learns_too_and_made_the_index_o
 
 @pytest.mark.slow
 def test_a_renewed_index_comes_into_use_while_steps_are_taken_and_again_after_a_stop(
-    pretrained: Path, tmp_path: Path
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # What is spawned imports PyTorch anew, for ten seconds each time; test_pretrain.py has it so.
+    forks = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("forkserver"))
+    monkeypatch.setattr(refresh, "multiprocessing", forks)
     how, run = FinetuneSettings(steps=100_000, batch=2, k=2, refresh_every=5), RunDirectory(tmp_path / "run")
     seen = 0
 
