@@ -256,6 +256,13 @@ def server(running_server: RunningServer) -> RunningServer:
     return running_server
 
 
+@pytest.fixture(scope="module")
+def collected() -> None:
+    """Leave out what there is by now for benchmarks, too, which collect garbage before each measurement."""
+    gc.collect()
+    gc.freeze()
+
+
 _bucket_numbers = count()
 
 

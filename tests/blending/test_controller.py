@@ -134,7 +134,7 @@ def test_no_other_choice_is_much_sooner(parts, forced, least, dense, rates, late
     found = decide(load, known)
     took = simulate_one(load, known, found.used, found.ratio)
     every = np.array(list(product((False, True), repeat=len(parts))))
-    best = float(simulate(load, known, every, np.full(len(every), least)).min())
+    best = float(simulate(load, known, every, np.array([[least]])).min())
     # A chunk is used whole or not at all, and what is chosen by a formula is timed by events.
     assert took <= 1.25 * best
     assert least <= found.ratio <= 1

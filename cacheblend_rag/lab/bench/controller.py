@@ -118,7 +118,7 @@ def _point(settings: ControllerSettings, name: str, rate: float, chunks: int, pl
 
 
 def _every_choice(load: Load) -> tuple[np.ndarray, np.ndarray]:
-    """Return every choice of spans, ``[choices, spans]``, and ratio, ``[choices]``; of like spans it only matters how many."""
+    """Return choices of spans, ``[choices, spans]``, and ratios, ``[ratios, 1]``; of like spans it only matters how many."""
     kinds: dict[Located, list[int]] = {}
     for index, span in enumerate(load.spans):
         kinds.setdefault(span, []).append(index)
@@ -126,18 +126,17 @@ def _every_choice(load: Load) -> tuple[np.ndarray, np.ndarray]:
     used = np.zeros((len(counts), len(load.spans)), bool)
     for column, members in enumerate(kinds.values()):
         used[:, members] = np.arange(len(members)) < counts[:, column, None]
-    ratios = np.linspace(load.least, load.most, _RATIOS)
-    return np.repeat(used, _RATIOS, axis=0), np.tile(ratios, len(used))
+    return used, np.linspace(load.least, load.most, _RATIOS)[:, None]
 
 
 def simulate(load: Load, costs: Costs, used: np.ndarray, ratio: np.ndarray) -> np.ndarray:
-    """Return the seconds to the first token: layers are loaded one after another, and computed as soon as they are there.
+    """Return the seconds to the first token, ``[ratios, choices]``: layers are loaded in turn, and computed when they are there.
 
     Args:
         load: The prompt.
         costs: Of model and tiers.
         used: Choices of spans, ``[choices, spans]``.
-        ratio: Their ratios, ``[choices]``.
+        ratio: The ratios of each, ``[ratios, 1]``.
     """
     tokens = np.array([span.tokens for span in load.spans])
     exact = np.array([span.exact for span in load.spans])
@@ -149,13 +148,14 @@ def simulate(load: Load, costs: Costs, used: np.ndarray, ratio: np.ndarray) -> n
         part, context = costs.compute, load.tokens
         return (part.fixed_s + count * (part.per_token_s + part.per_pair_s * context)) / costs.layers
 
-    now = np.zeros(len(used))
+    now = np.zeros((len(ratio), len(used)))
     if load.dense:
         checked = round(load.dense * costs.layers)
         dense = np.maximum(arrived[checked], checked * compute(in_place + stale))
         now = np.where((ratio > 0) & (ratio < 1) & (stale > 0), dense, now)
-    for layer in range(costs.layers):
-        now = np.maximum(now, arrived[layer]) + placing + compute(in_place + ratio * stale)
+    each = placing + compute(in_place + ratio * stale)
+    for there in arrived:
+        now = np.maximum(now, there) + each
     return now
 
 
@@ -175,4 +175,4 @@ def _arrivals(load: Load, costs: Costs, used: np.ndarray) -> np.ndarray:
 
 def simulate_one(load: Load, costs: Costs, used: Sequence[bool], ratio: float) -> float:
     """Return :func:`simulate` of a single choice."""
-    return float(simulate(load, costs, np.array([used]), np.array([ratio]))[0])
+    return float(simulate(load, costs, np.array([used]), np.array([[ratio]]))[0, 0])

@@ -26,6 +26,8 @@ from cacheblend_rag.lab.bench.throughput import _Load, _rate_at, _Way
 from cacheblend_rag.lab.doctor.measure import PeakMemory, drop_page_cache
 from cacheblend_rag.lab.doctor.workbench import own_attention
 
+pytestmark = pytest.mark.usefixtures("collected")
+
 TINY = BenchModel(random_weights="llama:2x256", device="cpu")
 CHUNKS, TOKENS, QUESTION = 3, 20, 5
 SETTINGS = TTFTSettings(chunks=CHUNKS, chunk_tokens=TOKENS, question_tokens=QUESTION, ratio=0.5, repeat=2)

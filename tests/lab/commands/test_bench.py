@@ -9,7 +9,7 @@ import pytest
 
 from tests.command_line import as_json
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("collected")]
 
 TINY = ["--random-weights", "llama:2x256", "--chunks", 2, "--chunk-tokens", 20, "--repeat", 1, "--device", "cpu"]
 
