@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from tokenizers.decoders import DecodeStream
 
+from cacheblend_rag.blending.policies import policy_name
 from cacheblend_rag.blending.settings import HOW_NAMES, OPTION_NAMES, BlendSettings
 from cacheblend_rag.engines.base import BlendEngine, Request
 from cacheblend_rag.engines.results import Generation, TokenLogprob
@@ -121,12 +122,14 @@ class Asked:
         request: What it is asked.
         retrieved: What became in its prompt of what was retrieved for it.
         reader: Reads calls of tools off the answer, where it may hold any.
+        policy: The policy that may give way to no other, if any.
     """
 
     engine: BlendEngine
     request: Request
     retrieved: RetrievalReport
     reader: CallReader | None = None
+    policy: str | None = None
 
     @property
     def _arguments(self) -> tuple[TokenizedPrompt, SamplingParams, BlendSettings]:
@@ -159,7 +162,9 @@ class Asked:
         return AnswerPart(text + calls.text, calls)
 
     def report(self, done: Generation) -> dict[str, Any]:
-        """Return what an answer's metadata say: how its KV came about, and what became of what was retrieved for it."""
+        """Return what an answer's metadata say of its KV and of what was retrieved; InputError where ``policy`` gave way."""
+        if self.policy is not None and done.policy not in (None, self.policy):
+            raise InputError(f"{done.reason}. Leave the policy open, or set on_miss='warn'.")
         retrieved = self.retrieved.answered(done.missing)
         return {
             **done.facts,
@@ -210,7 +215,9 @@ def ask(
     room = engine.context_window - len(tokens.token_ids)
     request = engine.request(tokens, sampling_of(options, room), settings)
     uses_of(engine).introduce([span.chunk for span in tokens.spans], engine)
-    return Asked(engine, request, retrieved, CallReader(*tools) if tools.specs else None)
+    reader = CallReader(*tools) if tools.specs else None
+    wanted = settings.policy if options["on_miss"] == "error" else None
+    return Asked(engine, request, retrieved, reader, None if wanted is None else policy_name(wanted))
 
 
 def openai_logprobs(logprobs: Iterable[TokenLogprob], tokenizer: Any) -> list[dict[str, Any]]:

@@ -103,7 +103,8 @@ class EngineFields(Serializable):
         quality: In place of the three: ``"high"`` (the profile's blend), ``"fast"`` (recomputes less), ``"exact"`` (only what a
             prefix cache could reuse) or ``"full"`` (full prefill).
         on_miss: What to do where a formatter has altered retrieved chunks, so that their stored KV is of no use: ``"warn"`` (a
-            log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``. Answers say it in any case.
+            log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``. Answers say it in any case. With
+            ``"error"`` it is one, too, where the policy that is given gave way to another.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)

@@ -137,6 +137,27 @@ def test_on_miss_decides_between_silence_and_an_error(
         ChatCacheBlend(engine=scripted, on_miss="panic")
 
 
+def test_a_policy_that_is_asked_for_and_gives_way_may_be_an_error() -> None:
+    with TransformersEngine("bundled", ranking="off") as unranked:
+        text = "\n\n".join(d.page_content for d in of(unranked, [note(1), note(2)]).invoke("")) + " When?"
+        unranked.precompute(list(unranked.registry))
+        strict = ChatCacheBlend(engine=unranked, on_miss="error", max_tokens=2)
+        with pytest.raises(InputError, match=r"static gave way to hkvd .* not all chunks are ranked.*on_miss='warn'"):
+            strict.invoke(text, policy="static")
+        with pytest.raises(InputError, match="static gave way to hkvd"):
+            list(strict.stream(text, policy="static"))
+        chosen = [
+            model.invoke(text, **how).response_metadata["cacheblend"]["policy"]
+            for model, how in (
+                (strict, {}),
+                (strict, {"policy": "hkvd"}),
+                (strict, {"quality": "full"}),
+                (ChatCacheBlend(engine=unranked, max_tokens=2), {"policy": "static"}),
+            )
+        ]
+    assert chosen == ["hkvd", "hkvd", None, "hkvd"]
+
+
 @pytest.mark.parametrize(
     "form",
     [

@@ -84,7 +84,7 @@ class CacheBlendLLM(FunctionCallingLLM):
             prefix cache could reuse) or ``"full"`` (full prefill).
         on_miss: What to do where retrieved chunks have been altered on their way to the prompt, so that their stored KV is of no
             use: ``"warn"`` (a log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``. Responses say it in
-            any case: ``raw["retrieved"]``.
+            any case: ``raw["retrieved"]``. With ``"error"`` it is one, too, where the policy that is given gave way to another.
         context_window: Of the prompts that LlamaIndex packs; None takes the engine's, and it cannot be more.
         is_chat_model: False makes LlamaIndex format prompts to text itself instead of leaving that to the chat template.
     """

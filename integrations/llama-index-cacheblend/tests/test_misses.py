@@ -115,6 +115,16 @@ def test_on_miss_decides_between_silence_and_an_error(
         CacheBlendLLM(engine=scripted, on_miss="panic")
 
 
+def test_a_policy_that_is_asked_for_and_gives_way_may_be_an_error() -> None:
+    with TransformersEngine("bundled", ranking="off") as unranked:
+        llm = CacheBlendLLM(engine=unranked, policy="static", max_tokens=2)
+        asked(query_engine(llm, nodes_of(text(1), text(2))))  # stores what it finds missing
+        unranked.flush()
+        assert asked(query_engine(llm, nodes_of(text(1), text(2))))["matched"] == 2
+        with pytest.raises(InputError, match=r"static gave way to hkvd .* not all chunks are ranked.*on_miss='warn'"):
+            query_engine(llm.with_options(on_miss="error"), nodes_of(text(1), text(2))).query("When?")
+
+
 def test_escaped_nodes_are_reused_from_the_second_prompt_on(engine: BlendEngine) -> None:
     nodes = nodes_of(text(1, "organ"))
     for expected in ("not_stored", "matched"):
