@@ -12,6 +12,7 @@ from statistics import median
 
 import torch
 
+from cacheblend_rag.blending.costs import TierCost
 from cacheblend_rag.lab.doctor.measure import drop_page_cache
 
 _BLOCK = 256 << 20
@@ -37,7 +38,7 @@ def measure_device_copy(device: torch.device) -> float:
     return _rate(copy, _BLOCK)
 
 
-def measure_disk(directory: Path, cold: bool) -> tuple[float, float] | None:
+def measure_disk(directory: Path, cold: bool) -> TierCost | None:
     """Return rate and latency of reading up to 256 MiB of the files in ``directory``; of a temporary one if there are few.
 
     The latency, in seconds, is that of 4 KiB whose page is not cached. None where nothing can be read: a directory that is
@@ -54,7 +55,7 @@ def measure_disk(directory: Path, cold: bool) -> tuple[float, float] | None:
 
         nbytes = sum(file.stat().st_size for file in files)
         rate = _rate(read, nbytes, (lambda: drop_page_cache(files)) if cold else None)
-        return rate, _latency(files[0])
+        return TierCost(_latency(files[0]), rate)
 
 
 def _latency(file: Path) -> float:

@@ -15,11 +15,7 @@ import torch
 from cacheblend_rag.blending.costs import Costs, TierCost
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import StoreUnavailableError
-from cacheblend_rag.lab.doctor.bandwidth import (
-    measure_device_copy,
-    measure_disk,
-    measure_ram_copy,
-)
+from cacheblend_rag.lab.doctor.bandwidth import measure_device_copy, measure_disk, measure_ram_copy
 from cacheblend_rag.lab.doctor.compute import measure_compute
 from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.prompts.chunk import Chunk
@@ -50,9 +46,8 @@ def measure_costs(place: Workbench, store: Path, progress: Callable[[str], None]
         for tier in kv.tiers:
             if isinstance(tier, DiskStore):
                 say(tier.tier)
-                if (found := measure_disk(tier.root, cold=True)) is not None:
-                    rate, latency = found
-                    tiers[tier.tier] = TierCost(latency, rate)
+                if (cost := measure_disk(tier.root, cold=True)) is not None:
+                    tiers[tier.tier] = cost
             elif tier.lasts:
                 say(tier.tier)
                 if (cost := measure_remote(tier)) is not None:

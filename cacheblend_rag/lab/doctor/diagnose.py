@@ -166,7 +166,7 @@ def _bandwidths(device: torch.device, store: Path | None) -> dict[str, float]:
     if store is not None and store.is_dir():
         for name, cold in (("disk read, cold", True), ("disk read, warm", False)):
             if (disk := measure_disk(store, cold)) is not None:
-                found[name], _ = disk
+                found[name] = disk.bytes_per_s
     return found
 
 
