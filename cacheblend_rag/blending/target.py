@@ -52,10 +52,7 @@ class BlendTarget(Protocol):
         """
 
     def forward(
-        self,
-        positions: torch.Tensor,
-        before_layer: Callable[[int], None],
-        stop_layer: int | None = None,
+        self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
     ) -> LayerKV | None:
         """Run the prompt's tokens at ``positions`` (ascending) through the model's own forward.
 

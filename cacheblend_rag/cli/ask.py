@@ -40,13 +40,7 @@ def ask(
     # One prompt reads each chunk's KV once: RAM would be filled with it for nobody.
     ram_budget = 0 if answer_by == "together" else None
     opened = open_pipeline(
-        how.model,
-        how.store,
-        how.budgets,
-        namespace=namespace,
-        ram_budget=ram_budget,
-        k=how.k,
-        query_encoder=retriever,
+        how.model, how.store, how.budgets, namespace=namespace, ram_budget=ram_budget, k=how.k, query_encoder=retriever
     )
     with opened as pipeline:
         if answer_by == "marginal":

@@ -31,13 +31,7 @@ serve = typer.Typer(add_completion=False)
 
 @serve.command(context_settings=_FLAGS)
 @takes_groups
-def _serve(
-    context: typer.Context,
-    *,
-    store: _Store = None,
-    how: ServeFlags,
-    budgets: BudgetOptions,
-) -> None:
+def _serve(context: typer.Context, *, store: _Store = None, how: ServeFlags, budgets: BudgetOptions) -> None:
     """Serve the OpenAI API over vLLM, with blending and /v1/chunks.
 
     Any flag of vLLM's server may follow: --port, --api-key, --tensor-parallel-size, --max-model-len...

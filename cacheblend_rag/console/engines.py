@@ -116,12 +116,7 @@ def open_server(chosen: EngineOptions) -> RemoteEngine:
     assert chosen.server is not None
     if chosen.engine != "transformers":
         raise InputError("--engine does not go with --server: the model runs there.")
-    local = {
-        "--device": chosen.device,
-        "--dtype": chosen.dtype,
-        "--threads": chosen.threads,
-        "--writer": chosen.writer,
-    }
+    local = {"--device": chosen.device, "--dtype": chosen.dtype, "--threads": chosen.threads, "--writer": chosen.writer}
     if given := [name for name, value in local.items() if value is not None]:
         raise InputError(f"{', '.join(given)} does not go with --server: the model runs there.")
     with status("Connecting"):

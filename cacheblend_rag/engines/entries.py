@@ -7,11 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 import torch
 
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store import KVStore, TieredStore
@@ -42,6 +43,17 @@ Lookup = Callable[["Entries", Sequence[int]], _T]
 
 Ranking = Literal["now", "lazy", "off"]
 """When static deviations are measured: with the KV, after the first blend that wanted them, or never."""
+
+
+def chosen_ranking(asked: Ranking | None, default_policy: str) -> Ranking:
+    """Return ``asked``; None is ``"now"`` where ``default_policy`` needs static deviations, else ``"lazy"``.
+
+    Raises:
+        InputError: There is no such choice.
+    """
+    if asked not in (None, *get_args(Ranking)):
+        raise InputError(f"ranking is {asked!r}; give {', '.join(map(repr, get_args(Ranking)))}, or leave it out.")
+    return asked or ("now" if policy(default_policy).needs_static else "lazy")
 
 
 class Entries:

@@ -160,11 +160,7 @@ class RagPipeline:
                     chosen[candidate.chunk.id] = candidate
 
     def prompt(
-        self,
-        question: str,
-        hits: Sequence[Hit],
-        sampling: SamplingParams | None = None,
-        history: Sequence[Turn] = (),
+        self, question: str, hits: Sequence[Hit], sampling: SamplingParams | None = None, history: Sequence[Turn] = ()
     ) -> tuple[TokenizedPrompt, tuple[Hit, ...], tuple[str, ...]]:
         """Build the prompt of the hits, in reading order (reference words point backwards).
 

@@ -118,11 +118,7 @@ class ChunkIndex(IndexDatabase, ChunkSource):
         self._loading = threading.Lock()
 
     def add(
-        self,
-        document_path: str,
-        digest: str,
-        chunks: Iterable[Chunk],
-        progress: Callable[[int], None] | None = None,
+        self, document_path: str, digest: str, chunks: Iterable[Chunk], progress: Callable[[int], None] | None = None
     ) -> list[Chunk]:
         """Index a document in one transaction, in place of what was indexed under that path.
 

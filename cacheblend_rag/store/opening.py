@@ -222,10 +222,7 @@ def default_ram_budget(processes: int = 1) -> int:
 
 
 def open_store(
-    where: Path | str | None = None,
-    ram_budget: int | None = None,
-    disk_budget: int | None = None,
-    processes: int = 1,
+    where: Path | str | None = None, ram_budget: int | None = None, disk_budget: int | None = None, processes: int = 1
 ) -> TieredStore:
     """Open a store.
 

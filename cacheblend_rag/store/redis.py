@@ -118,12 +118,7 @@ class RedisStore(RemoteStore):
     of several slots, which a Redis Cluster refuses.
     """
 
-    def __init__(
-        self,
-        url: str,
-        budget: int | None = None,
-        **options: Unpack[RemoteOptions],
-    ):
+    def __init__(self, url: str, budget: int | None = None, **options: Unpack[RemoteOptions]):
         """Use the server at ``url``; it is connected to when it is first needed.
 
         Args:

@@ -19,12 +19,7 @@ class DocumentsPanel:
 
     def __init__(self, workspace: Workspace):
         self._workspace = workspace
-        self.files = gr.File(
-            label="Add documents",
-            file_count="multiple",
-            height=160,
-            elem_id="cb-upload",
-        )
+        self.files = gr.File(label="Add documents", file_count="multiple", height=160, elem_id="cb-upload")
         self.progress = gr.HTML(elem_id="cb-progress")
         self.documents = gr.CheckboxGroup([], label="Documents", elem_id="cb-documents")
         delete = gr.Button("Delete chosen", size="sm", elem_id="cb-delete")

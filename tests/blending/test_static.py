@@ -12,6 +12,7 @@ from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.static import probe_ids, static_deviation
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 from tests.blending import reference
@@ -178,6 +179,11 @@ def test_precompute_adds_what_older_entries_lack_and_then_has_nothing_to_do(tmp_
     assert used < stored.nbytes < 2 * used
     engine.runner.append = None  # nothing is computed any more
     assert engine.precompute(scene.chunks).present == len(scene.chunks)
+
+
+def test_a_time_for_ranking_that_there_is_not_is_refused() -> None:
+    with pytest.raises(InputError, match="ranking is 'never'; give 'now', 'lazy', 'off'"):
+        ranking_engine(model_of("llama"), Scene(), ranking="never")
 
 
 def test_a_chunk_too_long_for_the_probe_is_stored_and_blended_without_a_rank() -> None:

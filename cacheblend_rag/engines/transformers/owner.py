@@ -15,12 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from cacheblend_rag.blending.costs import MeasuredCost
 from cacheblend_rag.blending.gate import GateReport, run_gate
-from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_costs, load_profile, log_uncalibrated
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.entries import Entries, Ranking
+from cacheblend_rag.engines.entries import Entries, Ranking, chosen_ranking
 from cacheblend_rag.engines.models import (
     BUNDLED_MODEL,
     NO_WRITER,
@@ -196,7 +195,8 @@ class ModelOwner(BlendEngine):
                 None for the one that ``"smollm2"`` comes with. What is stored without it, or by another, is not used.
 
         Raises:
-            InputError: There is no such device, ``conversations`` is no size, or the writer cannot be used with this model.
+            InputError: There is no such device or ``ranking``, ``conversations`` is no size, or the writer cannot be used with
+                this model.
             ModelError: The model cannot be loaded.
             StoreError: The store cannot be opened.
         """
@@ -213,7 +213,7 @@ class ModelOwner(BlendEngine):
         self.profile = load_profile(self.fingerprint.digest, loaded.directory, ratio, self.writer)
         self.header_ids = chosen_header_ids(self.tokenizer, header, self.profile.blockwise)
         self.costs = load_costs(self.fingerprint.digest, str(self.device))
-        self.ranking = ranking or ("now" if policy(self.profile.policy).needs_static else "lazy")
+        self.ranking = chosen_ranking(ranking, self.profile.policy)
         self.conversations = Conversations(parse_size(conversations))
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
         self.end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)

@@ -231,11 +231,7 @@ class TransformersTarget(BlendTarget):
         self._forward(positions, before_layer, None, looks)
 
     def _forward(
-        self,
-        positions: torch.Tensor,
-        before_layer: Callable[[int], None],
-        stop_layer: int | None,
-        looks: Looks | None,
+        self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None, looks: Looks | None
     ) -> LayerKV | None:
         graphs = self._runner.graphs if self.placed and stop_layer is None else None
         ids = self._ids[positions]

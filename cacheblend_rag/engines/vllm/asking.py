@@ -119,12 +119,7 @@ class Precompute:
     """Computes each entry once, however many callers ask for it at the same time. Lives in the client's event loop."""
 
     def __init__(
-        self,
-        llm: EngineClient,
-        context_window: int,
-        names: Iterator[str],
-        probe: tuple[int, ...],
-        block_size: int = 16,
+        self, llm: EngineClient, context_window: int, names: Iterator[str], probe: tuple[int, ...], block_size: int = 16
     ):
         """Ask ``llm``, in blocks of ``block_size``, under request ids from ``names``; chunks are ranked behind ``probe``."""
         self._llm, self._context_window, self._block_size, self._names = llm, context_window, block_size, names

@@ -17,13 +17,12 @@ import torch
 from cacheblend_rag.blending.controller import Terms
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.plan import BlendPlan
-from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import load_costs, log_uncalibrated
 from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, TraceEvent
 from cacheblend_rag.engines.base import Request
-from cacheblend_rag.engines.entries import Entries, Ranking
+from cacheblend_rag.engines.entries import Entries, Ranking, chosen_ranking
 from cacheblend_rag.engines.models import end_tokens
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, TokenLogprob, likeliest
 from cacheblend_rag.engines.spans import RequestSpans
@@ -95,7 +94,7 @@ class BlendClient:
         over = (len(self.header_ids) + len(probe)) % (block_size or 1)
         self.probe = probe[:-over] if 0 < over < len(probe) else probe
         self._precompute = Precompute(llm, self.context_window, self._names, self.probe, block_size or 16)
-        self.ranking: Ranking = ranking or ("now" if policy(self.profile.policy).needs_static else "lazy")
+        self.ranking = chosen_ranking(ranking, self.profile.policy)
 
     @property
     def entries(self) -> Entries:

@@ -84,8 +84,7 @@ class VLLMEngine(BlendClient, BlendEngine):
             ratio: Default recompute ratio; None takes the model profile's.
             dtype: None takes fp32 on a CPU, the model's own elsewhere.
             write_back: Precompute chunks that a prompt held but the store did not, after the answer.
-            ranking: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`); None is ``"now"`` for a
-                model whose profile's policy needs them, else ``"lazy"``.
+            ranking: As :class:`TransformersEngine` takes it.
             ram_budget: Bytes of KV that each worker holds in RAM in front of the disk; None for its share of a quarter of the
                 machine's memory.
             disk_budget: Bytes of KV on disk.

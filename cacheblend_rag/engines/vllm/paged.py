@@ -210,10 +210,7 @@ class PagedModel:
         """
         at = sent(positions, self.device)
         slots = [sent(pages.at(group, positions), self.device) for group in range(len(self.groups))]
-        with (
-            self._attention_at(positions, at, pages, slots) as metadata,
-            self._stopping_at(stop_layer),
-        ):
+        with self._attention_at(positions, at, pages, slots) as metadata, self._stopping_at(stop_layer):
             try:
                 rotated = at + rotate_by if rotate_by else at
                 return self._pass(ids, rotated, metadata, slots, before_layer, compiled=compiled and stop_layer is None)
