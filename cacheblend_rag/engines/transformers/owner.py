@@ -195,8 +195,7 @@ class ModelOwner(BlendEngine):
                 None for the one that ``"smollm2"`` comes with. What is stored without it, or by another, is not used.
 
         Raises:
-            InputError: There is no such device or ``ranking``, ``conversations`` is no size, or the writer cannot be used with
-                this model.
+            InputError: ``device``, ``ranking`` or ``conversations`` is none, or the writer cannot be used with this model.
             ModelError: The model cannot be loaded.
             StoreError: The store cannot be opened.
         """
