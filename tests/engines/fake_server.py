@@ -74,7 +74,7 @@ class FakeServer:
         return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
 
     def __exit__(self, *exc: object) -> None:
-        self._server.should_exit = True
+        self._server.should_exit = self._server.force_exit = True
         self._thread.join()
 
 
