@@ -152,10 +152,12 @@ def test_a_policy_that_is_asked_for_and_gives_way_may_be_an_error() -> None:
                 (strict, {}),
                 (strict, {"policy": "hkvd"}),
                 (strict, {"quality": "full"}),
+                (strict, {"policy": "static", "ratio": 0.0}),  # nothing is chosen
+                (strict, {"policy": "static", "ratio": 1.0}),
                 (ChatCacheBlend(engine=unranked, max_tokens=2), {"policy": "static"}),
             )
         ]
-    assert chosen == ["hkvd", "hkvd", None, "hkvd"]
+    assert chosen == ["hkvd", "hkvd", None, "hkvd", "hkvd", "hkvd"]
 
 
 @pytest.mark.parametrize(
