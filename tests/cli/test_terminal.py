@@ -93,6 +93,7 @@ def test_what_is_made_printable_is_still_the_same_json(text):
     assert not STEERING.search(in_one_line(text)) and len(in_one_line(text).splitlines()) <= 1
 
 
+@pytest.mark.slow
 def test_all_output_goes_through_one_writer():
     """But for what rich shows, and the modules of the lab that are run by `python -m`."""
     root = Path(cacheblend_rag.__file__).parent

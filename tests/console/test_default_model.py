@@ -119,6 +119,7 @@ def test_other_data_sets_than_the_bundled_models_own_are_evaluated_by_smollm2(
     assert taken(run("eval", "--out", tmp_path), loads) == ("bundled", False)
 
 
+@pytest.mark.slow
 def test_a_server_serves_the_model_of_its_stores_index_or_else_smollm2(
     run: Run, own: Path, loads: list[Any], tmp_path: Path
 ) -> None:

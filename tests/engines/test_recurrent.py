@@ -71,6 +71,7 @@ def test_without_a_header_the_first_chunk_alone_is_reused() -> None:
     assert answered(engine, scene).usage.reused_tokens == prefix_tokens(scene)
 
 
+@pytest.mark.slow
 def test_a_chunk_that_ends_the_prompt_is_computed_since_a_state_cannot_be_cut() -> None:
     scene = Scene(chunk_tokens=(24,), gap=0, question=0)
     engine = engine_of("qwen3_next", scene)

@@ -77,6 +77,7 @@ class Failing(RedisStore):
         return super().read_range(*args)
 
 
+@pytest.mark.slow
 def test_a_chunk_that_cannot_be_read_is_computed_in_place_and_stays_stored(model, redis_url: str) -> None:
     far = Failing(redis_url)
     with engine_for(model, SCENE, store=far, write_back=False) as engine, engine_for(model, SCENE) as whole:

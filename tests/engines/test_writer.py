@@ -127,6 +127,7 @@ def test_a_model_that_is_not_blended_takes_no_writer(tmp_path: Path) -> None:
         engine_for(make_model(config()), SCENE, writer=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The store has KV")
 def test_what_one_hand_has_written_is_a_miss_to_every_other(tmp_path: Path, model: Any) -> None:
     hands = []

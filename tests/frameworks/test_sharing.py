@@ -30,6 +30,7 @@ def nothing_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         engine.close()
 
 
+@pytest.mark.slow
 def test_equal_arguments_share_an_engine_and_others_have_their_own(tmp_path: Path) -> None:
     first = shared_engine("bundled", store=tmp_path)
     assert shared_engine("bundled", store=str(tmp_path)) is first
@@ -72,6 +73,7 @@ def test_of_threads_that_come_at_once_one_opens_it(monkeypatch: pytest.MonkeyPat
     assert found == made * 4
 
 
+@pytest.mark.slow
 def test_the_environment_names_what_is_left_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="CACHEBLEND_MODEL"):
         shared_engine()

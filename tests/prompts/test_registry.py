@@ -39,6 +39,7 @@ BODIES = st.text(alphabet="ab", max_size=8).map(lambda tail: "aaaaaaaaaaaaaaaa" 
 CHUNKS = st.lists(st.one_of(BODIES, st.text(alphabet="ab", min_size=14, max_size=20), st.text(min_size=1)), max_size=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(texts=CHUNKS, removed=st.sets(st.integers(0, 11)), data=st.data())
 def test_find_equals_a_naive_search(texts: list[str], removed: set[int], data: st.DataObject) -> None:

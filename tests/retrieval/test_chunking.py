@@ -107,6 +107,7 @@ def test_a_cut_never_parts_a_letter_from_its_accent(tokenizer: PreTrainedTokeniz
     assert all(chunk.text[0] == "e" for chunk in split_text("e\u0301" * 400, tokenizer, 64))
 
 
+@pytest.mark.slow
 def test_the_work_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_level()
     encoder = encoder_for(tokenizer)

@@ -217,6 +217,7 @@ def test_files_over_the_limit_are_skipped_without_being_read(tmp_path: Path, mon
         assert f"larger than {limit >> 20} MiB" in skipped(tmp_path / name).reason
 
 
+@pytest.mark.slow
 def test_a_hundred_megabytes_of_text_are_read(tmp_path: Path) -> None:
     line = b"The wind was north-west and the sea was calm all day long.\n"
     (tmp_path / "big.txt").write_bytes(line * (100_000_000 // len(line) + 1))

@@ -57,6 +57,7 @@ def layers(draw: Any) -> LayerKV:
     return LayerKV(draw(tensors(dtype)), draw(tensors(dtype)))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(layer=layers(), codec=st.sampled_from(ALL))
 def test_encoding_what_was_decoded_gives_the_same_bytes_again(layer: LayerKV, codec: str) -> None:
@@ -83,6 +84,7 @@ def steps(x: torch.Tensor) -> torch.Tensor:
     return torch.exp2((largest / 127).log2().ceil()).where(largest > 0, 0.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(layer=layers())
 @example(layer=LayerKV(torch.full((1, 1, 2), 127.0), torch.tensor([[[127.5, 1.0]]])))

@@ -94,6 +94,7 @@ def test_the_format_is_what_the_documentation_says(store: DiskStore) -> None:
     assert parts[1] == b"".join(tensor.numpy().tobytes() for tensor in kv_of(1).layer(0))
 
 
+@pytest.mark.slow
 def test_every_changed_byte_is_a_miss_and_costs_no_other_entry(store: DiskStore) -> None:
     path = file_of(store, ONE)
     whole = path.read_bytes()
