@@ -73,6 +73,8 @@ def compare_commands(count: int) -> None:
                     check=True,
                 )
                 took[run].append(time.perf_counter() - begin)
+                # At once: all of it takes more than a quarter of an hour.
+                print(f"{given[0]:16} beside {others} busy {took[run][-1]:6.1f} s", flush=True)
                 if given[0] == "demo":
                     totals = json.loads(found.stdout)["totals"]
                     gains.append(totals["full recompute"]["ttft_s"] / totals["blend"]["ttft_s"])
