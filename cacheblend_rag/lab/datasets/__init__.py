@@ -10,7 +10,13 @@ from typing import Any
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.datasets.files import ENVIRONMENT, NAMED, find_file
-from cacheblend_rag.lab.datasets.formats import PLAIN_FORMAT, dialogue_example, dialogue_request, sample_of
+from cacheblend_rag.lab.datasets.formats import (
+    PLAIN_FORMAT,
+    dialogue_example,
+    dialogue_request,
+    questions_of,
+    sample_of,
+)
 from cacheblend_rag.lab.fiction.samples import DEFAULT_KINDS, KINDS, demo_samples
 from cacheblend_rag.lab.samples import Sample
 from cacheblend_rag.lab.stats.rows import Skipped, hash_file, read_rows
@@ -123,13 +129,13 @@ def read_data_set(file: Path, seed: int = 0) -> DataSet:
     read = read_rows(file)
     samples, skipped = [], list(read.skipped)
     for where, row in read.rows:
+        name = f"{file.stem}-{where.rpartition(' ')[2]}"
         try:
-            sample = sample_of(row, f"{file.stem}-{where.rpartition(' ')[2]}")
+            found = [sample_of(question, name) for question in questions_of(row)]
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, InputError) as error:
             skipped.append(Skipped(file.name, where, _said(error)))
             continue
-        if sample is not None:
-            samples.append(replace(sample, where=where))
+        samples += [replace(sample, where=where) for sample in found if sample is not None]
     if not samples:
         raise InputError(f"{file} has no question with an answer{_because(skipped)}")
     if len({sample.id for sample in samples}) < len(samples):

@@ -1,13 +1,13 @@
 """Reads the rows of the data sets in use, told apart by their fields.
 
-MuSiQue, 2WikiMultihopQA and HotpotQA as published, SAMSum and MultiNews, LongBench rows and prompts, the files of CacheBlend's
-authors (``ctxs``), and plain JSON lines.
+MuSiQue, 2WikiMultihopQA and HotpotQA as published, SQuAD and RGB, SAMSum and MultiNews, LongBench rows and prompts, the files
+of CacheBlend's authors (``ctxs``), and plain JSON lines.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,26 @@ PLAIN_FORMAT = (
 )
 
 Row = Mapping[str, Any]
+
+
+def questions_of(row: Row) -> Iterator[Row]:
+    """Yield a row for each question of an article of SQuAD, whose paragraphs are what is retrieved from; else the row itself.
+
+    Raises:
+        KeyError: A field is missing.
+        TypeError: A field is not what its format says.
+    """
+    if "paragraphs" not in row or "question" in row:
+        yield row
+        return
+    texts = [_passage(row.get("title", ""), paragraph["context"]) for paragraph in row["paragraphs"]]
+    for paragraph in row["paragraphs"]:
+        for asked in paragraph["qas"]:
+            # Version 2 asks what its article does not answer, too.
+            answers = list(dict.fromkeys(answer["text"] for answer in asked["answers"]))
+            if answers:
+                known = {"answers": answers, "documents": texts, "group": str(row.get("title", "")), "instruction": QA}
+                yield {"id": asked["id"], "question": asked["question"], **known}
 
 
 def sample_of(row: Row, name: str) -> Sample | None:
@@ -95,6 +115,15 @@ def _titled(row: Row, name: str) -> Sample:
         context = list(zip(context["title"], context.get("sentences", context.get("content")), strict=True))
     texts = tuple(_passage(title, " ".join(s.strip() for s in _strings(body, "a text"))) for title, body in context)
     return Sample(name, row["question"], (row["answer"],), texts, kind=str(row.get("type", "")), instruction=QA)
+
+
+def _rgb(row: Row, name: str) -> Sample:
+    # An answer of several parts is a list, each part a text or a list of ways to put it.
+    parts = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+    ways = [_strings(part, "an answer") for part in parts]
+    answers = ways[0] if len(ways) == 1 else (" ".join(way[0] for way in ways),)
+    texts = tuple(text for given in (*row["positive"], *row["negative"]) for text in _strings(given, "a text"))
+    return Sample(name, row["query"], answers, texts, instruction=QA)
 
 
 def _dialogue(row: Row, name: str) -> Sample:
@@ -210,6 +239,7 @@ _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row, str], Sample | None]
     (_has("paragraphs", "question", "answer"), _musique),
     (lambda row: _has("question", "answer", "context")(row) and not isinstance(row["context"], str), _titled),
     (_has("ctxs", "question", "answers"), _contexts),
+    (_has("query", "answer", "positive", "negative"), _rgb),
     (_has("origin_prompt", "gold"), _longbench_prompt),
     (_has("input", "context", "answers", "dataset"), _longbench),
     (_has("dialogue", "summary"), _dialogue),

@@ -45,6 +45,32 @@ CTXS = {
     "answers": ["1889"],
 }
 
+ARTICLE = {
+    "title": "Ships",
+    "paragraphs": [
+        {
+            "context": "The Gull was built in 1889.",
+            "qas": [
+                {"id": "q1", "question": "When was the Gull built?", "answers": [{"text": "1889"}, {"text": "1889"}]},
+                {"id": "q2", "question": "By whom?", "answers": [], "is_impossible": True},
+            ],
+        },
+        {
+            "context": "She has her sails.",
+            "qas": [{"id": "q3", "question": "What?", "answers": [{"text": "sails"}, {"text": "its sails"}]}],
+        },
+    ],
+}
+RGB = {
+    "id": 0,
+    "query": "When?",
+    "answer": "1889",
+    "fakeanswer": "1890",
+    "positive_wrong": ["Built in 1890."],
+    "positive": ["Built in 1889."],
+    "negative": ["An anchor."],
+}
+
 
 def read_samples(file, seed=0):
     return read_data_set(file, seed).samples
@@ -73,6 +99,24 @@ def test_hotpot_as_published_and_as_the_hub_has_it_are_the_same(tmp_path):
     assert first == second
     assert first.texts[0] == "Gull\nBuilt in 1889. Sails."
     assert first.kind == "comparison"
+
+
+def test_squad_asks_each_question_of_an_article_from_all_its_paragraphs(tmp_path):
+    (first, second) = read_samples(write(tmp_path / "squad.json", {"version": "2.0", "data": [ARTICLE]}, "json"))
+    assert (first.id, first.question, first.answers) == ("q1", "When was the Gull built?", ("1889",))
+    assert (second.id, second.answers) == ("q3", ("sails", "its sails"))
+    assert first.texts == second.texts == ("Ships\nThe Gull was built in 1889.", "Ships\nShe has her sails.")
+    assert (first.packing, first.group, second.group) == ("split", "Ships", "Ships")
+
+
+def test_rgbs_right_and_irrelevant_passages_are_what_is_retrieved_from(tmp_path):
+    (one, two) = read_samples(
+        write(tmp_path / "en.json", [RGB, {**RGB, "id": 1, "answer": [["May 5", "5 May"], ["1889"]]}])
+    )
+    assert (one.question, one.answers, one.texts) == ("When?", ("1889",), ("Built in 1889.", "An anchor."))
+    assert two.answers == ("May 5 1889",)
+    (dates,) = read_samples(write(tmp_path / "dates.json", [{**RGB, "answer": [["May 5", "5 May"]]}]))
+    assert dates.answers == ("May 5", "5 May")
 
 
 def test_longbench_rows_are_cut_at_their_passages(tmp_path):
@@ -168,6 +212,8 @@ GOOD = {"question": "Q", "answer": "A", "chunks": ["x"]}
         ({**CTXS, "ctxs": [{"title": "Gull", "text": ""}]}, "no text"),
         ({**CTXS, "ctxs": [{"title": "Gull"}]}, "the field 'text' is missing"),
         ({**CTXS, "ctxs": "Gull"}, "indices"),
+        ({**ARTICLE, "paragraphs": [{"context": "Alone."}]}, "the field 'qas' is missing"),
+        ({**RGB, "negative": [3]}, "a text must be a string, found int"),
         (["Q", "A"], "expected a JSON object, found list"),
     ],
 )
