@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 NAME = "sim"
 LARGE = 64 << 10
@@ -205,14 +206,16 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         # In inference mode even ops that are made of others arrive here.
-        parts = func.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
+        if func not in _WHOLE:
+            parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+            _WHOLE.add(func)
         if func is torch.ops.aten.copy_.default:
             return _copy(*args, **kwargs)
         if not _is_view(func):
             current_stream().run()  # in order: what was queued on this stream comes first
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = [*_tensors(args), *_tensors(kwargs.values())]
         _refuse_strangers(func, tensors)
         _count_wait(_waits(func, args, kwargs))
         SimulatedTensor.launches += 1
@@ -224,7 +227,7 @@ class SimulatedTensor(torch.Tensor):
             return torch.ops.aten._to_copy.default(args[0].raw, **{**kwargs, "non_blocking": False})
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
-        raw_args, raw_kwargs = tree_map(_raw, args), tree_map(_raw, kwargs)
+        raw_args, raw_kwargs = _raw(args), {name: _raw(value) for name, value in kwargs.items()}
         with torch.inference_mode(False), torch.no_grad():
             result = func(*raw_args, **raw_kwargs)
             if "empty" in func.__name__:
@@ -233,7 +236,18 @@ class SimulatedTensor(torch.Tensor):
 
 
 def _raw(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_raw(each) for each in value]
     return value.raw if isinstance(value, SimulatedTensor) else value
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among an operation's arguments, which are values and lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _wrapped(out: Any, inputs: list[torch.Tensor]) -> Any:
@@ -249,6 +263,8 @@ def _wrapped(out: Any, inputs: list[torch.Tensor]) -> Any:
     return SimulatedTensor(out)
 
 
+# Operations that are not made of others.
+_WHOLE: set[Any] = set()
 _TO_HOST = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
@@ -284,9 +300,16 @@ def _refuse_strangers(func: Any, tensors: list[torch.Tensor]) -> None:
             )
 
 
+@cache
+def _arguments(func: Any) -> list[tuple[str, bool | None]]:
+    """Return an operation's arguments, each with whether it is written to (True) or viewed (False) by what is returned."""
+    arguments = func._schema.arguments
+    return [(each.name, None if each.alias_info is None else each.alias_info.is_write) for each in arguments]
+
+
+@cache
 def _is_view(func: Any) -> bool:
-    aliases = [argument.alias_info for argument in func._schema.arguments]
-    return any(alias is not None and not alias.is_write for alias in aliases)
+    return any(writes is False for _, writes in _arguments(func))
 
 
 def _access(func: Any, args: Any, kwargs: Any) -> None:
@@ -295,12 +318,10 @@ def _access(func: Any, args: Any, kwargs: Any) -> None:
         return  # nothing is read yet
     here = current_stream()
     here.operation()
-    for index, argument in enumerate(func._schema.arguments):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        write = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in tree_leaves(value):
+    for index, (name, writes) in enumerate(_arguments(func)):
+        for tensor in _tensors((args[index] if index < len(args) else kwargs.get(name),)):
             if isinstance(tensor, SimulatedTensor):
-                tensor.allocation.access(func, here, write)
+                tensor.allocation.access(func, here, bool(writes))
 
 
 def _check_stream(func: Any, tensor: SimulatedTensor) -> None:
