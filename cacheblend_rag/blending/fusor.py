@@ -136,8 +136,9 @@ class _Fusor:
             static = None if self._unranked else self._candidates.static
             ratio = ratio.least if static is None else ratio.choose(static)
         wanted, policy, self._gave_way = policy, possible(policy, not self._unranked, watched), ""
+        self._name = wanted.name  # at ratio 0 and 1 none chooses, so none gives way
         if policy is not wanted and 0 < ratio < 1:
-            ratio = min(1.0, ratio * policy.effort / wanted.effort)
+            ratio, self._name = min(1.0, ratio * policy.effort / wanted.effort), policy.name
             self._gave_way = gave_way(wanted, policy, ratio, self._unranked)
         self._target, self._policy, self._ratio = target, policy, ratio
         self._forced = _forced(plan, self._candidates.positions)
@@ -269,7 +270,7 @@ class _Fusor:
             plan.outcome(self._computed, len(self._recomputed), self._selection),
             reason=plan.reason + self._gave_way,
             unranked=tuple(unranked),
-            policy=self._policy.name,
+            policy=self._name,
             ratio=self._ratio,
             load_s=loader.wait_s,
             blend_s=time.perf_counter() - self._began,

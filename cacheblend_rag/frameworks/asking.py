@@ -163,8 +163,7 @@ class Asked:
 
     def report(self, done: Generation) -> dict[str, Any]:
         """Return what an answer's metadata say of its KV and of what was retrieved; InputError where ``policy`` gave way."""
-        chosen = done.policy if done.ratio not in (0, 1) else None  # at these ratios no policy chooses
-        if self.policy is not None and chosen not in (None, self.policy):
+        if self.policy is not None and done.policy not in (None, self.policy):
             raise InputError(f"{done.reason}. Leave the policy open, or set on_miss='warn'.")
         retrieved = self.retrieved.answered(done.missing)
         return {

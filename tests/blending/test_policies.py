@@ -141,6 +141,17 @@ def test_chunks_that_are_not_ranked_are_blended_as_near_by_the_question_alone() 
     assert "static-query gave way to query 0.3, since not all chunks are ranked" in done.reason
 
 
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_where_nothing_is_chosen_no_policy_gives_way(ratio: float) -> None:
+    scene = Scene()
+    with engine_for(make_model(BLENDED["llama"]()), scene) as engine:
+        engine.ranking = "off"
+        engine.precompute(scene.chunks)
+        done = engine.generate(scene.prompt, SamplingParams(1), BlendSettings(ratio, "static-query"))
+    assert (done.policy, done.ratio) == ("static-query", ratio)
+    assert "gave way" not in done.reason
+
+
 @st.composite
 def scored(draw: Any) -> Candidates:
     sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
