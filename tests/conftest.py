@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Generator, Iterator
 from itertools import count
 from pathlib import Path
@@ -108,7 +109,11 @@ def tokenizer_named(name: str) -> PreTrainedTokenizerFast:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to call it a success where all that was asked for is skipped."""
+    """Refuse to call it a success where all that was asked for is skipped; see to it that killed engines leave no sockets."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have it from here
+        sockets = tempfile.TemporaryDirectory(prefix="vllm-")
+        config.add_cleanup(sockets.cleanup)
+        os.environ["VLLM_RPC_BASE_PATH"] = sockets.name
     if config.option.markexpr == "gpu":
         # Asked otherwise, CUDA would be there from now on, and what vLLM forks could not use it.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
