@@ -39,8 +39,9 @@ def serve(tmp_path: Path, model: Path, *flags: str) -> Ended:
     out, errors = tmp_path / "stdout", tmp_path / "stderr"
     settings = {"CACHEBLEND_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
     with pytest.MonkeyPatch.context() as patch:
-        # Other tests of this process set it, and vLLM lets it decide.
+        # Other tests of this process set the one, all runs the other, and vLLM lets them decide.
         patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+        patch.delenv("VLLM_RPC_BASE_PATH")
         process = forked.start(
             ["serve", "--model", str(model), "--store", str(tmp_path / "store"), "--port", "0", *flags],
             out,
