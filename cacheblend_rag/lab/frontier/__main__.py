@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prepare.set_defaults(job=_prepare)
     run = jobs.add_parser("run", help="measure; the same command goes on where it was stopped")
     run.add_argument("--writer", type=Path)
+    run.add_argument("--behind", action="store_true", help="measure the model's KV behind the ranking's probe, too")
     run.add_argument("--device")
     run.add_argument("--dtype", default="float32", help="in which the truth is computed, and every blend")
     run.add_argument("--threads", type=int)
@@ -96,7 +97,14 @@ def _run(o: argparse.Namespace) -> None:
     probe = probe_ids(loaded.tokenizer, int(config.vocab_size), window)
     ends = end_tokens(config, getattr(loaded.model, "generation_config", None), loaded.tokenizer)
     frontier = Frontier(
-        Lesson(blender, writing), probe, ends, o.batch_tokens, o.ratios, o.policies, coarser(loaded.model, o.weights)
+        Lesson(blender, writing),
+        probe,
+        ends,
+        o.batch_tokens,
+        o.ratios,
+        o.policies,
+        coarser(loaded.model, o.weights),
+        o.behind,
     )
     done = {each.prompt for each in read_measured([o.out])}
     prompts = [each for each in read_prompts(o.file, o.prompts, o.only) if each.key not in done]

@@ -15,7 +15,7 @@ from cacheblend_rag.blending.policies import POLICIES, Candidates
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.settings import BlendSchedule
 from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS
-from cacheblend_rag.lab.frontier.measured import PLAIN, RECOMPUTED, WRITTEN, Measured
+from cacheblend_rag.lab.frontier.measured import BEHIND, PLAIN, RECOMPUTED, WRITTEN, Measured
 from cacheblend_rag.lab.frontier.prompts import FrontierPrompt
 from cacheblend_rag.lab.learn.answers import Answered, answered
 from cacheblend_rag.lab.learn.blend import (
@@ -53,6 +53,7 @@ class Frontier:
         ratios: Sequence[float] = RATIOS,
         policies: Sequence[str] = COMPARED,
         weights: Mapping[str, Any] | None = None,
+        behind: bool = False,
     ):
         """Set up.
 
@@ -64,8 +65,10 @@ class Frontier:
             ratios: Shares of the stale tokens to recompute.
             policies: Names of policies.
             weights: Copies of the model whose full recompute is measured, too.
+            behind: Whether KV is measured, too, that the model has written behind the probe.
         """
         self.lesson, self.probe, self.ends, self.batch_tokens = lesson, probe, ends, batch_tokens
+        self.behind = behind
         self.runs = [
             (name, ratio) for ratio in sorted(ratios) for name in policies if ratio and name not in (_REUSE, _ALL)
         ]
@@ -124,21 +127,29 @@ class _PromptRun:
             yield self._measured(RECOMPUTED, name, 1.0, self._blender.follow(self._batch(), start, other), 1.0)
         if not self._stale:
             return
-        yield from self._blends(PLAIN, *self._written_by(self._blender.model))
+        alone, behind, static = self._written_by(self._blender.model)
+        yield from self._blends(PLAIN, alone, static)
+        if self._frontier.behind and behind is not None:
+            yield from self._blends(BEHIND, behind, static)
         if self._frontier.lesson.writing is not None:
-            yield from self._blends(WRITTEN, *self._written_by(self._frontier.lesson.writing))
+            alone, _, static = self._written_by(self._frontier.lesson.writing)
+            yield from self._blends(WRITTEN, alone, static)
 
-    def _written_by(self, model: Any) -> tuple[StoredBatch, torch.Tensor | None]:
-        """Return all chunks' KV, the stale ones' as a model writes it, and if needed the static deviation, ``[stored]``."""
+    def _written_by(self, model: Any) -> tuple[StoredBatch, StoredBatch | None, torch.Tensor | None]:
+        """Return all chunks' KV, the stale ones' as a model writes it behind the header alone, and behind the probe.
+
+        And the static deviation, ``[stored]``. These two are None where neither is needed.
+        """
         batch, blender, header = self._batch(), self._blender, self._prompt.header
         probe, written = self._frontier.probe, model is not blender.model
         alone = blender.write(model, batch, start=self._frontier.start(written, header))
         stored = blender.behind_exact(self._layout, self._cache, alone)
-        if not self._frontier.needs("needs_static"):
-            return stored, None
+        if not self._frontier.needs("needs_static") and not self._frontier.behind:
+            return stored, None, None
         behind = blender.write(model, batch, probe, self._frontier.start(written, (*header, *probe)))
         static = deviation(alone, behind, len(self._stale))[0]
-        return stored, pad(static, (len(stored.positions) - len(static), 0))
+        moved = blender.behind_exact(self._layout, self._cache, behind)
+        return stored, moved, pad(static, (len(stored.positions) - len(static), 0))
 
     def _blends(self, kv: str, stored: StoredBatch, static: torch.Tensor | None) -> Iterator[Measured]:
         reused, attention = self._reused(stored)

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from cacheblend_rag.lab.stats.intervals import mean_interval
 
-PLAIN, WRITTEN, RECOMPUTED = "as it is", "by the writer", "full recompute"
-"""Whose KV of the chunks was blended: the model's own, the writer's behind an exact first chunk, none."""
+PLAIN, BEHIND, WRITTEN, RECOMPUTED = "as it is", "behind the probe", "by the writer", "full recompute"
+"""What KV of the chunks was blended: the model's own, behind the header and behind the probe, the writer's, none."""
 
 # Each way to blend, and what it is compared with on the same prompts.
 _STANDARD: Final = (RECOMPUTED, "6-bit", 1.0)
@@ -94,14 +94,14 @@ def summarise(found: Sequence[Measured]) -> list[dict[str, Any]]:
 def differences(found: Sequence[Measured]) -> list[Measured]:
     """Return how much more each blend has than others of the same prompt, to be summarised; ``kv`` says against what.
 
-    Every blend stands against weights of 6 bits; with a writer against the same policy without, at the same ratio and at 50%
-    instead of 15%, and full reuse against 15% by `static-query`.
+    Every blend stands against weights of 6 bits; of KV behind the probe, or by a writer, against the same policy over the KV as
+    it is, at the same ratio and at 50% instead of 15%, and full reuse against 15% by `static-query`.
     """
     known = {(each.data, each.prompt, each.kv, each.policy, each.ratio): each for each in found}
     made = []
     for each in found:
         against = [_STANDARD] if each.kv != RECOMPUTED else []
-        if each.kv == WRITTEN:
+        if each.kv in (BEHIND, WRITTEN):
             against.append((PLAIN, each.policy, each.ratio))
             against += [(PLAIN, each.policy, _LARGE)] if each.ratio == _SMALL else []
             against += [(PLAIN, "static-query", _SMALL)] if not each.ratio else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from transformers import DynamicCache
 
 from cacheblend_rag.blending.fusor import fuse
+from cacheblend_rag.blending.gate import cut
+from cacheblend_rag.blending.plan import make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.errors import InputError
@@ -22,6 +25,7 @@ from cacheblend_rag.lab.doctor.rounding import rounded
 from cacheblend_rag.lab.frontier.__main__ import main
 from cacheblend_rag.lab.frontier.frontier import Frontier
 from cacheblend_rag.lab.frontier.measured import (
+    BEHIND,
     PLAIN,
     RECOMPUTED,
     WRITTEN,
@@ -37,6 +41,7 @@ from cacheblend_rag.lab.frontier.weights import WEIGHTS, coarser
 from cacheblend_rag.lab.learn.adapter import weights_of, writing_copy
 from cacheblend_rag.lab.learn.blend import BatchBlender, PromptBatch
 from cacheblend_rag.lab.learn.lesson import Lesson
+from cacheblend_rag.store.kv import ChunkKV
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 
@@ -60,6 +65,7 @@ def measured(
     weights: Sequence[str] = (),
     batch_tokens: int = 4096,
     blends_by: type[BatchBlender] = BatchBlender,
+    behind: bool = False,
 ) -> list[list[Measured]]:
     model = make_model(BLENDED[family]())
     writing = writing_copy(model, rank=2) if written else None
@@ -68,7 +74,7 @@ def measured(
     prompts = [prompt_of(scene, gold=gold) for scene in SCENES]
     lesson = Lesson(blends_by(model), writing)
     copies = coarser(model, weights)
-    return list(Frontier(lesson, PROBE, frozenset(), batch_tokens, (0.3,), NAMES, copies).measure(prompts))
+    return list(Frontier(lesson, PROBE, frozenset(), batch_tokens, (0.3,), NAMES, copies, behind).measure(prompts))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -83,6 +89,30 @@ def test_every_policys_kl_agreement_and_compute_are_those_of_calibration(family:
             assert each.kl == pytest.approx(fmean(want.kl), abs=1e-5)
             assert each.agrees == fmean(want.agrees)
             assert each.compute == pytest.approx(want.compute)
+
+
+def computed(subject: Any, before: Sequence[int], header: Sequence[int], static: Any, ids: Sequence[int]) -> ChunkKV:
+    """KV of a chunk behind ``before``, with its static deviation; ``()`` is the header's own."""
+    kv = cut(subject.full_prefill([*before, *ids] if ids else list(header))[1], len(before) if ids else 0)
+    return ChunkKV(kv.layers, kv.start, static=static.get(tuple(ids)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_kv_that_was_computed_behind_the_probe_is_blended_as_an_engine_blends_it(family: str) -> None:
+    for scene, mine in zip(SCENES, measured(family, behind=True), strict=True):
+        engine, header = engine_for(make_model(BLENDED[family]()), scene), tuple(scene.header)
+        subject = engine.subject()
+        alone = PromptMeasurement(subject, engine.rope, header, scene.prompt, None, PROBE)
+        static = {span.chunk.token_ids: span.static_deviation() for span in alone._plan.stale if span.chunk}
+
+        behind = partial(computed, subject, (*header, *PROBE), header, static)
+        plan = make_plan(scene.prompt, header, behind, own=partial(computed, subject, header, header, {}))
+        one = PromptMeasurement(subject, engine.rope, header, scene.prompt, None, planner=lambda _, plan=plan: plan)
+        found = {each.policy: each for each in mine if each.kv == BEHIND}
+        assert found.keys() == {"full-reuse", *NAMES} - {"full-recompute"}
+        for each in found.values():
+            want = one.compare(FuseOptions(policy(each.policy), each.ratio))
+            assert each.kl == pytest.approx(fmean(want.kl), abs=1e-5)
 
 
 def test_the_right_answers_likelihood_is_the_models_behind_the_blend() -> None:
