@@ -7,6 +7,7 @@ Where that ranking is stored, a blend needs no dense pass: its selection is know
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -18,6 +19,7 @@ from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.prompts.chunk import encoder_for
 from cacheblend_rag.store.kv import LayerKV, StoredKV
 
+_TEXT = files("cacheblend_rag.blending") / "probe.txt"
 _MOST_PROBE_TOKENS = 512
 # A chunk must fit behind the probe, so that a small window keeps most of its room for chunks.
 _SHARE_OF_WINDOW = 4
@@ -35,8 +37,14 @@ def probe_ids(tokenizer: Any, vocab_size: int, context_window: int) -> tuple[int
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         return tuple(torch.randint(0, vocab_size, (most,), generator=generator).tolist())
-    text = (files("cacheblend_rag.blending") / "probe.txt").read_text(encoding="utf-8")
-    return tuple(encoder_for(tokenizer).document(text)[:most])
+    return tuple(encoder_for(tokenizer).document(_TEXT.read_text("utf-8"))[:most])
+
+
+def probe_digest() -> str:
+    """Return a hash of what the probe's tokens depend on besides the model."""
+    return hashlib.sha256(f"{_MOST_PROBE_TOKENS} {_SHARE_OF_WINDOW} {_TEXT.read_text('utf-8')}".encode()).hexdigest()[
+        :32
+    ]
 
 
 @dataclass(frozen=True)

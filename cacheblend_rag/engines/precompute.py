@@ -75,16 +75,18 @@ def plan_precompute(
     context_window: int,
     progress: Callable[[int], None] | None = None,
     probe_tokens: int | None = None,
+    written_behind: int = 0,
 ) -> list[PrecomputePlan]:
     """Look up which of ``chunks`` must be computed, by each hand; ``progress`` is told of those that need not.
 
-    With ``probe_tokens``, the length of the probe, static deviations are wanted too: of what blends recompute, so not of the
-    model's own KV beside a writer's, which serves where it is exact.
+    With ``probe_tokens``, how many stand before a chunk to rank it, static deviations are wanted too: of what blends recompute,
+    so not of the model's own KV beside a writer's, which serves where it is exact; its own is behind ``written_behind`` tokens.
     """
     plans = []
     for hand in entries.hands:
         probe = probe_tokens if hand is entries else None
-        plans.append(_plan_precompute(chunks, hand, context_window, probe, header=hand is entries))
+        room = context_window - (written_behind if hand.writer is not None else 0)
+        plans.append(_plan_precompute(chunks, hand, room, probe, header=hand is entries))
     if progress is not None and (rest := len(chunks) - len({ids for plan in plans for ids in plan.chunks})):
         progress(rest)
     return plans

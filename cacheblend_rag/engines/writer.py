@@ -1,8 +1,9 @@
-"""Reads a KV writer: a LoRA that acts while the KV of chunks is computed, and never while a prompt is.
+"""Reads a KV writer: a LoRA that acts while the KV of chunks is computed, and never while a prompt is; or one without a LoRA.
 
 A writer is a directory in peft's format (``adapter_config.json``, ``adapter_model.safetensors``) with a ``writer.json`` that
 names the model it was made for. While ``header + chunk`` runs, it acts on all of these tokens, and of that run nothing but the
-chunk's KV is kept. The header's own KV, questions and answers are the model's, whose weights stay as they are.
+chunk's KV is kept. The header's own KV, questions and answers are the model's, whose weights stay as they are. The writer named
+``"probe"`` has no LoRA: the model itself computes chunks behind header and probe, so that none stands at a prompt's begin.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from cacheblend_rag.blending.static import probe_digest
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.models import shipped_writer, writer_directory
 from cacheblend_rag.errors import InputError
@@ -81,9 +83,12 @@ class KVWriter:
         refuse = partial(unusable, place)
         if not (place / FILE).is_file():
             raise refuse(f"it has no {FILE}; give the directory that `cacheblend learn` has made")
-        about, config = _json(place, FILE), _json(place, _CONFIG)
+        about = _json(place, FILE)
         if about.get("format") != _FORMAT:
             raise refuse(f"its format is {about.get('format')!r}, and this version reads {_FORMAT}")
+        if about.get("behind_probe") is True:
+            return cls(WrittenBy(probe_digest(), str(place), behind_probe=True), {})
+        config = _json(place, _CONFIG)
         # Of a model with a name it is always the one: its files differ by where they came from, and by who has converted them.
         named = model is not None and shipped_writer(model.name) == place
         if model and not named and about.get("model") not in (model.digest, *_in_other_dtypes(about, model, files)):

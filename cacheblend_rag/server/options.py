@@ -38,8 +38,8 @@ class ServeFlags:
         str | None,
         typer.Option(
             metavar="DIR",
-            help="KV writer that `cacheblend learn` has made, which computes the chunks' KV; none for none (default: the "
-            "index's, else the one that the model comes with, as smollm2 does).",
+            help="KV writer, which computes the chunks' KV: what `cacheblend learn` has made; probe, which needs no training; "
+            "none (default: the index's, else the one that the model comes with, as smollm2 does).",
         ),
     ] = None
     ratio: Annotated[

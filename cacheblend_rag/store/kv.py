@@ -237,10 +237,12 @@ class WrittenBy:
     Attributes:
         digest: Hash of its numbers.
         directory: Where it is; informative, not part of the identity.
+        behind_probe: Whether it has chunks computed behind the probe, by the model itself.
     """
 
     digest: str
     directory: str = field(compare=False)
+    behind_probe: bool = False
 
 
 def kv_key(

@@ -138,10 +138,11 @@ def blend(
     widths: Sequence[float] = (1.0,),
     chosen: Sequence[int] | None = None,
     writer: Any = None,
+    behind: Sequence[int] = (),
 ) -> Result:
     """Blend the prompt made of ``parts``; ``chosen`` fixes the recomputed positions instead of choosing by deviation.
 
-    With a ``writer``, another model, stale KV is what that computes.
+    With a ``writer``, another model, stale KV is what that computes, and with others it is computed ``behind`` them, too.
     """
     ids = [i for part in parts for i in part.ids]
     layers = model.config.get_text_config().num_hidden_layers
@@ -154,12 +155,13 @@ def blend(
             is_stale[start:end] = True
             run = _Run(captured={})
             with _reference_attention(writer or model, run):
-                _forward(writer or model, header + part.ids, start - len(header))
+                before = [*header, *behind]
+                _forward(writer or model, before + part.ids, start - len(before))
             for layer, tensors in run.captured.items():
                 if layer not in stale:
                     stale[layer] = [x.new_zeros(x.shape[0], len(ids), x.shape[2]) for x in tensors]
                 for whole, alone in zip(stale[layer], tensors, strict=True):
-                    whole[:, start:end] = alone[:, len(header) :]
+                    whole[:, start:end] = alone[:, len(before) :]
         start = end
     is_stale[-1] = False  # the last token's logits are wanted: it is always computed
     total = int(is_stale.sum())
@@ -181,12 +183,14 @@ def blend(
     return Result(logits, run.keep.nonzero().squeeze(1).tolist(), run.deviation, run.weights)
 
 
-def static_deviation(model: Any, header: list[int], probe: list[int], ids: list[int]) -> torch.Tensor:
-    """[tokens]: the KV of ``ids`` behind header and probe against that behind the header alone, at the same positions."""
+def static_deviation(
+    model: Any, header: list[int], probe: list[int], ids: list[int], behind: Sequence[int] = ()
+) -> torch.Tensor:
+    """[tokens]: the KV of ``ids`` behind header and probe against that behind the header, or ``behind`` others, at one place."""
     runs = _Run(captured={}), _Run(captured={})
-    for run, before, first in zip(runs, (header + probe, header), (0, len(probe)), strict=True):
+    for run, before in zip(runs, (header + probe, [*header, *behind]), strict=True):
         with _reference_attention(model, run):
-            _forward(model, before + ids, first)
+            _forward(model, before + ids, len(header) + len(probe) + len(behind) - len(before))
     fresh, alone = (run.captured for run in runs)
     total = torch.zeros(len(ids), dtype=torch.float64)
     for layer in range(1, len(fresh)):
@@ -196,9 +200,11 @@ def static_deviation(model: Any, header: list[int], probe: list[int], ids: list[
     return total / (len(fresh) - 1)
 
 
-def question_attention(model: Any, header: list[int], parts: Sequence[Part], writer: Any = None) -> torch.Tensor:
+def question_attention(
+    model: Any, header: list[int], parts: Sequence[Part], writer: Any = None, behind: Sequence[int] = ()
+) -> torch.Tensor:
     """[tokens]: how much the tokens behind the last stale one attend to each, over stored KV; mean over layers, heads, tokens."""
-    reused = blend(model, header, parts, 0.0, writer=writer)
+    reused = blend(model, header, parts, 0.0, writer=writer, behind=behind)
     last, start = 0, 0
     for part in parts:
         start += len(part.ids)

@@ -28,11 +28,14 @@ PROBE = tuple(range(40, 60))
 
 
 class Written(NamedTuple):
-    """An engine with a writer and all chunks stored, its model, and that model with the writer in it."""
+    """An engine with a writer and all chunks stored, its model, and how the reference computes what is stored.
+
+    That is the model with the writer in it, and what stands between header and chunk.
+    """
 
     engine: Any
     model: Any
-    writer: Any
+    how: dict[str, Any]
 
 
 # What a writer adds to: every linear module, but that experts are none in transformers.
@@ -46,16 +49,19 @@ TARGETS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(TARGETS))
+@pytest.fixture(scope="module", params=[*TARGETS, *(f"{family} behind the probe" for family in TARGETS)])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
-    directory, config = tmp_path_factory.mktemp("writer"), BLENDED[request.param]
-    writer = write_writer(directory, config(), target_modules=TARGETS[request.param])
+    family, _, untrained = request.param.partition(" ")
+    directory, config = tmp_path_factory.mktemp("writer"), BLENDED[family]
+    how: dict[str, Any] = {"behind": PROBE}
+    if not untrained:
+        how = {"writer": write_writer(directory, config(), target_modules=TARGETS[family])}
     model = make_model(config())
-    with engine_for(model, SCENE, writer=directory, ranking="now") as engine:
+    with engine_for(model, SCENE, writer="probe" if untrained else directory, ranking="now") as engine:
         engine._probe = PROBE
         assert engine.gate.passed, engine.gate.reason
         engine.precompute(SCENE.chunks)
-        yield Written(engine, model, writer)
+        yield Written(engine, model, how)
 
 
 def full(model: Any, scene: Scene = SCENE) -> torch.Tensor:
@@ -74,7 +80,7 @@ def test_ratio_1_is_the_models_own_prefill_and_the_first_chunk_is_exact_without_
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.5])
 def test_blends_equal_the_reference_over_what_peft_computes(written: Written, ratio: float) -> None:
     got, recomputed, _ = blended_logits(written.engine, SCENE, BlendSettings(ratio=ratio, policy="hkvd"))
-    want = reference.blend(written.model, SCENE.header, PARTS, ratio, writer=written.writer)
+    want = reference.blend(written.model, SCENE.header, PARTS, ratio, **written.how)
     assert recomputed == want.recomputed
     assert (got - want.logits).abs().max() < 1e-4
     plain = reference.blend(written.model, SCENE.header, SCENE.parts(), ratio)
@@ -86,17 +92,23 @@ def test_blends_equal_the_reference_over_what_peft_computes(written: Written, ra
 def test_the_ranking_is_measured_while_the_writer_acts(written: Written, policy: str, ratio: float) -> None:
     got, recomputed, _ = blended_logits(written.engine, SCENE, BlendSettings(ratio=ratio, policy=policy))
     scores = [
-        reference.static_deviation(written.writer, SCENE.header, list(PROBE), list(chunk.token_ids))
+        reference.static_deviation(
+            written.how.get("writer", written.model),
+            SCENE.header,
+            [] if "behind" in written.how else list(PROBE),
+            list(chunk.token_ids),
+            written.how.get("behind", ()),
+        )
         for chunk in SCENE.chunks[1:]
     ]
     positions = torch.tensor([at for span in SCENE.prompt.spans[1:] for at in range(span.start, span.end)])
     score = torch.cat(scores)
     if policy == "static-query":
-        asked = reference.question_attention(written.model, SCENE.header, PARTS, written.writer)
+        asked = reference.question_attention(written.model, SCENE.header, PARTS, **written.how)
         score = score.sqrt() * asked[positions]
     chosen = sorted(positions[score.argsort(descending=True)[: round(ratio * len(score))]].tolist())
     assert recomputed == chosen
-    want = reference.blend(written.model, SCENE.header, PARTS, ratio, chosen=chosen, writer=written.writer)
+    want = reference.blend(written.model, SCENE.header, PARTS, ratio, chosen=chosen, **written.how)
     assert (got - want.logits).abs().max() < 1e-4
 
 
@@ -154,7 +166,7 @@ def test_a_chunk_is_exact_only_where_it_is_the_first_behind_the_header(written: 
         parts[1:2] = [reference.Part([7, 8], "text"), reference.Part(parts[1].ids, "stale")]
         ids = (*prompt.token_ids[:3], 7, 8, *prompt.token_ids[3:])
         prompt = TokenizedPrompt(ids, tuple(ChunkSpan(s.chunk, s.start + 2, s.end + 2) for s in prompt.spans))
-    want = reference.blend(written.model, scene.header, parts, 0.3, writer=written.writer)
+    want = reference.blend(written.model, scene.header, parts, 0.3, **written.how)
     got, recomputed, _ = blended_logits(written.engine, SimpleNamespace(prompt=prompt), BlendSettings(0.3, "hkvd"))
     assert recomputed == want.recomputed
     assert (got - want.logits).abs().max() < 1e-4

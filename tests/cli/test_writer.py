@@ -150,3 +150,17 @@ def test_calibration_with_a_writer_is_kept_for_that_writer_or_beside_it(run, mod
         ["--writer", writers[0]], ["--writer", writers[1]], [])]  # fmt: skip
     assert [each["profile_origin"] for each in found] == [own, beside, "defaults, not calibrated"]
     assert [each["writer"] for each in found] == [str(writers[0]), str(writers[1]), None]
+
+
+def test_the_writer_that_needs_no_training_writes_an_index_which_then_asks_for_it(run, model_dir, documents, tmp_path):
+    here = ["--store", tmp_path / "store", "--model", model_dir]
+    index = ["index", documents, *here, "--chunk-tokens", 40, "--json"]
+    made = as_json(run(*index, "--writer", "probe"))
+    assert made["tokens"] > 0
+    again = as_json(run(*index))
+    assert (len(again["unchanged"]), again["tokens"]) == (2, 0)
+    ask = ["ask", QUESTION, *here, "--max-tokens", 1, "--json"]
+    for more in ([], ["--writer", "probe"]):
+        result = run(*ask, *more)
+        assert (as_json(result)["mode"], "--writer" in result.stderr) == ("blend", False)
+    assert "Give --writer" in run(*ask, "--writer", "none").stderr

@@ -88,6 +88,15 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+def test_what_fits_behind_the_header_but_not_behind_the_probe_is_not_written(model: Any) -> None:
+    with engine_for(model, SCENE, writer="probe", ranking="off") as engine:
+        engine._probe, longest = tuple(range(40, 60)), max(len(chunk.token_ids) for chunk in SCENE.chunks)
+        engine.context_window = len(SCENE.header) + len(engine._probe) + longest
+        failed = engine.precompute(SCENE.chunks).failed
+    too_long = {chunk.id for chunk in SCENE.chunks if len(chunk.token_ids) == longest}
+    assert failed == dict.fromkeys(too_long, "it does not fit the model's context window")
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_writer_that_cannot_be_used_is_refused_with_the_reason(directory: Path, model: Any, name: str) -> None:
     harm, why = FAULTS[name]

@@ -157,7 +157,7 @@ class ModelOwner(BlendEngine):
     device: torch.device
     dtype: torch.dtype
     _probe: tuple[int, ...]
-    _ranker: Ranker | None
+    _rankers: dict[tuple[int, ...], Ranker]
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class ModelOwner(BlendEngine):
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
         self.end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)
         self._write_back, self.lock, self._storing = write_back, threading.Lock(), threading.Lock()
-        self._probe, self._ranker = (), None
+        self._probe, self._rankers = (), {}
         self._judge()
 
     def _use(self, writer: str | Path | None, loaded: LoadedModel) -> None:
@@ -279,19 +279,25 @@ class ModelOwner(BlendEngine):
         if not self.stores:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
         with self._storing:  # one at a time, so that none computes what another is about to store
-            ranker = self._make_ranker() if ranking and self.gate.passed else None
-            compute = self.snapshots.compute if self.snapshots else None
-            window, turn = self.context_window, self.lock
-            return precompute(self.runner, self.entries, chunks, window, progress, ranker, compute, turn, self._writing)
+            behind = self._behind(self._probed) if self.writer is not None and self.writer.behind_probe else None
+            # What is written behind the probe is ranked by how far it moves without.
+            ranker = self._behind(() if behind else self._probed) if ranking and self.gate.passed else None
+            how = ranker, self.snapshots.compute if self.snapshots else None, self.lock, self._writing, behind
+            return precompute(self.runner, self.entries, chunks, self.context_window, progress, *how)
 
-    def _make_ranker(self) -> Ranker:
-        """Return the ranker for the engine's header; the probe's KV is kept from call to call."""
-        assert self.rope is not None
+    @property
+    def _probed(self) -> tuple[int, ...]:
         if not self._probe:
             self._probe = probe_ids(self.tokenizer, self.subject().vocab_size, self.context_window)
-        if self._ranker is None or self._ranker.prefix != (*self.header_ids, *self._probe):
-            self._ranker = Ranker(self.runner, self.rope, self.header_ids, self._probe, self._writing)
-        return self._ranker
+        return self._probe
+
+    def _behind(self, probe: tuple[int, ...]) -> Ranker:
+        """Return what computes behind the engine's header and a probe, whose KV is kept from call to call."""
+        assert self.rope is not None
+        prefix = (*self.header_ids, *probe)
+        if prefix not in self._rankers:
+            self._rankers[prefix] = Ranker(self.runner, self.rope, prefix, self._writing)
+        return self._rankers[prefix]
 
     def write_back(self, missing: Sequence[Chunk], unranked: Sequence[Chunk]) -> None:
         """Store what a prompt found missing, where that is wanted: the KV of chunks, and static deviations of others.

@@ -33,40 +33,36 @@ _BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 class Ranker:
-    """Ranks the tokens of chunks that are computed behind one header; see :mod:`cacheblend_rag.blending.static`."""
+    """Computes chunks behind a prefix, header and probe, and ranks them by it; see :mod:`cacheblend_rag.blending.static`."""
 
     def __init__(
         self,
         runner: ModelRunner,
         rope: Rope,
-        header: Sequence[int],
-        probe: Sequence[int],
+        prefix: tuple[int, ...],
         writing: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - it holds nothing
     ):
-        """Compute nothing yet: the probe's KV is made when it is first needed. A KV writer acts within ``writing``."""
-        self._runner, self._rope, self._writing = runner, rope, writing
-        self.prefix = (*header, *probe)
+        """Compute nothing yet: the prefix' KV is made when it is first needed. A KV writer acts within ``writing``."""
+        self._runner, self._rope, self._writing, self.prefix = runner, rope, writing, prefix
         self._prefix_kv: list[LayerKV] = []
 
     def rank(self, batch: Sequence[tuple[int, ...]], alone: Sequence[StoredKV]) -> list[torch.Tensor]:
-        """Return each chunk's static deviation ``[tokens]``.
+        """Return the static deviation ``[tokens]`` of chunks of like length, whose stored KV is ``alone``."""
+        start, behind = len(self.prefix), self.compute(batch)
+        return [static_deviation(kv, layers, start, self._rope) for kv, layers in zip(alone, behind, strict=True)]
 
-        Args:
-            batch: Token ids of chunks of like length.
-            alone: Their KV, computed behind the header.
-        """
+    def compute(self, batch: Sequence[tuple[int, ...]]) -> Iterator[list[LayerKV]]:
+        """Yield each chunk's KV behind the prefix, by layer."""
         start, width = len(self.prefix), max(map(len, batch))
         # Padding stands behind each row, where causal attention never looks from: no mask is needed.
         ids = torch.tensor([row + (0,) * (width - len(row)) for row in batch], device=self._runner.device)
         cache = self._runner.new_cache(start + width, room=0)
-        cache.begin(self._kv_of_prefix(), len(batch))
+        if self.prefix:
+            cache.begin(self._kv_of_prefix(), len(batch))
         with self._writing:
             self._runner.append(ids, cache)
-        found = []
-        for index, (row, kv) in enumerate(zip(batch, alone, strict=True)):
-            behind = [cache.read(i, index, start, start + len(row)) for i in range(self._runner.num_layers)]
-            found.append(static_deviation(kv, behind, start, self._rope))
-        return found
+        for index, row in enumerate(batch):
+            yield [cache.read(i, index, start, start + len(row)) for i in range(self._runner.num_layers)]
 
     def _kv_of_prefix(self) -> list[LayerKV]:
         if not self._prefix_kv:
@@ -88,15 +84,17 @@ def precompute(
     compute: Compute | None = None,
     turn: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
     writing: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - likewise
+    behind: Ranker | None = None,
 ) -> PrecomputeReport:
     """Compute and store what is missing, static deviations included if there is a ranker; see :meth:`BlendEngine.precompute`.
 
-    ``compute`` makes the entries, None for KV alone, for which a KV writer acts within ``writing``; ``turn`` is held meanwhile,
-    and not while the disk is waited for.
+    ``compute`` makes the entries, None for KV alone, for which a KV writer acts within ``writing``, or computes ``behind``
+    header and probe; ``turn`` is held meanwhile, and not while the disk is waited for.
     """
     begin = time.perf_counter()
     probe_tokens = None if ranker is None else len(ranker.prefix) - len(entries.header_ids)
-    plans = plan_precompute(chunks, entries, context_window, progress, probe_tokens)
+    written_behind = 0 if behind is None else len(behind.prefix) - len(entries.header_ids)
+    plans = plan_precompute(chunks, entries, context_window, progress, probe_tokens, written_behind)
     failed = {chunk_id: why for plan in plans for chunk_id, why in plan.failed.items()}
     rank_s, count = 0.0, counting(plans, progress)
 
@@ -108,9 +106,9 @@ def precompute(
     with ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store") as writer:
         waiting: list[tuple[PrecomputePlan, tuple[int, ...], Future[bool]]] = []
         for plan, batch in _batches_of(plans, runner.device):
-            hand = writing if plan.entries.writer is not None else nullcontext()
+            by_hand = (writing, behind) if plan.entries.writer is not None else (nullcontext(), None)
             with turn:
-                make = compute or partial(_compute, runner, entries.store, hand)
+                make = compute or partial(_compute, runner, entries.store, *by_hand)
                 computed = dict(make(entries.header_ids, batch))
                 begin_rank = time.perf_counter()
                 alone = {token_ids: kv for token_ids, (kv, _) in computed.items()}
@@ -191,12 +189,18 @@ def _compute(
     runner: ModelRunner,
     store: KVStore,
     writing: AbstractContextManager[None],
+    behind: Ranker | None,
     header: tuple[int, ...],
     batch: Sequence[tuple[int, ...]],
 ) -> Iterator[Computed]:
+    arrive = partial(room_in, store, wait=True)
     if () in batch and len(batch) > 1:  # apart from the chunks: the header's own KV is the model's
         for part in ([()], [token_ids for token_ids in batch if token_ids]):
-            yield from _compute(runner, store, writing, header, part)
+            yield from _compute(runner, store, writing, behind, header, part)
+        return
+    if behind is not None and any(batch):
+        for token_ids, layers in zip(batch, behind.compute(batch), strict=True):
+            yield token_ids, (ChunkKV(layers, len(behind.prefix)), fetch(layers, arrive))
         return
     rows = [header + token_ids for token_ids in batch]
     width = max(map(len, rows))
@@ -208,7 +212,7 @@ def _compute(
     for index, (token_ids, row) in enumerate(zip(batch, rows, strict=True)):
         start = len(header) if token_ids else 0
         layers = [cache.view(layer, index, start, len(row)) for layer in range(runner.num_layers)]
-        yield token_ids, (ChunkKV(layers, start), fetch(layers, partial(room_in, store, wait=True)))
+        yield token_ids, (ChunkKV(layers, start), fetch(layers, arrive))
 
 
 def _put(

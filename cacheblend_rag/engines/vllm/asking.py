@@ -119,11 +119,17 @@ class Precompute:
     """Computes each entry once, however many callers ask for it at the same time. Lives in the client's event loop."""
 
     def __init__(
-        self, llm: EngineClient, context_window: int, names: Iterator[str], probe: tuple[int, ...], block_size: int = 16
+        self,
+        llm: EngineClient,
+        context_window: int,
+        names: Iterator[str],
+        probe: tuple[int, ...],
+        block_size: int = 16,
+        behind: tuple[int, ...] = (),
     ):
-        """Ask ``llm``, in blocks of ``block_size``, under request ids from ``names``; chunks are ranked behind ``probe``."""
+        """Ask ``llm``, in blocks, under request ids of ``names``; rank chunks behind ``probe``, write them ``behind`` others."""
         self._llm, self._context_window, self._block_size, self._names = llm, context_window, block_size, names
-        self._probe, self._probed = probe, set[str]()
+        self._probe, self._probed, self._behind = probe, set[str](), behind
         self._written: dict[str, str] = {}
         self._slots = asyncio.Semaphore(IN_FLIGHT)
         # No more of one namespace wait for them than there are: who comes with one chunk waits for one of another's thousands.
@@ -143,6 +149,7 @@ class Precompute:
             self._context_window - (_MOST_BEHIND if entries.writer is not None else 0),
             progress,
             len(self._probe) if ranking else None,
+            len(self._behind),
         )
         failed = {chunk_id: why for plan in plans for chunk_id, why in plan.failed.items()}
         header, count = entries.header_ids, counting(plans, progress)
@@ -152,7 +159,8 @@ class Precompute:
             async with self._own[hand.namespace.name], self._slots:
                 key, why = hand.own_key(token_ids), ""
                 if not unranked:
-                    why = await self._once(key, lambda: self._saved(hand, token_ids, header))
+                    by = (*header, *self._behind) if token_ids and hand.writer is not None else header
+                    why = await self._once(key, lambda: self._saved(hand, token_ids, by))
                 if not why and 0 < len(token_ids) <= plan.most_ranked:
                     before = (*header, *self._probe)
                     again = receipt(key, ranking=True)
@@ -163,7 +171,7 @@ class Precompute:
                 failed[plan.chunks[token_ids]] = why
             count([token_ids])
 
-        if ranking and (plans[0].chunks or plans[0].unranked):
+        if ranking and self._probe and (plans[0].chunks or plans[0].unranked):
             await self._compute_probe(entries)
         async with asyncio.TaskGroup() as group:
             for plan in plans:

@@ -93,7 +93,11 @@ class BlendClient:
         # Header and probe fill whole blocks: only those stay in vLLM's prefix cache.
         over = (len(self.header_ids) + len(probe)) % (block_size or 1)
         self.probe = probe[:-over] if 0 < over < len(probe) else probe
-        self._precompute = Precompute(llm, self.context_window, self._names, self.probe, block_size or 16)
+        behind: tuple[int, ...] = ()
+        if launch.writer is not None and launch.writer.behind_probe:  # ranked by how far it moves without
+            window = int(getattr(model.hf_text_config, "max_position_embeddings", None) or 1 << 20)
+            behind, self.probe = probe_ids(self.tokenizer, int(model.get_vocab_size()), window), ()
+        self._precompute = Precompute(llm, self.context_window, self._names, self.probe, block_size or 16, behind)
         self.ranking = chosen_ranking(ranking, self.profile.policy)
 
     @property

@@ -41,6 +41,8 @@ def load_writing_copy(model: nn.Module, directory: Path, learns: bool = False) -
     directory = writer_directory(directory)
     if not (directory / FILE).is_file():
         raise InputError(f"There is no writer in {directory}; give the directory that `cacheblend learn` has made.")
+    if not (directory / "adapter_config.json").is_file():
+        raise InputError(f"The KV writer in {directory} has no LoRA, so there is nothing to go on from: leave it out.")
     writing = PeftModel.from_pretrained(_sharing(model), str(directory), is_trainable=learns)
     return _cast_free(writing if learns else writing.eval())
 

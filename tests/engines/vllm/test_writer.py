@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.writer import describe
 from cacheblend_rag.errors import InputError
@@ -19,7 +20,7 @@ from tests.blending import reference
 from tests.blending.families import make_model
 from tests.blending.prompts import Scene
 from tests.blending.writers import alter_config, write_for
-from tests.engines.vllm.engines import FULL, PIECES, SHAPE, concurrently, first_logprobs, save_model, start
+from tests.engines.vllm.engines import FULL, PIECES, SHAPE, VOCABULARY, concurrently, first_logprobs, save_model, start
 from tests.engines.vllm.test_windows import _PIECES, _SHORT
 
 SCENE = Scene(chunk_tokens=(150, 90, 170, 61), question=9)
@@ -33,16 +34,21 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "phi3, which has joined modules, compiled": (lambda: hf.Phi3Config(**SHAPE), {"enforce_eager": False}, {}),
     "gemma3, windows shorter than a chunk": (lambda: hf.Gemma3TextConfig(**SHAPE, **_SHORT), _PIECES, {}),
     "llama, two ranks": (lambda: hf.LlamaConfig(**SHAPE), {"tensor_parallel_size": 2}, {}),
+    "qwen3, behind the probe": (lambda: hf.Qwen3Config(**SHAPE, head_dim=32), PIECES, {}),
 }
 
 
 class Case(NamedTuple):
-    """An engine with a writer, its model, that model with the writer in it, and the directory of both."""
+    """An engine with a writer, its model, and how the reference computes what is stored; the directory of both; the writer's.
+
+    That is that model with the writer in it, and what stands between header and chunk.
+    """
 
     engine: Any
     model: Any
-    writer: Any
+    how: dict[str, Any]
     directory: Path
+    name: Any
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -50,17 +56,21 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     config, options, lora = CASES[request.param]
     directory = tmp_path_factory.mktemp("model")
     model = save_model(config(), directory / "model")
-    fingerprint = ModelFingerprint.from_directory(directory / "model", torch.float32)
-    writer = write_for(make_model(config()), fingerprint, directory / "writer", **lora)
+    name: Path | str = directory / "writer"
+    if "probe" in request.param:
+        name, how = "probe", {"behind": probe_ids(None, VOCABULARY, model.config.max_position_embeddings)}
+    else:
+        fingerprint = ModelFingerprint.from_directory(directory / "model", torch.float32)
+        how = {"writer": write_for(make_model(config()), fingerprint, directory / "writer", **lora).eval()}
     with start(
         directory / "model",
         directory / "store",
         header=SCENE.header,
         ram_budget=0,
-        writer=directory / "writer",
+        writer=name,
         **options,
     ) as engine:
-        yield Case(engine, model, writer.eval(), directory)
+        yield Case(engine, model, how, directory, name)
 
 
 def computed(case: Case) -> Any:
@@ -83,7 +93,7 @@ def test_ratio_1_is_the_full_prefill_of_the_model_itself(engine: Any, case: Case
 @pytest.mark.parametrize(("ratio", "check"), [(0.0, 1), (0.15, 3), (0.5, 3)])
 def test_blends_are_the_reference_over_what_peft_computes(engine: Any, case: Case, ratio: float, check: int) -> None:
     got = first_logprobs(computed(case), SCENE.prompt, BlendSettings(ratio, "hkvd", (check,)))
-    want = reference.blend(case.model, SCENE.header, PARTS, ratio, (check,), writer=case.writer)
+    want = reference.blend(case.model, SCENE.header, PARTS, ratio, (check,), **case.how)
     torch.testing.assert_close(got, want.logits.log_softmax(-1), atol=1e-4, rtol=0)
     plain = reference.blend(case.model, SCENE.header, SCENE.parts(), ratio, (check,)).logits.log_softmax(-1)
     assert (got - plain).abs().max() > 1e-2, "the writer changes too little: the test would prove nothing"
@@ -96,10 +106,15 @@ def test_the_ranking_is_measured_while_the_writer_acts(engine: Any, case: Case) 
     header, probe = SCENE.header, list(engine.probe)
     positions = torch.tensor([at for span in SCENE.prompt.spans[1:] for at in range(span.start, span.end)])
     score = torch.cat(
-        [reference.static_deviation(case.writer, header, probe, list(chunk.token_ids)) for chunk in SCENE.chunks[1:]]
+        [
+            reference.static_deviation(
+                case.how.get("writer", case.model), header, probe, list(chunk.token_ids), case.how.get("behind", ())
+            )
+            for chunk in SCENE.chunks[1:]
+        ]
     )
     chosen = positions[score.argsort(descending=True)[: round(0.3 * len(score))]].sort().values.tolist()
-    want = reference.blend(case.model, header, PARTS, 0.3, chosen=chosen, writer=case.writer)
+    want = reference.blend(case.model, header, PARTS, 0.3, chosen=chosen, **case.how)
     got = first_logprobs(engine, SCENE.prompt, BlendSettings(0.3, "static", (1,)))
     torch.testing.assert_close(got, want.logits.log_softmax(-1), atol=1e-4, rtol=0)
 
@@ -111,8 +126,9 @@ def test_both_engines_write_the_same_and_read_each_others(engine: Any, case: Cas
     store = case.directory / "transformers"
     with TransformersEngine(
         case.directory / "model", tokenizer=object(), device="cpu", header=SCENE.header, store=store, ranking="off",
-        writer=case.directory / "writer",
+        writer=case.name,
     ) as other:  # fmt: skip
+        other._probe = case.how.get("behind", ())
         other.precompute(SCENE.chunks)
         for by, ids, mine in ours:
             hand = other.entries.by(by)
@@ -139,7 +155,7 @@ def test_prompts_that_stream_meanwhile_are_the_models_own(engine: Any, case: Cas
     assert found[0].token_ids == found[2].token_ids == before
     assert not found[1].failed
     got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio=0.0))
-    want = reference.blend(case.model, SCENE.header, PARTS, 0.0, writer=case.writer)
+    want = reference.blend(case.model, SCENE.header, PARTS, 0.0, **case.how)
     torch.testing.assert_close(got, want.logits.log_softmax(-1), atol=1e-4, rtol=0)
 
 
@@ -160,7 +176,7 @@ def test_chunks_that_end_at_every_place_of_a_block_are_written(engine: Any, case
     engine.precompute(scene.chunks)
     scene.header = SCENE.header
     got = first_logprobs(engine, scene.prompt, BlendSettings(ratio=0.0))
-    want = reference.blend(case.model, SCENE.header, scene.parts(), 0.0, writer=case.writer)
+    want = reference.blend(case.model, SCENE.header, scene.parts(), 0.0, **case.how)
     torch.testing.assert_close(got, want.logits.log_softmax(-1), atol=1e-4, rtol=0)
 
 

@@ -95,6 +95,8 @@ def test_a_writer_learns_on_from_another_of_the_same_model(tmp_path: Path, docum
         run("other", start=first, model=make_model(BLENDED["qwen3"]()))
     with pytest.raises(InputError, match="cannot be used"):
         run("none", start=tmp_path / "missing")
+    with pytest.raises(InputError, match="has no LoRA, so there is nothing to go on from"):
+        run("untrained", start="probe")
 
 
 @pytest.mark.slow
