@@ -42,9 +42,8 @@ def probe_ids(tokenizer: Any, vocab_size: int, context_window: int) -> tuple[int
 
 def probe_digest() -> str:
     """Return a hash of what the probe's tokens depend on besides the model."""
-    return hashlib.sha256(f"{_MOST_PROBE_TOKENS} {_SHARE_OF_WINDOW} {_TEXT.read_text('utf-8')}".encode()).hexdigest()[
-        :32
-    ]
+    told = f"{_MOST_PROBE_TOKENS} {_SHARE_OF_WINDOW} {_TEXT.read_text('utf-8')}"
+    return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)

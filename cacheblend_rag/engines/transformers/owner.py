@@ -296,7 +296,8 @@ class ModelOwner(BlendEngine):
         assert self.rope is not None
         prefix = (*self.header_ids, *probe)
         if prefix not in self._rankers:
-            self._rankers[prefix] = Ranker(self.runner, self.rope, prefix, self._writing)
+            kept = self._rankers if len(self._rankers) < 2 else {}  # two are in use; others are of another header
+            self._rankers = {**kept, prefix: Ranker(self.runner, self.rope, prefix, self._writing)}
         return self._rankers[prefix]
 
     def write_back(self, missing: Sequence[Chunk], unranked: Sequence[Chunk]) -> None:
