@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from cacheblend_rag.blending.plan import StoredSpan
@@ -55,14 +56,12 @@ class StoredLayers:
 
         ``[3, tokens]``, int64, in host memory.
         """
-        columns, before = [], 0
-        for span in self.spans:
-            count, length = span.end - span.start, span.kv.num_tokens
-            own = torch.tensor([before, span.skip, length])[:, None].expand(3, count).clone()
-            own[1] += torch.arange(count)
-            columns.append(own)
-            before += length
-        return torch.cat(columns, 1) if columns else torch.zeros(3, 0, dtype=torch.int64)
+        spans = [(span.end - span.start, span.skip, span.kv.num_tokens) for span in self.spans]
+        counts, skips, lengths = np.array(spans, np.int64).reshape(-1, 3).T
+        firsts, before = np.cumsum(counts) - counts, np.cumsum(lengths) - lengths
+        table = np.repeat([before, skips - firsts, lengths], counts, axis=1)
+        table[1] += np.arange(table.shape[1])
+        return torch.from_numpy(table)
 
     def sources(self, begin: int, end: int) -> list[torch.Tensor]:
         """Return the layers ``begin`` to before ``end`` of each entry, ``[elements]``; what is one block stays one."""

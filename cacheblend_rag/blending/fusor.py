@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -362,19 +362,18 @@ def _checks(schedule: BlendSchedule, num_layers: int) -> list[tuple[int, float]]
 
 
 def _candidates(plan: BlendPlan, static: torch.Tensor | None) -> Candidates:
-    parts = [(i, s.start, s.end) for i, s in enumerate(plan.candidates)]
-    return Candidates(
-        _cat([torch.arange(a, b) for _, a, b in parts]),
-        _cat([torch.full((b - a,), i) for i, a, b in parts]),
-        _cat([torch.arange(b - a) for _, a, b in parts]),
-        static=static,
-    )
+    starts, ends = torch.tensor([(s.start, s.end) for s in plan.candidates], dtype=torch.int64).view(-1, 2).unbind(1)
+    counts = ends - starts
+    chunk = torch.arange(len(counts)).repeat_interleave(counts)
+    within = torch.arange(len(chunk)) - (counts.cumsum(0) - counts)[chunk]
+    return Candidates(starts[chunk] + within, chunk, within, static=static)
 
 
 def _forced(plan: BlendPlan, candidates: torch.Tensor) -> torch.Tensor:
     """Return the positions that are neither exact nor candidates: text, missing chunks, the question."""
-    every = torch.arange(plan.exact_tokens, plan.num_tokens)
-    return every[~torch.isin(every, candidates)]
+    forced = torch.ones(plan.num_tokens, dtype=torch.bool)
+    forced[: plan.exact_tokens] = forced[candidates] = False
+    return forced.nonzero().squeeze(1)
 
 
 def _tokens_at(kv: LayerKV, mask: torch.Tensor) -> LayerKV:
@@ -387,7 +386,3 @@ def _tokens_at(kv: LayerKV, mask: torch.Tensor) -> LayerKV:
 
 def _merge(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.cat([a, b]).sort().values
-
-
-def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -263,13 +264,13 @@ def origins(
     return tuple(found)
 
 
-def common_tokens(one: Sequence[int], ones: Sequence[Origin], other: Sequence[int], others: Sequence[Origin]) -> int:
+def common_tokens(one: Any, ones: Sequence[Origin], other: Any, others: Sequence[Origin]) -> int:
     """Return how many tokens two prompts have in common from the first on, whose KV came about alike, too."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:  # slices are compared in C
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    a, b = np.asarray(one), np.asarray(other)
+    common = min(len(a), len(b))
+    differ = a[:common] != b[:common]
+    common = int(differ.argmax()) if differ.any() else common
     alike = 0
     while alike < min(len(ones), len(others)) and ones[alike] == others[alike]:
         alike += 1
-    return min([low, *(origin.start for origin in (*ones[alike:], *others[alike:]))])
+    return min([common, *(origin.start for origin in (*ones[alike:], *others[alike:]))])

@@ -238,9 +238,7 @@ def name_elsewhere(which: str | SelectionPolicy) -> str:
 
 @cache
 def _named(name: str) -> SelectionPolicy:
-    if name in POLICIES:
-        return POLICIES[name]()
-    return _load(name, _installed()[name])
+    return POLICIES[name]() if name in POLICIES else _load(name, _installed()[name])
 
 
 @cache

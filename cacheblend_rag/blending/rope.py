@@ -94,8 +94,7 @@ def _distinct_columns(table: CosSin, device: torch.device) -> slice:
 
 
 def _delta(table: CosSin, columns: slice, source: torch.Tensor, target: torch.Tensor) -> Rotation:
-    cos_o, sin_o = (x[:, columns] for x in table(source))
-    cos_n, sin_n = (x[:, columns] for x in table(target))
+    (cos_o, cos_n), (sin_o, sin_n) = (x[:, columns].chunk(2) for x in table(torch.cat([source, target])))
     # YaRN scales cos and sin: dividing by the squared norm leaves a pure rotation.
     norm = cos_o.square() + sin_o.square()
     return Rotation((cos_n * cos_o + sin_n * sin_o) / norm, (sin_n * cos_o - cos_n * sin_o) / norm)

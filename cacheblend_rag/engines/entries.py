@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 import torch
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _AT_ONCE = 8
+_key_of = lru_cache(1024)(kv_key)  # prompts ask for the same chunks again
 
 Lookup = Callable[["Entries", Sequence[int]], _T]
 """Entries of one hand, and token ids of a chunk, ``()`` for the header, to what is known of that entry."""
@@ -87,9 +88,7 @@ class Entries:
 
     def within(self, namespace: Namespace) -> Entries:
         """Return the same store's entries within another namespace."""
-        if namespace == self.namespace:
-            return self
-        return self._like(namespace=namespace)
+        return self if namespace == self.namespace else self._like(namespace=namespace)
 
     def by(self, writer: WrittenBy | None) -> Entries:
         """Return the entries that a KV writer has written, or, for None, the model itself."""
@@ -249,7 +248,7 @@ class Entries:
     def _key(self, owner: str, token_ids: Sequence[int], rank: int | None = None) -> KVKey:
         shard = None if rank is None else Shard(rank, self._ranks)
         key_name = self._key_names[owner]
-        return kv_key(self._fingerprint, self.header_ids, token_ids, shard, owner, key_name, self.writer)
+        return _key_of(self._fingerprint, self.header_ids, tuple(token_ids), shard, owner, key_name, self.writer)
 
 
 class _HeadSlice(StoredKV):

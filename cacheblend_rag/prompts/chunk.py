@@ -138,9 +138,7 @@ class TextEncoder:
     def document(self, text: str) -> list[int]:
         """Encode text in which nothing is a special token. Adds none."""
         encoding = _encode(self._document, text, False)
-        if self._spelled(encoding.ids, text):
-            return self._cut_apart(text)
-        return list(encoding.ids)
+        return self._cut_apart(text) if self._spelled(encoding.ids, text) else list(encoding.ids)
 
     def markers(self, text: str) -> list[tuple[int, int]]:
         """Return the character ranges of ``text`` that :meth:`template` may read as special tokens: ascending, apart."""

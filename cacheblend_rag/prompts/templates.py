@@ -139,9 +139,7 @@ def turn_lead(tokenizer: Any) -> tuple[int, ...]:
 
     Returns none where the template has no such text, or there is no tokenizer.
     """
-    if tokenizer is None:
-        return ()
-    return _leads(tokenizer)
+    return () if tokenizer is None else _leads(tokenizer)
 
 
 def _measured(tokenizer: Any) -> tuple[int, ...]:

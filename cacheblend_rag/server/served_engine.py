@@ -347,6 +347,4 @@ def _tokens_of(prompt: Any) -> Mapping[str, Any]:
     """Return a prompt as a mapping, which can take a salt."""
     if isinstance(prompt, Mapping):
         return prompt
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    return {"prompt_token_ids": list(prompt)}
+    return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}

@@ -18,6 +18,7 @@ from cacheblend_rag.blending.plan import BlendPlan, origins
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.settings import BlendSettings, blend_terms
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, computing
+from cacheblend_rag.blending.transfer import whole_numbers
 from cacheblend_rag.engines.base import Prompt, Request
 from cacheblend_rag.engines.entries import Entries, SideBySide
 from cacheblend_rag.engines.results import Generation, StreamEvent, Timings
@@ -134,7 +135,7 @@ class PromptRun:
             assert model.snapshots is not None
             cache = model.snapshots.resume(self.plan.exact)
             load_s = time.perf_counter() - self._began
-        ids = torch.tensor([self._request.prompt.token_ids[cache.length :]], device=model.device)
+        ids = whole_numbers(self._request.prompt.token_ids[cache.length :])[None].to(model.device)
         with computing(self._trace, REST if stored else PREFILL, ids.shape[1]):
             self.logits = model.runner.append(ids, cache)[0]
         return replace(self.plan.outcome(ids.shape[1]), load_s=load_s), cache

@@ -12,7 +12,7 @@ from cacheblend_rag.blending.bulk import StoredLayers
 from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.rope import CosSin, Move, Rope, differ, rope_of_runs, two_runs
 from cacheblend_rag.blending.target import BlendTarget, StopForward, Watch
-from cacheblend_rag.blending.transfer import sent
+from cacheblend_rag.blending.transfer import sent, whole_numbers
 from cacheblend_rag.engines.models import longest_blendable
 from cacheblend_rag.engines.transformers.attention import NAME, Looks, looking, scattered
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
@@ -209,7 +209,7 @@ class TransformersTarget(BlendTarget):
     def __init__(self, runner: ModelRunner, rope: Rope, token_ids: Sequence[int], cache: PositionedCache | None = None):
         """Prepare the prompt ``token_ids``; ``cache`` may hold the KV of the first of them."""
         self._runner = runner
-        self._ids = torch.tensor(token_ids)
+        self._ids = whole_numbers(token_ids)
         self.num_layers, self.device, self.rope = runner.num_layers, runner.device, rope
         self.cache = runner.prompt_cache(len(token_ids)) if cache is None else cache
         self.logits: torch.Tensor | None = None

@@ -17,7 +17,7 @@ from cacheblend_rag.blending.bulk import StoredLayers
 from cacheblend_rag.blending.gate import GateSubject
 from cacheblend_rag.blending.rope import Move, Rope, rope_of_runs, two_runs
 from cacheblend_rag.blending.target import BlendTarget, Watch
-from cacheblend_rag.blending.transfer import sent
+from cacheblend_rag.blending.transfer import sent, whole_numbers
 from cacheblend_rag.engines.vllm.graphs import Gave, Given
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.pages import MissingPageError, Pages
@@ -83,7 +83,7 @@ class PagedTarget(BlendTarget):
         """Fill ``pages`` with the KV of ``token_ids``."""
         self._paged, self.rope, self.pages = paged, rope, pages
         self.due: Callable[[], None] | None = None
-        self.ids = torch.tensor(token_ids)
+        self.ids = whole_numbers(token_ids)
         self.num_layers, self.device = paged.num_layers, paged.device
         self.hidden: torch.Tensor | None = None
 

@@ -1,0 +1,144 @@
+"""Measures what a blend takes the host of a GPU beside its copies and kernels: Python, tables, plan. Needs no GPU.
+
+    python benchmarks/host_time.py [--layers N] [--chunks N] [--chunk-tokens N] [--rounds N] [--profile N]
+
+The transformers engine answers a prompt by a model as deep as asked for and next to nothing wide, with CUDA faked: streams and
+events do nothing, "device" tensors are ordinary ones, graphs compute nothing. What is left is what the host does for a prompt, by
+whatever the processor is; the copies, which on a GPU are only asked for, are real here, of a few bytes a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import pstats
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from unittest.mock import patch
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.predict import METHODS, QUESTION, Replayed
+from cacheblend_rag import SamplingParams, TransformersEngine
+from cacheblend_rag.blending import transfer
+from cacheblend_rag.lab.doctor.measure import describe_machine
+from cacheblend_rag.lab.doctor.workbench import Workbench
+from cacheblend_rag.lab.policies import rank_for
+
+_CPU = torch.device("cpu")
+
+
+class Nothing:
+    """Stands for a stream and for an event: nothing is waited for."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class FakeCUDA:
+    """Stands for ``torch.cuda``."""
+
+    Stream = Event = Nothing
+
+    @staticmethod
+    def current_stream(_: object = None) -> Nothing:
+        return Nothing()
+
+    @staticmethod
+    def stream(_: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+
+class Buffers:
+    """Stands for page-locked buffers: none is needed, all that is stored counts as page-locked."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def grow(self, _: int) -> bool:
+        return False
+
+
+@contextlib.contextmanager
+def cuda_faked() -> Iterator[None]:
+    """Let the CPU's tensors pass for a GPU's, and the other way round."""
+    with contextlib.ExitStack() as fakes:
+        for target, name, fake in (
+            (torch, "get_device_module", lambda *_: FakeCUDA),
+            (torch.Tensor, "is_pinned", lambda *_: True),
+            (torch.Tensor, "record_stream", lambda *_: None),
+            (transfer, "can_page_lock", lambda _: True),
+            (transfer, "PageLockedMemory", Buffers),
+            (transfer, "_pinned", lambda values: values),
+        ):
+            fakes.enter_context(patch.object(target, name, fake))
+        yield
+
+
+def measure(o: argparse.Namespace) -> None:
+    """Print the median of each method, and if asked for what takes most of it."""
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=4, intermediate_size=4, num_hidden_layers=o.layers, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=1 << 20,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with TransformersEngine(LlamaForCausalLM(config).eval(), device="cpu", header=(1, 2)) as engine:
+        place = Workbench(engine, "", None, _CPU, torch.float32, 256)
+        chunks = place.random_chunks(o.chunks, o.chunk_tokens, 0)
+        prompts = [place.prompt(chunks, QUESTION, number) for number in range(o.rounds)]
+        rank_for(engine, METHODS["static 5%"])
+        engine.precompute(chunks)
+        with cuda_faked():
+            engine.runner.graphs = Replayed(engine.runner)  # type: ignore[assignment]
+            print(
+                f"{o.chunks} chunks of {o.chunk_tokens} tokens, {o.layers} layers, ms of the host a prompt, median of"
+            )
+            print(f"{o.rounds} rounds; {describe_machine(_CPU)}")
+            for name, settings in METHODS.items():
+                if settings.reuse == "off" or settings.policy == "hkvd":  # which run the model itself
+                    continue
+                took = []
+                for prompt in prompts:
+                    begin = time.perf_counter()
+                    engine.generate(prompt, SamplingParams(max_tokens=1), settings)
+                    took.append(1e3 * (time.perf_counter() - begin))
+                print(f"{name:18}{median(took):8.2f}{min(took):8.2f} at least")
+            if o.profile:
+                with cProfile.Profile() as watched:
+                    for prompt in prompts:
+                        engine.generate(prompt, SamplingParams(max_tokens=1), METHODS["static 15%"])
+                pstats.Stats(watched).sort_stats("tottime").print_stats(o.profile)
+            engine.runner.graphs = None
+
+
+def main() -> None:
+    """Read the options and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("layers", 32), ("chunks", 6), ("chunk-tokens", 512), ("rounds", 50), ("profile", 0)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    torch.set_num_threads(1)
+    measure(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
