@@ -59,6 +59,7 @@ def test_the_wheel_holds_what_is_not_python(wheel: set[str]) -> None:
         "demo/model/model.safetensors",
         "demo/model/tokenizer.json",
         *(f"engines/writers/smollm2/{name}" for name in writer),
+        *(f"engines/writers/probe/{name}" for name in ("cacheblend.json", "writer.json")),
     }
     assert {f"cacheblend_rag/{name}" for name in needed} <= wheel
 

@@ -258,6 +258,12 @@ def test_the_writer_that_ships_is_found_by_name_is_small_and_says_what_it_learne
         KVWriter.read("smollm2", ModelFingerprint("0" * 32, "other"))
 
 
+def test_the_writer_that_needs_no_training_recomputes_less_than_a_model_without_one() -> None:
+    default = load_profile("0" * 32, writer=KVWriter.read("probe").name)
+    assert (default.policy, default.is_calibrated) == (ModelProfile.policy, False)
+    assert default.fast < default.ratio < ModelProfile.ratio
+
+
 def test_an_index_tells_a_writer_that_has_changed_from_one_that_lies_elsewhere() -> None:
     made = IndexConfig(ModelFingerprint("0" * 32, "m"), writer=WrittenBy("ab", "/hand"))
     assert made.unused_by(WrittenBy("ab", "/moved")) is None
