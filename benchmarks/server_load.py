@@ -55,7 +55,7 @@ max_chunks = {MOST_CHUNKS}
 [[tenant]]
 name = "asking"
 max_concurrent = {MOST_ANSWERS}
-tokens_per_minute = 10_000
+tokens_per_minute = {{tokens}}
 """
 
 
@@ -77,10 +77,10 @@ def wait_for(port: int) -> None:
 class Server:
     """A running `cacheblend serve`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, tokens_per_minute: int):
         self.port = free_port()
         keys = folder / "keys.toml"
-        keys.write_text(KEYS)
+        keys.write_text(KEYS.format(tokens=tokens_per_minute))
         command = [
             sys.executable,
             "-m",
@@ -267,10 +267,10 @@ def answers(port: int, count: int, seconds: float, where: str) -> None:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[Server]:
+async def serving(tokens_per_minute: int) -> AsyncIterator[Server]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CACHEBLEND_HOME"] = folder
-        server = Server(Path(folder))
+        server = Server(Path(folder), tokens_per_minute)
         try:
             await server.started()
             yield server
@@ -280,7 +280,7 @@ async def serving() -> AsyncIterator[Server]:
 
 
 async def run(options: argparse.Namespace) -> None:
-    async with serving() as server:
+    async with serving(options.tokens_per_minute) as server:
         if options.what == "registrations":
             await fill(server)
         loud = {"connections": connections, "registrations": registrations, "answers": answers}[options.what]
@@ -294,6 +294,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=1000, help="of the other tenant alone")
     parser.add_argument("--seconds", type=float, default=70, help="how long connections are held, or answers asked for")
+    parser.add_argument("--tokens-per-minute", type=int, default=10_000, help="that a tenant who asks may have")
     asyncio.run(run(parser.parse_args()))
 
 
