@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.predict import METHODS, QUESTION, Replayed
 from cacheblend_rag import SamplingParams, TransformersEngine
 from cacheblend_rag.blending import transfer
+from cacheblend_rag.blending.bulk import StoredLayers
 from cacheblend_rag.lab.doctor.measure import describe_machine
 from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.lab.policies import rank_for
@@ -70,6 +72,16 @@ class FakeCUDA:
         return 0
 
 
+class Placing(Replayed):
+    """Stands for the engine's graphs, and counts the prompts whose stored KV was placed at once."""
+
+    placed = 0
+
+    def place(self, cache: Any, stored: StoredLayers) -> Any:
+        self.placed += 1
+        return super().place(cache, stored)
+
+
 class Buffers:
     """Stands for page-locked buffers: none is needed, all that is stored counts as page-locked."""
 
@@ -109,7 +121,7 @@ def measure(o: argparse.Namespace) -> None:
         rank_for(engine, METHODS["static 5%"])
         engine.precompute(chunks)
         with cuda_faked():
-            engine.runner.graphs = Replayed(engine.runner)  # type: ignore[assignment]
+            graphs = engine.runner.graphs = Placing(engine.runner)  # type: ignore[assignment]
             print(
                 f"{o.chunks} chunks of {o.chunk_tokens} tokens, {o.layers} layers, ms of the host a prompt, median of"
             )
@@ -117,11 +129,13 @@ def measure(o: argparse.Namespace) -> None:
             for name, settings in METHODS.items():
                 if settings.reuse == "off" or settings.policy == "hkvd":  # which run the model itself
                     continue
-                took = []
+                took, before = [], graphs.placed
                 for prompt in prompts:
                     begin = time.perf_counter()
                     engine.generate(prompt, SamplingParams(max_tokens=1), settings)
                     took.append(1e3 * (time.perf_counter() - begin))
+                if graphs.placed != before + o.rounds:
+                    raise SystemExit("Stored KV was placed layer by layer, which a GPU's host would not do.")
                 print(f"{name:18}{median(took):8.2f}{min(took):8.2f} at least")
             if o.profile:
                 with cProfile.Profile() as watched:

@@ -32,6 +32,7 @@ _MEASURES = (
     "attention_blocks.py",
     "attention_tiles.py",
     "framework_overhead.py",
+    "host_time.py",
     "hybrid_blend.py",
     "plot_policies.py",
     "plot_retriever.py",
