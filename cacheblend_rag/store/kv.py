@@ -298,7 +298,7 @@ def flat(layer: LayerKV) -> torch.Tensor | None:
     k, v = layer
     if k.dtype != v.dtype or not (k.is_contiguous() and v.is_contiguous()):
         return None
-    return None if not _follows(k, v) else torch.as_strided(k, (k.numel() + v.numel(),), (1,))
+    return torch.as_strided(k, (k.numel() + v.numel(),), (1,)) if _follows(k, v) else None
 
 
 def _joined(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
