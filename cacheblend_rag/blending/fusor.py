@@ -23,7 +23,7 @@ import torch
 
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.outcome import PromptOutcome
-from cacheblend_rag.blending.plan import BlendPlan
+from cacheblend_rag.blending.plan import BlendPlan, counted
 from cacheblend_rag.blending.policies import Candidates, gave_way, possible
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions, TextRatio
@@ -170,6 +170,7 @@ class _Fusor:
             self.loader.expect_rest(self.checks[-1][0] + 1)
         self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, trace)
         self._trace = trace
+        self._recomputed = self._forced[:0]
         self._computed, self._selection = 0, 0.0
 
     def _select(self, candidates: Candidates, count: int) -> torch.Tensor:
@@ -245,6 +246,7 @@ class _Fusor:
 
     def recompute(self) -> Segments:
         """Run a sparse pass of the chosen tokens and the forced set through all layers."""
+        self._recomputed = self._candidates.positions[self._keep]
         positions = _merge(self._recomputed, self._forced)
         self._placer.place_rest()
         yield from self._run(
@@ -257,10 +259,6 @@ class _Fusor:
     def settle(self) -> None:
         """Let whatever the device is given from now on come behind the KV that is on its way."""
         self._placer.settle()
-
-    @property
-    def _recomputed(self) -> torch.Tensor:
-        return self._candidates.positions[self._keep]
 
     def result(self) -> FuseResult:
         """Return what was done."""
@@ -362,11 +360,10 @@ def _checks(schedule: BlendSchedule, num_layers: int) -> list[tuple[int, float]]
 
 
 def _candidates(plan: BlendPlan, static: torch.Tensor | None) -> Candidates:
-    starts, ends = torch.tensor([(s.start, s.end) for s in plan.candidates], dtype=torch.int64).view(-1, 2).unbind(1)
-    counts = ends - starts
-    chunk = torch.arange(len(counts)).repeat_interleave(counts)
-    within = torch.arange(len(chunk)) - (counts.cumsum(0) - counts)[chunk]
-    return Candidates(starts[chunk] + within, chunk, within, static=static)
+    spans = plan.candidates
+    within = counted(spans, [0] * len(spans))
+    chunk = (within == 0).cumsum(0) - 1
+    return Candidates(counted(spans, [span.start for span in spans]), chunk, within, static=static)
 
 
 def _forced(plan: BlendPlan, candidates: torch.Tensor) -> torch.Tensor:

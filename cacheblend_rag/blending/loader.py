@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -11,7 +11,7 @@ import torch
 
 from cacheblend_rag.blending.bulk import StoredLayers
 from cacheblend_rag.blending.outcome import ChunkLoad
-from cacheblend_rag.blending.plan import StoredSpan
+from cacheblend_rag.blending.plan import StoredSpan, counted
 from cacheblend_rag.blending.reads import NotYetError, UnusableSpanError, reads_of
 from cacheblend_rag.blending.rope import Move, Rope, moved
 from cacheblend_rag.blending.trace import Trace
@@ -66,8 +66,8 @@ class LayerLoader:
         self._reads = reads_of(self._spans, num_layers, device, trace, whole)
         self._began, self._most_wait_s = time.perf_counter(), most_wait_s
         self._exact_tokens = sum(s.end - s.start for s in self._exact)
-        self._positions = _positions(self._all, device, lambda s: s.start)
-        source = _positions(stale, device, lambda s: s.kv.start + s.skip)
+        self._positions = sent(counted(self._all, [span.start for span in self._all]), device)
+        source = sent(counted(stale, [span.kv.start + span.skip for span in stale]), device)
         self._rotations = rope.rotations(source, self._positions[self._exact_tokens :])
         self.wait_s = 0.0
         self.loaded_bytes = 0
@@ -178,8 +178,3 @@ class LayerLoader:
 
     def _spans(self, layer: int) -> tuple[StoredSpan, ...]:
         return self._all if layer >= self._stale_from_layer else self._exact
-
-
-def _positions(spans: Sequence[StoredSpan], device: torch.device, first: Callable[[StoredSpan], int]) -> torch.Tensor:
-    parts = [torch.arange(first(s), first(s) + s.end - s.start) for s in spans]
-    return sent(torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64), device)

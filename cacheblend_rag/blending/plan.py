@@ -55,7 +55,16 @@ class StoredSpan:
     def within(self, start: int, end: int) -> StoredSpan | None:
         """Return the part between two positions, or None if there is none."""
         low, high = max(start, self.start), min(end, self.end)
+        if (low, high) == (self.start, self.end):
+            return self
         return replace(self, start=low, end=high, skip=self.skip + low - self.start) if low < high else None
+
+
+def counted(spans: Sequence[StoredSpan], firsts: Sequence[int]) -> torch.Tensor:
+    """Return ``firsts``, a number for each span's first token, counted on within the span: ``[tokens]``, span after span."""
+    counts = np.fromiter((span.end - span.start for span in spans), np.int64, len(spans))
+    begins = np.array(firsts, np.int64) - (np.cumsum(counts) - counts)
+    return torch.from_numpy(np.repeat(begins, counts) + np.arange(counts.sum()))
 
 
 @dataclass(frozen=True)

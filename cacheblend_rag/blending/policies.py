@@ -93,8 +93,11 @@ class SelectionPolicy(ABC):
 
 def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Return a boolean mask ``[candidates]`` of the ``count`` highest ``scores``; the earlier one where two are equal."""
-    mask = scores.new_zeros(len(scores)).bool()
-    mask[scores.argsort(descending=True, stable=True)[:count]] = True
+    scores = scores.double().nan_to_num(float("inf"))  # as sorting would have it
+    count = min(count, len(scores))
+    least = scores.topk(count, sorted=False).values.amin() if count else float("inf")
+    mask = scores > least
+    mask[(scores == least).nonzero().squeeze(1)[: count - int(mask.sum())]] = True
     return mask
 
 

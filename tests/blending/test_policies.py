@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.plan import make_plan
-from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
+from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, highest, policy
 from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.target import TransformersTarget
@@ -227,6 +227,14 @@ def test_hkvd_takes_the_highest_deviation_and_the_earlier_of_two_equal_ones(cand
     values = candidates.deviation.tolist()
     want = sorted(range(len(values)), key=lambda at: (-values[at], at))[:count]
     assert policy("hkvd").select(candidates, count).nonzero().squeeze(1).tolist() == sorted(want)
+
+
+def test_what_is_no_number_scores_above_all_and_of_equals_the_earlier_counts() -> None:
+    scores = torch.tensor([2.0, float("inf"), float("nan"), 2.0, -float("inf"), 2.0])
+    order = [2, 1, 0, 3, 5, 4]
+    for count in range(9):
+        assert highest(scores, count).nonzero().squeeze(1).tolist() == sorted(order[:count])
+    assert highest(scores[:0], 3).tolist() == []
 
 
 @pytest.mark.parametrize("wrong", [torch.ones(3, dtype=torch.bool), torch.tensor(1.0)])

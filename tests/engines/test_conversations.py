@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.engines.transformers.cache import Conversations, PositionedCache, Said
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, TokenizedPrompt, chat_prompt
@@ -154,6 +157,49 @@ def test_forgetting_a_chunk_forgets_the_conversations_and_so_does_a_reset(engine
     engine.reset_prefix_cache()
     assert kept(engine, 3) == 0
     assert kept(engine, 4) > 0
+
+
+class Remembering(PositionedCache):
+    """A cache without memory that remembers how much it began with."""
+
+    begun = 0
+
+    def __init__(self) -> None:
+        super().__init__(0, 0)
+
+    def begin_as(self, other: PositionedCache, length: int) -> None:
+        self.begun = length
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+# Most begin as the others do, so that they differ late, in what is compared first and in front of it.
+_ALIKE = st.builds(lambda same, own: [0] * same + own, st.integers(0, 40), st.lists(st.integers(0, 1), max_size=24))
+_TOLD = st.lists(st.tuples(_ALIKE, st.integers(1, 5)), max_size=5)
+
+
+@example([([0] * 30 + [1] * 10, 1)], [0] * 50, 8, True, 0)
+@given(_TOLD, _ALIKE, st.integers(1, 70), st.booleans(), st.integers(0, 4))
+def test_the_conversation_with_most_in_common_is_gone_on_with(
+    told: list[tuple[list[int], int]], prompt: list[int], turn: int, later: bool, lead: int
+) -> None:
+    conversations, left = Conversations(1), list[tuple[list[int], int]]()
+    for tokens, answered in told:
+        asked = max(1, len(tokens) - answered)
+        conversations.keep(Said(tuple(tokens), (), "", asked), Remembering())
+        left = [each for each in left if each[0] != tokens[: len(each[0])]] + [(tokens, asked)]
+    first_turn = turn if later else len(prompt)
+    want = [0]
+    for tokens, asked in left:
+        length = min(common(tokens, prompt), len(prompt) - 1)
+        goes_on = asked < len(prompt) and length >= asked - lead - 2 and 2 * length > asked
+        want.append(length if goes_on or length >= first_turn else 0)
+    cache = Remembering()
+    turn_ends = [turn, turn + 1] if later else [len(prompt)]
+    assert conversations.begin(Said(tuple(prompt), (), "", len(prompt)), turn_ends, lead, cache) == max(want)
+    assert cache.begun == max(want)
 
 
 def test_tenants_share_no_conversation(engine: TransformersEngine) -> None:

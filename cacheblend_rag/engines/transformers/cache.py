@@ -90,6 +90,8 @@ class PositionedCache:
     @property
     def nbytes(self) -> int:
         """Memory of its buffers, in bytes."""
+        if self.block is not None:
+            return self.block.nbytes
         return sum(buffer.nbytes for buffer in (*self._k, *self._v) if buffer is not None)
 
     def append(self, count: int) -> None:
@@ -212,6 +214,8 @@ class PositionedCache:
 _MOST: Final = 64
 # Around a template's tokens at the end of a prompt, text may be cut into others once it goes on.
 _MERGED: Final = 2
+# Tokens that are compared before all of them are: the last ones of a question.
+_TRIED: Final = 16
 
 
 @dataclass(frozen=True)
@@ -235,9 +239,10 @@ class Said:
         """Return the tokens as an array: two of thousands are compared in a tenth of the time."""
         return whole_numbers(self.token_ids).numpy()
 
-    def common(self, other: Said) -> int:
-        """Return how many tokens of KV, from the first on, serve both."""
-        if self.namespace != other.namespace:
+    def common(self, other: Said, needed: int) -> int:
+        """Return how many tokens of KV, from the first on, serve both; fewer than ``needed`` may count as none."""
+        last = slice(max(0, needed - _TRIED), needed)
+        if self.namespace != other.namespace or self.token_ids[last] != other.token_ids[last]:
             return 0
         return common_tokens(self.numbers, self.origins, other.numbers, other.origins)
 
@@ -262,10 +267,11 @@ class Conversations:
         first_turn = turn_ends[0] if len(turn_ends) > 1 else len(prompt.token_ids)
 
         def serves(said: Said) -> int:
-            common = min(said.common(prompt), len(prompt.token_ids) - 1)
-            goes_on = said.asked - lead_tokens - _MERGED <= common and said.asked < len(prompt.token_ids)
-            goes_on = goes_on and 2 * common > said.asked  # of the shortest prompts that would be next to nothing
-            return common if goes_on or common >= first_turn else 0
+            # Of the shortest prompts half would be next to nothing.
+            needed = max(said.asked - lead_tokens - _MERGED, said.asked // 2 + 1)
+            needed = min(needed, first_turn) if said.asked < len(prompt.token_ids) else first_turn
+            common = min(said.common(prompt, needed), len(prompt.token_ids) - 1)
+            return common if common >= needed else 0
 
         with self._lock:
             lengths = [serves(said) for said, _ in self._kept]
@@ -284,7 +290,7 @@ class Conversations:
             return
         with self._lock:
             # What it goes on with is in it.
-            self._kept = [each for each in self._kept if each[0].common(said) < len(each[0].token_ids)]
+            self._kept = [(old, kv) for old, kv in self._kept if old.common(said, n := len(old.token_ids)) < n]
             self._kept.append((said, cache))
             while len(self._kept) > _MOST or sum(kept.nbytes for _, kept in self._kept) > self.budget:
                 del self._kept[0]
