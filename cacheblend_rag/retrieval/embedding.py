@@ -65,7 +65,7 @@ class Embedder:
         if not path.is_dir():
             raise ModelError(f"There is no retriever in {path}; `cacheblend tune-retriever --output DIR` makes one.")
         tuned_for, documents = _tuned_for(path)
-        if documents and not _same(self.name, path):
+        if documents and Path(self.name).expanduser().resolve() != path.resolve():
             raise StoreMismatchError(
                 f"The retriever in {path} embeds documents, too, and these chunks were embedded by {self.name}. Embed them again "
                 f"first, which keeps their KV: cacheblend store reembed --embedding {path} --store DIRECTORY"
@@ -152,11 +152,6 @@ def _tuned_for(directory: Path) -> tuple[str | None, bool]:
         return None, False
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{directory / RETRIEVER_FILE} cannot be read ({error}); tune the retriever again.") from error
-
-
-def _same(name: str, directory: Path) -> bool:
-    """Say whether an embedding model's name is this directory."""
-    return Path(name).expanduser().resolve() == directory.resolve()
 
 
 _PAGE = 1 << 15

@@ -143,7 +143,8 @@ def _parse(url: str) -> TierURL:
         raise InputError(f"{url!r} lacks a {'bucket' if scheme in OBJECTS else 'host'}; {_EXAMPLE}.")
     taken: dict[str, Callable[[str], object]] = {"budget": parse_size}
     if scheme != "ram":
-        taken |= {"codec": _codec, "encrypt": str, "write": _writes}
+        # A plus sign in an address stands for a space.
+        taken |= {"codec": lambda text: get_codec(text.replace(" ", "+")).name, "encrypt": str, "write": _writes}
     if scheme in {*REDIS, *OBJECTS}:
         taken |= {"ttl": parse_duration, "timeout": parse_duration}
     for name, parse in taken.items():
@@ -163,10 +164,6 @@ def _parse(url: str) -> TierURL:
 def plugged_in(scheme: str) -> EntryPoint | None:
     """Return what an installed package opens addresses of this scheme with, which is none of ours; None where none does."""
     return next(iter(entry_points(group=TIERS_GROUP, name=scheme)), None)
-
-
-def _codec(text: str) -> str:
-    return get_codec(text.replace(" ", "+")).name  # a plus sign in an address stands for a space
 
 
 def _writes(text: str) -> Writes:
