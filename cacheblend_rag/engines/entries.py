@@ -215,7 +215,9 @@ class Entries:
 
     def delete(self, token_ids: Sequence[int]) -> int:
         """Delete an entry, every rank's shard of it, and of every hand; return how many parts it had."""
-        return sum(self.store.delete(key) for key in self.keys(token_ids))
+        deleted = sum(self.store.delete(key) for key in self.keys(token_ids))
+        _key_of.cache_clear()  # which holds token ids, too
+        return deleted
 
     def warm(self, token_ids: Sequence[int]) -> None:
         """Move an entry, of every hand, into the fastest tier (blocking); one that is not stored is left out."""

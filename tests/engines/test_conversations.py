@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.entries import _key_of
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.cache import Conversations, PositionedCache, Said
@@ -200,6 +201,16 @@ def test_the_conversation_with_most_in_common_is_gone_on_with(
     turn_ends = [turn, turn + 1] if later else [len(prompt)]
     assert conversations.begin(Said(tuple(prompt), (), "", len(prompt)), turn_ends, lead, cache) == max(want)
     assert cache.begun == max(want)
+
+
+def test_forgetting_a_chunk_leaves_no_tokens_of_it_among_the_keys_that_are_remembered(
+    engine: TransformersEngine,
+) -> None:
+    note = make_chunk(NOTES[0], engine.tokenizer)
+    kept(engine, 1)
+    assert _key_of.cache_info().currsize
+    assert engine.forget([note]) > 0
+    assert not _key_of.cache_info().currsize
 
 
 def test_tenants_share_no_conversation(engine: TransformersEngine) -> None:
