@@ -90,8 +90,6 @@ class PositionedCache:
     @property
     def nbytes(self) -> int:
         """Memory of its buffers, in bytes."""
-        if self.block is not None:
-            return self.block.nbytes
         return sum(buffer.nbytes for buffer in (*self._k, *self._v) if buffer is not None)
 
     def append(self, count: int) -> None:
@@ -253,7 +251,7 @@ class Conversations:
     def __init__(self, budget: int):
         """Keep no more than ``budget`` bytes of KV; the conversation that rested longest goes first."""
         self.budget = budget
-        self._kept: list[tuple[Said, PositionedCache]] = []  # the last used is the last
+        self._kept: list[tuple[Said, PositionedCache, int]] = []  # and its bytes; the last used is the last
         self._lock = threading.Lock()
 
     def begin(self, prompt: Said, turn_ends: Sequence[int], lead_tokens: int, cache: PositionedCache) -> int:
@@ -274,7 +272,7 @@ class Conversations:
             return common if common >= needed else 0
 
         with self._lock:
-            lengths = [serves(said) for said, _ in self._kept]
+            lengths = [serves(each[0]) for each in self._kept]
             most = max(lengths, default=0)
             if not most:
                 return 0
@@ -290,9 +288,9 @@ class Conversations:
             return
         with self._lock:
             # What it goes on with is in it.
-            self._kept = [(old, kv) for old, kv in self._kept if old.common(said, n := len(old.token_ids)) < n]
-            self._kept.append((said, cache))
-            while len(self._kept) > _MOST or sum(kept.nbytes for _, kept in self._kept) > self.budget:
+            self._kept = [each for each in self._kept if each[0].common(said, n := len(each[0].token_ids)) < n]
+            self._kept.append((said, cache, nbytes))
+            while len(self._kept) > _MOST or sum(each[2] for each in self._kept) > self.budget:
                 del self._kept[0]
 
     def clear(self, namespace: str | None = None) -> None:
