@@ -170,8 +170,7 @@ class _Fusor:
             self.loader.expect_rest(self.checks[-1][0] + 1)
         self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, trace)
         self._trace = trace
-        self._recomputed = self._forced[:0]
-        self._computed, self._selection = 0, 0.0
+        self._recomputed, self._computed, self._selection = self._forced[:0], 0, 0.0
 
     def _select(self, candidates: Candidates, count: int) -> torch.Tensor:
         """Let the policy choose; raise InputError for a mask that is none, which a policy of anybody's may return."""
@@ -362,8 +361,8 @@ def _checks(schedule: BlendSchedule, num_layers: int) -> list[tuple[int, float]]
 def _candidates(plan: BlendPlan, static: torch.Tensor | None) -> Candidates:
     spans = plan.candidates
     within = counted(spans, [0] * len(spans))
-    chunk = (within == 0).cumsum(0) - 1
-    return Candidates(counted(spans, [span.start for span in spans]), chunk, within, static=static)
+    positions = counted(spans, [span.start for span in spans])
+    return Candidates(positions, (within == 0).cumsum(0) - 1, within, static=static)
 
 
 def _forced(plan: BlendPlan, candidates: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine, Prompt, Request
-from cacheblend_rag.engines.entries import Ranking
+from cacheblend_rag.engines.entries import Ranking, chosen_ranking
 from cacheblend_rag.engines.results import EventQueue, Item, PrecomputeReport, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
@@ -92,7 +92,7 @@ class VLLMEngine(BlendClient, BlendEngine):
             vllm_arguments: Any other engine argument of vLLM (``tensor_parallel_size``, ``max_model_len``...).
 
         Raises:
-            InputError: An argument is one that the engine sets itself, or the writer cannot be used with this model.
+            InputError: An argument is one that the engine sets itself, ``ranking`` is none, or the writer not for this model.
             ModelError: The model cannot be loaded, or vLLM does not start.
             StoreError: The store cannot be opened.
         """
@@ -108,6 +108,7 @@ class VLLMEngine(BlendClient, BlendEngine):
             launch = prepare(
                 model, where, header=header, ratio=ratio, dtype=dtype, writer=writer, **budgets, **vllm_arguments
             )
+            ranking = chosen_ranking(ranking, launch.profile.policy)
             opened = _opened(where, disk_budget)
             llm, gate = self._run(_start(launch))
             super().__init__(llm, launch, opened, gate, write_back=write_back, ranking=ranking)

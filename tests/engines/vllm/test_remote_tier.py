@@ -65,3 +65,11 @@ def test_encrypted_kv_in_redis_alone_is_blended_by_vllm_and_read_by_the_other_en
 def test_ram_alone_is_refused_before_vllm_starts(model_directory: Path) -> None:
     with pytest.raises(InputError, match="RAM alone"):
         start(model_directory, "ram://1GiB")
+
+
+def test_a_ranking_that_is_none_is_refused_before_vllm_starts(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.engines.vllm.engine._start", lambda launch: pytest.fail("vLLM was started"))
+    with pytest.raises(InputError, match="ranking is 'soon'"):
+        start(model_directory, tmp_path / "store", ranking="soon")
