@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from cacheblend_rag.blending.plan import StoredSpan
+from cacheblend_rag.blending.plan import StoredSpan, counted
 from cacheblend_rag.blending.rope import Move
 from cacheblend_rag.blending.transfer import Step, Transfer
 from cacheblend_rag.store.kv import ChunkKV
@@ -56,12 +56,10 @@ class StoredLayers:
 
         ``[3, tokens]``, int64, in host memory.
         """
-        spans = [(span.end - span.start, span.skip, span.kv.num_tokens) for span in self.spans]
-        counts, skips, lengths = np.array(spans, np.int64).reshape(-1, 3).T
-        firsts, before = np.cumsum(counts) - counts, np.cumsum(lengths) - lengths
-        table = np.repeat([before, skips - firsts, lengths], counts, axis=1)
-        table[1] += np.arange(table.shape[1])
-        return torch.from_numpy(table)
+        spans = [(span.end - span.start, span.kv.num_tokens) for span in self.spans]
+        counts, lengths = np.array(spans, np.int64).reshape(-1, 2).T
+        before, whole = torch.from_numpy(np.repeat([np.cumsum(lengths) - lengths, lengths], counts, axis=1))
+        return torch.stack([before, counted(self.spans, [span.skip for span in self.spans]), whole])
 
     def sources(self, begin: int, end: int) -> list[torch.Tensor]:
         """Return the layers ``begin`` to before ``end`` of each entry, ``[elements]``; what is one block stays one."""

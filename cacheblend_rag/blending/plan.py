@@ -6,7 +6,8 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import compress, count, groupby
+from operator import ne
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -273,12 +274,9 @@ def origins(
     return tuple(found)
 
 
-def common_tokens(one: Any, ones: Sequence[Origin], other: Any, others: Sequence[Origin]) -> int:
+def common_tokens(one: Sequence[int], ones: Sequence[Origin], other: Sequence[int], others: Sequence[Origin]) -> int:
     """Return how many tokens two prompts have in common from the first on, whose KV came about alike, too."""
-    a, b = np.asarray(one), np.asarray(other)
-    common = min(len(a), len(b))
-    differ = a[:common] != b[:common]
-    common = int(differ.argmax()) if differ.any() else common
+    common = next(compress(count(), map(ne, one, other)), min(len(one), len(other)))
     alike = 0
     while alike < min(len(ones), len(others)) and ones[alike] == others[alike]:
         alike += 1

@@ -14,6 +14,7 @@ import torch
 from cacheblend_rag.blending import reads
 from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
 from cacheblend_rag.blending.fusor import fuse_stepwise
+from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.policies import Candidates
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.rope import Move, moved
@@ -203,6 +204,19 @@ def test_a_blend_that_is_given_up_leaves_no_copies_behind_that_others_could_meet
     for layer in range(engine.num_layers):  # what another request would do with the memory
         for side in range(2):
             target.cache.block[side, layer, None].zero_()
+
+
+def test_the_table_says_of_each_token_which_of_its_entry_it_is_and_what_stands_before_that() -> None:
+    def span(start: int, end: int, tokens: int, skip: int) -> StoredSpan:
+        kv = LayerKV(*torch.zeros(2, 1, tokens, 2))
+        return StoredSpan(start, end, ChunkKV([kv], 0), skip=skip)
+
+    spans = (span(3, 6, 5, 2), span(6, 13, 7, 0), span(20, 22, 4, 1))
+    before, own, whole = StoredLayers(0, spans, (), torch.empty(0)).table().tolist()
+    assert before == [0] * 3 + [5] * 7 + [12] * 2
+    assert own == [2, 3, 4, *range(7), 1, 2]
+    assert whole == [5] * 3 + [7] * 7 + [4] * 2
+    assert StoredLayers(0, (), (), torch.empty(0)).table().shape == (3, 0)
 
 
 def place_here(num_layers: int, cache: Any, stored: StoredLayers) -> Callable[[int], None] | None:

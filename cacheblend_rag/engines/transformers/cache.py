@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -13,7 +12,6 @@ import torch
 from cacheblend_rag.blending.plan import Origin, common_tokens
 from cacheblend_rag.blending.rope import Move, moved
 from cacheblend_rag.blending.target import StopForward
-from cacheblend_rag.blending.transfer import whole_numbers
 from cacheblend_rag.engines.kernels.check import placing_works
 from cacheblend_rag.store.kv import LayerKV
 
@@ -232,17 +230,12 @@ class Said:
     namespace: str
     asked: int
 
-    @cached_property
-    def numbers(self) -> Any:
-        """Return the tokens as an array: two of thousands are compared in a tenth of the time."""
-        return whole_numbers(self.token_ids).numpy()
-
     def common(self, other: Said, needed: int) -> int:
         """Return how many tokens of KV, from the first on, serve both; fewer than ``needed`` may count as none."""
         last = slice(max(0, needed - _TRIED), needed)
         if self.namespace != other.namespace or self.token_ids[last] != other.token_ids[last]:
             return 0
-        return common_tokens(self.numbers, self.origins, other.numbers, other.origins)
+        return common_tokens(self.token_ids, self.origins, other.token_ids, other.origins)
 
 
 class Conversations:
