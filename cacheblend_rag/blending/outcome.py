@@ -76,6 +76,8 @@ class PromptOutcome:
         usage: Token counts.
         missing: Ids of chunks whose KV was not in the store (computed in place, then written back).
         in_place: Ids of chunks that were computed although their KV is stored: the loading controller expected that to be sooner.
+        own_missing: Id of the first chunk, where a KV writer's KV of it may be stored, but not the model's own, which it takes
+            (computed in place, then written back).
         unranked: Ids of chunks for which static deviations were wanted, for policy or ratio, while one of them had none.
         policy: What chose the tokens to recompute; None for a prefill, and where a model's exact prefix alone is reused.
         ratio: Which share of the candidates it chose; None where ``policy`` is.
@@ -97,6 +99,7 @@ class PromptOutcome:
     usage: Usage
     missing: tuple[str, ...] = ()
     in_place: tuple[str, ...] = ()
+    own_missing: tuple[str, ...] = ()
     unranked: tuple[str, ...] = ()
     policy: str | None = None
     ratio: float | None = None

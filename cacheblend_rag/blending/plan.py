@@ -78,6 +78,7 @@ class BlendPlan:
         stale: Spans of chunks computed elsewhere: moved, then partly recomputed.
         missing: Chunks in the prompt without stored KV: computed in place.
         in_place: Chunks with stored KV that are computed in place all the same, since that is sooner.
+        own_missing: The first chunk, where it would be exact if the model's own KV of it were stored beside a KV writer's.
         reason: The plan in words.
         start: Positions before it hold KV already (an engine's own prefix cache).
         needs_logits: Whether the last position's logits are wanted, so that it must be computed.
@@ -93,6 +94,7 @@ class BlendPlan:
     needs_logits: bool = True
     behind: int = 0
     in_place: tuple[Chunk, ...] = ()
+    own_missing: tuple[Chunk, ...] = ()
 
     @property
     def exact_tokens(self) -> int:
@@ -102,8 +104,8 @@ class BlendPlan:
     def tell(self, trace: Trace, begin: float) -> None:
         """Tell a trace that this was planned from ``begin`` until now, and how many tokens have KV of which kind."""
         exact, stale = (sum(span.end - span.start for span in spans) for spans in (self.exact, self.stale))
-        missing = sum(len(chunk.token_ids) for chunk in self.missing)
-        trace.add("computing", PLAN, begin, exact=exact, stale=stale, missing=missing)
+        missing = {chunk.id: len(chunk.token_ids) for chunk in (*self.missing, *self.own_missing)}
+        trace.add("computing", PLAN, begin, exact=exact, stale=stale, missing=sum(missing.values()))
 
     def within(self, start: int, end: int) -> BlendPlan:
         """Return the plan for the positions ``start`` to ``end`` alone, the former ones there already, without logits."""
@@ -164,6 +166,7 @@ class BlendPlan:
             usage=Usage(self.num_tokens, self.num_tokens - computed, recomputed, computed, 0, selection, self.start),
             missing=tuple(chunk.id for chunk in self.missing),
             in_place=tuple(chunk.id for chunk in self.in_place),
+            own_missing=tuple(chunk.id for chunk in self.own_missing),
         )
 
 
@@ -200,19 +203,27 @@ def make_plan(
         return BlendPlan(num_tokens, (), (), (), why)
     if reuse == "off":
         return BlendPlan(num_tokens, (), (), (), "reuse was switched off")
+    if not prompt.spans:
+        return BlendPlan(num_tokens, (), (), (), "no known chunk in the prompt")
     exact: list[StoredSpan] = []
     stale: list[StoredSpan] = []
     missing: list[Chunk] = []
+    own_missing: tuple[Chunk, ...] = ()
     header = len(header_ids)
     starts_with_header = prompt.token_ids[:header] == tuple(header_ids) and header < num_tokens
-    if header and starts_with_header and prompt.spans and (kv := lookup(())) is not None:
+    if header and starts_with_header and (kv := lookup(())) is not None:
         exact.append(StoredSpan(0, header, kv))
     behind_header = starts_with_header and (bool(exact) or not header)
     for index, span in enumerate(prompt.spans):
-        first = index == 0 and behind_header and span.start == header
+        begins = index == 0 and starts_with_header and span.start == header
+        first = begins and behind_header
         if reuse == "prefix" and not first:
             continue
         kv = (own if first and own is not None else lookup)(span.chunk.token_ids)
+        if kv is None and begins and own is not None:
+            own_missing = (span.chunk,)
+        if kv is None and first and own is not None and (reuse == "prefix" or lookup(span.chunk.token_ids) is not None):
+            continue
         if kv is None:
             missing.append(span.chunk)
         elif first and span.end < num_tokens:
@@ -220,12 +231,12 @@ def make_plan(
         else:
             stale.append(StoredSpan(span.start, span.end, kv, span.chunk))
     found = len(stale) + sum(s.chunk is not None for s in exact)
-    if not prompt.spans:
-        return BlendPlan(num_tokens, (), (), (), "no known chunk in the prompt")
-    if not found:
-        return BlendPlan(num_tokens, (), (), tuple(missing), f"no stored KV for any of the {len(prompt.spans)} chunks")
-    reason = f"stored KV for {found} of {len(prompt.spans)} chunks"
-    return BlendPlan(num_tokens, tuple(exact), tuple(stale), tuple(missing), reason)
+    reason = f"stored KV for {found} of" if found else "no stored KV for any of the"
+    reason = f"{reason} {len(prompt.spans)} chunks"
+    if own_missing and own_missing[0] not in missing:
+        reason += "; the first was computed, since the model's own KV of it was not stored yet"
+    used = tuple(exact) if found else ()  # the header alone is not worth it
+    return BlendPlan(num_tokens, used, tuple(stale), tuple(missing), reason, own_missing=own_missing)
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,8 @@ def _why_not_loaded(answer: RagAnswer, chunk_id: str) -> str:
     generation = answer.generation
     if chunk_id in generation.missing:
         return "none, computed"
+    if chunk_id in generation.own_missing:
+        return "computed, the first time that it comes first"
     if chunk_id in generation.in_place:
         return "computed, which is sooner"
     return "-" if generation.mode == "blend" else "computed"

@@ -147,6 +147,14 @@ class BlendEngine(ABC):
             StoreError: The store cannot be written. What was stored before stays.
         """
 
+    def precompute_first(self, chunks: Sequence[Chunk]) -> PrecomputeReport:
+        """Compute and store the KV of ``chunks`` as the model itself writes it, beside that of a KV writer, if it has one.
+
+        It is what a prompt's first chunk takes, and is stored after the first prompt that lacked it; raises as
+        :meth:`precompute` does.
+        """
+        return PrecomputeReport()
+
     @abstractmethod
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None

@@ -113,7 +113,7 @@ class Entries:
         longest: int | None = None,
     ) -> BlendPlan:
         """Return the plan for a prompt for whose entries one can ``look``; see :func:`make_plan`."""
-        own = partial(look, self.by(None))
+        own = None if self.writer is None else partial(look, self.by(None))
         return make_plan(prompt, self.header_ids, partial(look, self), reuse, longest, own)
 
     def wanted(self, prompt: TokenizedPrompt) -> list[tuple[Entries, tuple[int, ...]]]:
@@ -133,10 +133,6 @@ class Entries:
     def contains(self, token_ids: Sequence[int]) -> bool:
         """Say whether every rank will find an entry."""
         return self._owner(token_ids) is not None
-
-    def complete(self, token_ids: Sequence[int]) -> bool:
-        """Say the same of what every hand writes."""
-        return all(hand.contains(token_ids) for hand in self.hands)
 
     def owns(self, token_ids: Sequence[int]) -> bool:
         """Say whether it will be found in the namespace itself."""

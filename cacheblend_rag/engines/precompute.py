@@ -1,9 +1,8 @@
-"""Works out what must be computed of chunks before prompts need them: the entries that are missing, of every hand."""
+"""Works out what must be computed of chunks before prompts need them: the entries that are missing."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.engines.entries import Entries
@@ -13,10 +12,9 @@ from cacheblend_rag.prompts.chunk import Chunk
 
 @dataclass(frozen=True)
 class PrecomputePlan:
-    """Entries of one hand to compute, by their token ids.
+    """Entries to compute, by their token ids.
 
     Attributes:
-        entries: Where they belong.
         chunks: Token ids of the chunks to compute, and the id to report each under. Equal chunks are computed once.
         header: Whether the header's own entry must be computed, too.
         present: How many are stored already.
@@ -25,7 +23,6 @@ class PrecomputePlan:
         most_ranked: Longest chunk that can be ranked, in tokens; 0 if none is to be.
     """
 
-    entries: Entries
     chunks: dict[tuple[int, ...], str]
     header: bool
     present: int
@@ -39,34 +36,12 @@ class PrecomputePlan:
         return [*([()] if self.header else []), *self.chunks]
 
 
-def counting(
-    plans: Sequence[PrecomputePlan], progress: Callable[[int], None] | None
-) -> Callable[[Iterable[tuple[int, ...]]], None]:
-    """Return what is to be told of entries that were computed; it tells ``progress`` of chunks that every hand has written."""
-    left = Counter(token_ids for plan in plans for token_ids in plan.chunks)
-
-    def computed(entries: Iterable[tuple[int, ...]]) -> None:
-        chunks = [token_ids for token_ids in entries if token_ids]
-        left.subtract(chunks)
-        if progress is not None and (finished := sum(not left[token_ids] for token_ids in chunks)):
-            progress(finished)
-
-    return computed
-
-
-def report_of(
-    plans: Sequence[PrecomputePlan], failed: Mapping[str, str], seconds: float, rank_s: float = 0.0
-) -> PrecomputeReport:
-    """Return what was done for chunks, once all but ``failed`` is stored; there is a plan for each hand."""
-    chunks = {token_ids: chunk_id for plan in plans for token_ids, chunk_id in plan.chunks.items()}
-    stored = [token_ids for token_ids, chunk_id in chunks.items() if chunk_id not in failed]
-    present = plans[0].present + len(plans[0].chunks) - len(chunks)
-    ranked = sum(
-        len(plan.unranked)
-        + sum(len(ids) <= plan.most_ranked for ids, chunk_id in plan.chunks.items() if chunk_id not in failed)
-        for plan in plans
-    )
-    return PrecomputeReport(len(stored), present, sum(map(len, chunks)), seconds, dict(failed), ranked, rank_s)
+def report_of(plan: PrecomputePlan, failed: Mapping[str, str], seconds: float, rank_s: float = 0.0) -> PrecomputeReport:
+    """Return what was done for chunks, once all but ``failed`` is stored."""
+    stored = [token_ids for token_ids, chunk_id in plan.chunks.items() if chunk_id not in failed]
+    ranked = len(plan.unranked) + sum(len(token_ids) <= plan.most_ranked for token_ids in stored)
+    tokens = sum(map(len, plan.chunks))
+    return PrecomputeReport(len(stored), plan.present, tokens, seconds, dict(failed), ranked, rank_s)
 
 
 def plan_precompute(
@@ -76,26 +51,13 @@ def plan_precompute(
     progress: Callable[[int], None] | None = None,
     probe_tokens: int | None = None,
     written_behind: int = 0,
-) -> list[PrecomputePlan]:
-    """Look up which of ``chunks`` must be computed, by each hand; ``progress`` is told of those that need not.
-
-    With ``probe_tokens``, how many stand before a chunk to rank it, static deviations are wanted too: of what blends recompute,
-    so not of the model's own KV beside a writer's, which serves where it is exact; its own is behind ``written_behind`` tokens.
-    """
-    plans = []
-    for hand in entries.hands:
-        probe = probe_tokens if hand is entries else None
-        room = context_window - (written_behind if hand.writer is not None else 0)
-        plans.append(_plan_precompute(chunks, hand, room, probe, header=hand is entries))
-    if progress is not None and (rest := len(chunks) - len({ids for plan in plans for ids in plan.chunks})):
-        progress(rest)
-    return plans
-
-
-def _plan_precompute(
-    chunks: Sequence[Chunk], entries: Entries, context_window: int, probe_tokens: int | None, header: bool
 ) -> PrecomputePlan:
-    room = context_window - len(entries.header_ids)
+    """Look up which of ``chunks`` must be computed; ``progress`` is told of those that need not.
+
+    With ``probe_tokens``, how many stand before a chunk to rank it, static deviations are wanted too. What a KV writer writes
+    stands behind ``written_behind`` tokens.
+    """
+    room = context_window - len(entries.header_ids) - (written_behind if entries.writer is not None else 0)
     most_ranked = 0 if probe_tokens is None else max(0, room - probe_tokens)
     failed = {chunk.id: "it has no tokens" for chunk in chunks if not chunk.token_ids}
     wanted: dict[tuple[int, ...], str] = {}
@@ -112,6 +74,8 @@ def _plan_precompute(
             failed[chunk.id] = "it does not fit the model's context window"
         else:
             wanted[token_ids] = chunk.id
-    header = header and bool(entries.header_ids and chunks) and not entries.contains(())
+    header = bool(entries.header_ids and chunks) and not entries.contains(())
+    if progress is not None and (rest := len(chunks) - len(wanted)):
+        progress(rest)
     unranked = [token_ids for token_ids, ranked in present.items() if not ranked]
-    return PrecomputePlan(entries, wanted, header, len(present), failed, unranked, most_ranked)
+    return PrecomputePlan(wanted, header, len(present), failed, unranked, most_ranked)

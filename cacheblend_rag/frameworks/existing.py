@@ -63,14 +63,13 @@ def estimate_existing(engine: BlendEngine, texts: Iterable[str]) -> ExistingEsti
             if chunk.id in seen:
                 continue
             seen.add(chunk.id)
-            if entries is None or not entries.complete(chunk.token_ids):
+            if entries is None or not entries.contains(chunk.token_ids):
                 missing.append(chunk.token_ids)
                 if len(sample) < _SAMPLE:
                     sample.append(chunk)
     report = engine.precompute(sample) if sample else PrecomputeReport()
     tokens, left = report.tokens, sum(map(len, missing)) - sum(len(chunk.token_ids) for chunk in sample)
-    hands = () if entries is None else entries.lasting().hands
-    held = None if entries is None else [hand.entry(chunk.token_ids) for chunk in sample for hand in hands]
+    held = None if entries is None else [entries.lasting().entry(chunk.token_ids) for chunk in sample]
     nbytes = None if held is None else sum(entry.nbytes for entry in held if entry is not None)
     return ExistingEstimate(
         len(seen),

@@ -26,7 +26,9 @@ class PromptInspector:
             raise ModelError(f"This model is not blended, so there is nothing to look into: {engine.gate.reason}.")
         self._engine, self._rope = engine, engine.rope
         self.tokens = tokens
-        engine.precompute([span.chunk for span in tokens.spans])
+        chunks = [span.chunk for span in tokens.spans]
+        engine.precompute(chunks)
+        engine.precompute_first(chunks[:1])
         self._plan = engine.entries.plan(
             self.tokens, lambda hand, ids: hand.get(ids, engine.num_layers), longest=engine.runner.longest
         )

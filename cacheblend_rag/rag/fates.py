@@ -67,7 +67,8 @@ def prompt_fate(
     wanted = engine.profile.resolve(settings or BlendSettings(), engine.num_layers)
     reuse: Reuse = wanted.reuse if done.mode == "blend" else "off"
     kept = done.usage.kept_tokens
-    missing = {span.chunk.id for span in prompt.spans if span.chunk.id in done.missing and span.end > kept}
+    lacked = {*done.missing, *done.own_missing}
+    missing = {span.chunk.id for span in prompt.spans if span.chunk.id in lacked and span.end > kept}
     exact = _exact_prefix(engine, prompt, done, reuse)
     behind = max(exact, kept)
     stale = [span for span in prompt.spans if span.end > behind and span.chunk.id not in missing and reuse == "chunks"]
@@ -97,5 +98,5 @@ def _exact_prefix(engine: BlendEngine, prompt: TokenizedPrompt, done: Generation
     if not prompt.spans or prompt.token_ids[:header] != tuple(engine.header_ids):
         return 0
     first = prompt.spans[0]
-    behind_header = first.start == header and first.chunk.id not in done.missing
+    behind_header = first.start == header and first.chunk.id not in (*done.missing, *done.own_missing)
     return min(first.end if behind_header else header, done.usage.reused_tokens)

@@ -207,7 +207,7 @@ class _IndexRun:
             f"the store's budget, {size(most)}, is smaller than the KV of one (see --disk-budget and --chunk-tokens)"
         )
         for chunk in self.index.chunks():
-            if chunk.id not in self.report.without_kv and not lasting.complete(chunk.token_ids):
+            if chunk.id not in self.report.without_kv and not lasting.contains(chunk.token_ids):
                 never = most is not None and len(chunk.token_ids) * self.planner.token_bytes > most
                 self.report.without_kv[chunk.id] = small if never else lost
 
@@ -238,7 +238,7 @@ class _IndexRun:
         if entries is None or not self.engine.gate.passed or self._full:
             return False
         lasting = entries.lasting()
-        return any(not lasting.complete(chunk.token_ids) for chunk in self.index.chunks_of(file))
+        return any(not lasting.contains(chunk.token_ids) for chunk in self.index.chunks_of(file))
 
     def _skip(self, document: SkippedDocument, known: str | None) -> None:
         if known is not None:

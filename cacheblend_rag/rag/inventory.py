@@ -116,7 +116,7 @@ class Inventory:
                 return None
             own = self._entries(index).lasting()
             chunks = (chunk for path in report.unchanged for chunk in index.chunks_of(path))
-            if not all(own.complete(chunk.token_ids) for chunk in chunks):
+            if not all(own.contains(chunk.token_ids) for chunk in chunks):
                 return None
         if why := made.unused_by(by):
             warnings.warn(why, stacklevel=2)

@@ -86,7 +86,7 @@ class Planner:
 
     Attributes:
         documents: Those that are to be indexed.
-        token_bytes: Size of the KV of a chunk's token, by one hand; 0 until :meth:`sized` knows it.
+        token_bytes: Size of the KV of a chunk's token; 0 until :meth:`sized` knows it.
     """
 
     engine: BlendEngine
@@ -95,7 +95,6 @@ class Planner:
     token_bytes: float = 0.0
     _missing: set[str] = field(default_factory=set)
     _tokens: int = 0
-    _written: int = 0  # the same, once for each hand that has to write them
     _kept: int = 0
 
     def cut(self, document: Document) -> None:
@@ -104,12 +103,9 @@ class Planner:
         entries = self.engine.entries
         lasting = None if entries is None else entries.lasting()
         for chunk in chunks:
-            hands = (None,) if lasting is None else lasting.hands
-            lacking = sum(hand is None or not hand.contains(chunk.token_ids) for hand in hands)
-            if chunk.id not in self._missing and lacking:
+            if chunk.id not in self._missing and (lasting is None or not lasting.contains(chunk.token_ids)):
                 self._missing.add(chunk.id)
                 self._tokens += len(chunk.token_ids)
-                self._written += lacking * len(chunk.token_ids)
         keep = self._kept + len(document.text) <= _MOST_KEPT
         self._kept += len(document.text) if keep else 0
         self.documents.append(CutDocument(document.path, document.digest, len(chunks), chunks if keep else None))
@@ -151,16 +147,16 @@ class Planner:
             return plan
         lasting = entries.lasting()
         # One that is larger than a disk's whole budget is in RAM alone.
-        found = (lasting.store.entry(key) or entries.store.entry(key) for key in lasting.keys(stored.token_ids))
+        found = (lasting.store.entry(key) or entries.store.entry(key) for key in lasting.written_keys(stored.token_ids))
         nbytes = sum(entry.nbytes for entry in found if entry is not None)
         if not nbytes:
             return plan
-        self.token_bytes = nbytes / (len(stored.token_ids) * len(lasting.hands))
+        self.token_bytes = nbytes / len(stored.token_ids)
         stats = stats_of(lasting.store)
         tiers = [(tier.capacity, tier.nbytes) for tier in stats.tiers or (stats,)]
         # The chunk's own room counts as free.
         limited = [(most, max(0, most - used + nbytes)) for most, used in tiers if most is not None]
-        expected = round(self.token_bytes * self._written)
+        expected = round(self.token_bytes * self._tokens)
         if len(limited) < len(tiers):
             return replace(plan, kv_bytes=expected)
         most, room = map(max, zip(*limited, strict=True))

@@ -51,6 +51,11 @@ class ServedChunks:
         self._client, self._catalogue = client, catalogue
         self._coming: Counter[str] = Counter()  # texts that are being registered, whose KV no deletion may take
         self._lock = threading.Lock()
+        self._readers: list[ServedChunks] = []
+
+    def lend_to(self, reader: ServedChunks) -> None:
+        """Delete, with a chunk, what prompts of another tenant, which reads it, have left of it in that one's namespace."""
+        self._readers.append(reader)
 
     def read(self, body: bytes) -> Wanted:
         """Make chunks of a request's body; :meth:`settle` must follow, whatever becomes of them.
@@ -95,7 +100,7 @@ class ServedChunks:
         if not self._client.gate.passed:
             return 0
         texts = {chunk.token_ids for chunk in chunks}
-        return sum(len(token_ids) for token_ids in texts if not self._client.entries.complete(token_ids))
+        return sum(len(token_ids) for token_ids in texts if not self._client.entries.contains(token_ids))
 
     def keep(self, chunks: list[Chunk], report: PrecomputeReport, holder: str = "") -> None:
         """Register chunks whose KV is stored; of a model that is not blended, and so has none, all of them.
@@ -114,6 +119,9 @@ class ServedChunks:
         """End what :meth:`read` has begun: drop the KV of those chunks that have not been registered."""
         with self._lock:
             self._coming -= Counter({chunk.text for chunk in chunks})
+        self._drop_unregistered(chunks)
+
+    def _drop_unregistered(self, chunks: Iterable[Chunk]) -> None:
         registry = self._client.registry
         known = ((chunk, registry.get(chunk.id)) for chunk in chunks)
         # What another tenant lends has KV of its own.
@@ -177,7 +185,7 @@ class ServedChunks:
             "tokens": len(chunk.token_ids),
             "origin": self._catalogue.origin(chunk.id) or "prompt",
             "source": str(chunk.metadata.get("source", "")),
-            "stored": self._client.entries.complete(chunk.token_ids),
+            "stored": self._client.entries.contains(chunk.token_ids),
             "bytes": sum(entry.nbytes for entry in found) if found else None,
             "last_used": max(entry.last_used for entry in found) if found else None,
         }
@@ -200,7 +208,7 @@ class ServedChunks:
                     "Its KV alone is dropped by `cacheblend store rm`."
                 )
         self._catalogue.remove([chunk.id for chunk in wanted])
-        self._drop_kv(wanted)
+        self._drop_everywhere(wanted)
 
     def _drop_kv(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
@@ -208,9 +216,15 @@ class ServedChunks:
                 if not self._coming[chunk.text] and not self._client.registry.others_have(chunk):
                     self._client.entries.delete(chunk.token_ids)
 
+    def _drop_everywhere(self, chunks: Sequence[Chunk]) -> None:
+        self._drop_kv(chunks)
+        for reader in self._readers:
+            reader._drop_unregistered(chunks)
+
     def expire(self) -> None:
         """Forget the chunks whose time is over, and delete their KV."""
-        self._drop_kv(chunk for chunk in self._catalogue.expire() if self._catalogue.origin(chunk.id) != "index")
+        gone = self._catalogue.expire()
+        self._drop_everywhere([chunk for chunk in gone if self._catalogue.origin(chunk.id) != "index"])
 
     def delete_named(self, names: list[str], everything: bool, holder: str | None = None) -> list[str]:
         """Do :meth:`delete` for the registered ones of ``names``, or all; return their ids.

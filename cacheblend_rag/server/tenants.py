@@ -162,7 +162,10 @@ class ServedTenants(PerNamespace[Served]):
             )
             made[name] = Served(own, catalogue)
         for name, tenant in chosen.items():
-            made[name].catalogue.read([made[lender].catalogue for lender in tenant.reads])
+            lenders = [made[lender] for lender in tenant.reads]
+            made[name].catalogue.read([lender.catalogue for lender in lenders])
+            for lender in lenders:
+                lender.chunks.lend_to(made[name].chunks)
         return cls(made)
 
     @property

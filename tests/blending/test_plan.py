@@ -122,8 +122,42 @@ def test_behind_a_kv_writer_the_first_chunk_is_what_the_model_itself_has_written
     own, (first, second, _) = entry(4), CHUNKS
     plan = planned(IDS[:HEADER], first, second, QUESTION, own=lambda _: own)
     assert [span.kv is own for span in (*plan.exact, *plan.stale)] == [False, True, False]
-    lacking = planned(IDS[:HEADER], first, second, QUESTION, own=lambda _: None)
-    assert (places(lacking.exact), places(lacking.stale), lacking.missing) == ([(0, 2)], [(6, 10)], (first,))
+
+
+@pytest.mark.parametrize(
+    ("stored", "reuse", "exact", "stale", "missing"),
+    [
+        (CHUNKS, "chunks", [(0, 2)], [(6, 10)], ()),
+        (CHUNKS[1:], "chunks", [(0, 2)], [(6, 10)], CHUNKS[:1]),
+        (CHUNKS, "prefix", [], [], ()),
+        (CHUNKS[1:], "prefix", [], [], ()),
+        (CHUNKS[:1], "chunks", [], [], CHUNKS[1:2]),
+    ],
+    ids=["as it was indexed", "not indexed", "the prefix alone", "the prefix, not indexed", "alone"],
+)
+def test_of_a_first_chunk_that_a_kv_writer_alone_has_written_the_models_own_kv_is_missing(
+    stored: list[Chunk],
+    reuse: Any,
+    exact: list[tuple[int, int]],
+    stale: list[tuple[int, int]],
+    missing: Sequence[Chunk],
+) -> None:
+    first, second, _ = CHUNKS
+    header = Chunk("", "", ())
+    stored = [header, *stored]
+    plan = planned(IDS[:HEADER], first, second, QUESTION, stored=stored, reuse=reuse, own=lambda _: None)
+    assert (places(plan.exact), places(plan.stale), plan.missing) == (exact, stale, tuple(missing))
+    assert plan.own_missing == (first,)
+    assert plan.outcome().own_missing == (first.id,)
+    assert ("the model's own KV of it was not stored" in plan.reason) == (first not in missing)
+
+
+def test_only_behind_the_header_the_models_own_kv_is_wanted() -> None:
+    first, second, _ = CHUNKS
+    for pieces in ((IDS[:HEADER], TEXT, first, second, QUESTION), ((7, 8), first, second, QUESTION)):
+        plan = planned(*pieces, own=lambda _: None)
+        assert (len(plan.stale), plan.missing, plan.own_missing) == (2, (), ())
+    assert planned(IDS[:HEADER], first, second, QUESTION, stored=[]).own_missing == (), "there is no KV writer"
 
 
 def test_the_last_token_is_always_computed() -> None:

@@ -14,15 +14,18 @@ from safetensors.torch import load_file, save_file
 from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_profile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.models import writer_directory, writer_of
+from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.writer import KVWriter, Writing, describe
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.retrieval.database import IndexConfig
 from cacheblend_rag.store import open_store
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 from tests.blending.families import BLENDED, NOT_BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
+from tests.blending.test_parity import blended_logits
 from tests.blending.writers import alter_config, fingerprint_of, write_writer
 
 SCENE = Scene()
@@ -148,10 +151,11 @@ def test_what_one_hand_has_written_is_a_miss_to_every_other(tmp_path: Path, mode
     for engine in engines[1:]:
         engine.precompute(SCENE.chunks)
         settings = BlendSettings(ratio=0.5)
+        engine.precompute_first(SCENE.chunks[:1])
         found = [each.generate(SCENE.prompt, ONE, settings).missing for each in engines]
         # The first chunk is the model's own to all.
         behind = tuple(chunk.id for chunk in SCENE.chunks[1:])
-        assert found == [() if each in (engine, engines[0]) else behind for each in engines]
+        assert found == [() if each is engine else behind for each in engines]
         engine.forget(SCENE.chunks)
     engines[0].precompute(SCENE.chunks)
     engines[1] = engine_for(model, SCENE, store=store, writer=hands[0], write_back=False)
@@ -168,41 +172,66 @@ def test_chunks_that_a_prompt_found_missing_are_written_back_by_the_writer(direc
     with engine_for(model, SCENE, writer=directory) as engine:
         assert engine.generate(SCENE.prompt, ONE).mode == "prefill"
         again = engine.generate(SCENE.prompt, ONE, BlendSettings(ratio=0.5))
-        assert (again.mode, again.missing) == ("blend", ())
-        assert all(engine.entries.complete(chunk.token_ids) for chunk in SCENE.chunks)
+        assert (again.mode, again.missing, again.own_missing) == ("blend", (), ())
+        assert stored_by(engine) == ([True] * 4, [True, False, False, False])
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_of_a_chunk_that_one_hand_has_written_the_other_writes_its_own_and_it_counts_once(
-    directory: Path, model: Any, own: bool
+def stored_by(engine: TransformersEngine) -> tuple[list[bool], ...]:
+    """Return which of the chunks are stored as the writer, and as the model itself writes them."""
+    hands = (engine.entries, engine.entries.by(None))
+    return tuple([hand.contains(chunk.token_ids) for chunk in SCENE.chunks] for hand in hands)
+
+
+@pytest.mark.parametrize("write_back", [True, False])
+def test_the_models_own_kv_of_a_chunk_is_stored_with_the_first_prompt_that_begins_with_it(
+    directory: Path, model: Any, write_back: bool
 ) -> None:
-    with engine_for(model, SCENE, writer=directory) as engine:
-        both = engine.precompute(SCENE.chunks[:1])
-        assert (both.computed, both.present, both.tokens) == (1, 0, 24)
-        lost = engine.entries.by(None if own else engine.writer)
-        assert engine.store.delete(lost.own_key(SCENE.chunks[0].token_ids))
-        told: list[int] = []
-        again = engine.precompute(SCENE.chunks[:2], told.append)
-        assert (again.computed, again.present, sum(told)) == (2, 0, 2)
-        assert all(engine.entries.complete(chunk.token_ids) for chunk in SCENE.chunks[:2])
-        assert engine.forget(SCENE.chunks[:2]) == 4
-
-
-def test_a_first_chunk_without_the_models_own_kv_is_computed_in_place_and_written_back(
-    directory: Path, model: Any
-) -> None:
-    with engine_for(model, SCENE, writer=directory) as engine:
+    settings, first = BlendSettings(ratio=0.3), SCENE.chunks[0]
+    with engine_for(model, SCENE, writer=directory, write_back=write_back) as engine:
         engine.precompute(SCENE.chunks)
-        first = SCENE.chunks[0]
-        engine.store.delete(engine.entries.by(None).own_key(first.token_ids))
-        assert engine.generate(SCENE.prompt, ONE).missing == (first.id,)
-        assert engine.generate(SCENE.prompt, ONE).missing == ()
+        assert stored_by(engine) == ([True] * 4, [False] * 4), "indexing takes the disk of one hand"
+        before = engine.generate(SCENE.prompt, ONE, settings)
+        assert (before.mode, before.missing, before.own_missing) == ("blend", (), (first.id,))
+        assert stored_by(engine) == ([True] * 4, [write_back, False, False, False])
+        after = engine.generate(SCENE.prompt, ONE, settings)
+        assert after.own_missing == (() if write_back else (first.id,))
+        assert before.usage.computed_tokens - after.usage.computed_tokens == (len(first.token_ids) if write_back else 0)
+        assert engine.forget(SCENE.chunks) == 4 + write_back
+
+
+@pytest.mark.parametrize("policy", ["hkvd", "static", "query", "static-query"])
+def test_a_blend_is_the_same_whether_the_first_chunk_is_loaded_or_computed(
+    directory: Path, model: Any, policy: Any
+) -> None:
+    blends = []
+    with engine_for(model, SCENE, writer=directory, ranking="now") as engine:
+        engine._probe = (5, 6, 7)
+        engine.precompute(SCENE.chunks)
+        for _ in range(2):
+            got, recomputed, _ = blended_logits(engine, SCENE, BlendSettings(ratio=0.3, policy=policy))
+            blends.append((got, [at for at in recomputed if at >= SCENE.prompt.spans[0].end]))
+            engine.precompute_first(SCENE.chunks[:1])
+    assert blends[0][1] == blends[1][1]
+    assert (blends[0][0] - blends[1][0]).abs().max() < 1e-4
+
+
+def test_the_models_own_kv_is_stored_once_and_what_cannot_be_is_said(directory: Path, model: Any) -> None:
+    empty = Chunk("empty", "", ())
+    with engine_for(model, SCENE, writer=directory) as engine:
+        assert engine.precompute_first([*SCENE.chunks[:2], empty]).failed == {"empty": "it has no tokens"}
+        again = engine.precompute_first(SCENE.chunks[:2])
+        assert (again.computed, again.present) == (0, 2)
+        assert stored_by(engine) == ([False] * 4, [True, True, False, False])
+    with engine_for(model, SCENE) as engine:
+        assert engine.precompute_first(SCENE.chunks) == PrecomputeReport()
+        assert not any(stored_by(engine)[0]), "without a writer all KV is the model's own"
 
 
 def test_the_models_own_kv_beside_a_writers_is_not_ranked(directory: Path, model: Any) -> None:
     with engine_for(model, SCENE, writer=directory, ranking="now") as engine:
         engine._probe = (5, 6, 7)
         assert engine.precompute(SCENE.chunks).ranked == len(SCENE.chunks)
+        assert engine.precompute_first(SCENE.chunks).ranked == 0
         hands = (engine.entries, engine.entries.by(None))
         assert [[e.has_static(chunk.token_ids) for chunk in SCENE.chunks] for e in hands] == [[True] * 4, [False] * 4]
         settings = BlendSettings(ratio=0.3, policy="static")

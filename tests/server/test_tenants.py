@@ -210,6 +210,17 @@ async def test_an_own_id_stands_before_the_same_id_of_a_tenant_that_is_read(serv
     assert (await server("acme", "GET", "/policy")).json()["text"] == TEXTS[0]
 
 
+async def test_with_a_chunk_goes_what_prompts_of_its_readers_have_left_of_it(tmp_path: Path) -> None:
+    """As the model's own KV of a chunk that came first, where a KV writer has written what is shared."""
+    server = Server(tmp_path, (DEFAULT, Namespace("public", ("acme",)), Namespace("acme", ("public",))))
+    for tenant, text in (("public", TEXTS[0]), ("public", TEXTS[1]), ("acme", TEXTS[1])):
+        await server.register(tenant, text)
+    reader = server.tenants.each["acme"].client
+    await reader.store_kv([make_chunk(text, reader.tokenizer) for text in TEXTS[:2]])
+    assert (await server("public", "DELETE", "?all=true")).status_code == 200
+    assert [server.stored("acme", text) for text in TEXTS[:2]] == [False, True], "what it has registered itself stays"
+
+
 async def test_an_index_is_the_default_tenants_and_is_read_by_who_reads_that(tmp_path: Path) -> None:
     tenants = (DEFAULT, Namespace("acme", ("default",)), Namespace("globex"))
     text = make_chunk(TEXTS[0], Client().tokenizer)

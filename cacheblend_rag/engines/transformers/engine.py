@@ -76,7 +76,7 @@ class PromptRun:
         for span in (*self.plan.exact, *self.plan.stale):
             span.kv.finish()
         unranked = [span.chunk for span in self.plan.stale if span.chunk and span.chunk.id in self.outcome.unranked]
-        self._model.write_back(self.plan.missing, unranked)
+        self._model.write_back(self.plan.missing, unranked, self.plan.own_missing)
 
     def prefill(self, trace: Trace | None) -> None:
         """Make the prompt's KV and its last token's logits, from stored KV where there is some that helps."""

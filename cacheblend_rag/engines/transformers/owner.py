@@ -270,10 +270,20 @@ class ModelOwner(BlendEngine):
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
         """See :class:`BlendEngine`; ``[header] + chunk`` is computed, batched, and the chunk's slice kept."""
         self.check_open()
-        return self._precompute(chunks, progress, self.ranking == "now")
+        return self._precompute(self.entries, chunks, progress, self.ranking == "now")
+
+    def precompute_first(self, chunks: Sequence[Chunk]) -> PrecomputeReport:
+        self.check_open()
+        return (
+            super().precompute_first(chunks) if self.writer is None else self._precompute(self.entries.by(None), chunks)
+        )
 
     def _precompute(
-        self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, ranking: bool
+        self,
+        entries: Entries,
+        chunks: Sequence[Chunk],
+        progress: Callable[[int], None] | None = None,
+        ranking: bool = False,
     ) -> PrecomputeReport:
         self.registry.add(chunks)
         if not self.stores:
@@ -283,7 +293,7 @@ class ModelOwner(BlendEngine):
             # What is written behind the probe is ranked by how far it moves without.
             ranker = self._behind(() if behind else self._probed) if ranking and self.gate.passed else None
             how = ranker, self.snapshots.compute if self.snapshots else None, self.lock, self._writing, behind
-            return precompute(self.runner, self.entries, chunks, self.context_window, progress, *how)
+            return precompute(self.runner, entries, chunks, self.context_window, progress, *how)
 
     @property
     def _probed(self) -> tuple[int, ...]:
@@ -300,8 +310,8 @@ class ModelOwner(BlendEngine):
             self._rankers = {**kept, prefix: Ranker(self.runner, self.rope, prefix, self._writing)}
         return self._rankers[prefix]
 
-    def write_back(self, missing: Sequence[Chunk], unranked: Sequence[Chunk]) -> None:
-        """Store what a prompt found missing, where that is wanted: the KV of chunks, and static deviations of others.
+    def write_back(self, missing: Sequence[Chunk], unranked: Sequence[Chunk], own: Sequence[Chunk] = ()) -> None:
+        """Store what a prompt found missing, where that is wanted: KV of chunks, their ``own``, static deviations of others.
 
         All is computed anew behind the header: what the prompt left in its cache has attended to its context.
         """
@@ -311,11 +321,14 @@ class ModelOwner(BlendEngine):
         try:
             if missing:
                 self.precompute(missing)
+            if own:
+                self.precompute_first(own)
         except CacheBlendError as error:
-            warnings.warn(f"The KV of {len(missing)} chunks could not be written back: {error}", stacklevel=2)
+            count = len({chunk.id for chunk in (*missing, *own)})
+            warnings.warn(f"The KV of {count} chunks could not be written back: {error}", stacklevel=2)
         try:
             if unranked and self.ranking != "off":
-                self._precompute(unranked, None, ranking=True)
+                self._precompute(self.entries, unranked, ranking=True)
         except CacheBlendError as error:
             warnings.warn(f"The static deviation of {len(unranked)} chunks could not be stored: {error}", stacklevel=2)
 

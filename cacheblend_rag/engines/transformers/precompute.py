@@ -15,7 +15,7 @@ from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import static_deviation
 from cacheblend_rag.blending.transfer import Arrival, fetch
 from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.precompute import PrecomputePlan, counting, plan_precompute, report_of
+from cacheblend_rag.engines.precompute import plan_precompute, report_of
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.prompts.chunk import Chunk
@@ -94,21 +94,20 @@ def precompute(
     begin = time.perf_counter()
     probe_tokens = None if ranker is None else len(ranker.prefix) - len(entries.header_ids)
     written_behind = 0 if behind is None else len(behind.prefix) - len(entries.header_ids)
-    plans = plan_precompute(chunks, entries, context_window, progress, probe_tokens, written_behind)
-    failed = {chunk_id: why for plan in plans for chunk_id, why in plan.failed.items()}
-    rank_s, count = 0.0, counting(plans, progress)
+    plan = plan_precompute(chunks, entries, context_window, progress, probe_tokens, written_behind)
+    failed, rank_s = dict(plan.failed), 0.0
+    by = (nullcontext(), None) if entries.writer is None else (writing, behind)
+    make = compute or partial(_compute, runner, entries.store, *by)
 
-    def stored(plan: PrecomputePlan, token_ids: tuple[int, ...], future: Future[bool]) -> None:
+    def stored(token_ids: tuple[int, ...], future: Future[bool]) -> None:
         if not future.result() and token_ids:
             failed[plan.chunks[token_ids]] = "it does not fit the store's budget"
 
     # One writer: the disk works while the next batch is computed; a failed write surfaces before the next but one.
     with ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store") as writer:
-        waiting: list[tuple[PrecomputePlan, tuple[int, ...], Future[bool]]] = []
-        for plan, batch in _batches_of(plans, runner.device):
-            by_hand = (writing, behind) if plan.entries.writer is not None else (nullcontext(), None)
+        waiting: list[tuple[tuple[int, ...], Future[bool]]] = []
+        for batch in _batches(plan.token_ids, len(entries.header_ids), runner.device):
             with turn:
-                make = compute or partial(_compute, runner, entries.store, *by_hand)
                 computed = dict(make(entries.header_ids, batch))
                 begin_rank = time.perf_counter()
                 alone = {token_ids: kv for token_ids, (kv, _) in computed.items()}
@@ -117,18 +116,19 @@ def precompute(
             for each in waiting:
                 stored(*each)
             waiting = [
-                (plan, ids, writer.submit(_put, plan.entries, ids, kv.start, arrive, static.get(ids)))
+                (ids, writer.submit(_put, entries, ids, kv.start, arrive, static.get(ids)))
                 for ids, (kv, arrive) in computed.items()
             ]
             del computed, alone  # and with them the batch's cache
-            count(batch)
+            if progress is not None and (finished := sum(map(bool, batch))):
+                progress(finished)
         for each in waiting:
             stored(*each)
     if ranker is not None:
         begin_rank = time.perf_counter()
-        _rank_stored(runner, entries, ranker, plans[0].unranked, turn)
+        _rank_stored(runner, entries, ranker, plan.unranked, turn)
         rank_s += time.perf_counter() - begin_rank
-    return report_of(plans, failed, time.perf_counter() - begin, rank_s)
+    return report_of(plan, failed, time.perf_counter() - begin, rank_s)
 
 
 def _rank_stored(
@@ -173,16 +173,6 @@ def _batches(wanted: Sequence[tuple[int, ...]], header: int, device: torch.devic
         batch.append(token_ids)
     if batch:
         yield batch
-
-
-def _batches_of(
-    plans: Sequence[PrecomputePlan], device: torch.device
-) -> list[tuple[PrecomputePlan, list[tuple[int, ...]]]]:
-    """Return what to compute at once, those of all hands by turns: longest first, so that chunks are finished from the start."""
-    found = [
-        (plan, batch) for plan in plans for batch in _batches(plan.token_ids, len(plan.entries.header_ids), device)
-    ]
-    return sorted(found, key=lambda each: -len(each[1][0]))
 
 
 def _compute(

@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.precompute import PrecomputePlan, counting, plan_precompute, report_of
+from cacheblend_rag.engines.precompute import plan_precompute, report_of
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.messages import BUSY, PARAMS, SaveJob, receipt, to_params
@@ -142,7 +142,7 @@ class Precompute:
     ) -> PrecomputeReport:
         """Compute what is not among ``entries``; see :meth:`BlendEngine.precompute`. With ``ranking``, static deviations, too."""
         begin = time.perf_counter()
-        plans = await asyncio.to_thread(
+        plan = await asyncio.to_thread(
             plan_precompute,
             chunks,
             entries,
@@ -151,35 +151,33 @@ class Precompute:
             len(self._probe) if ranking else None,
             len(self._behind),
         )
-        failed = {chunk_id: why for plan in plans for chunk_id, why in plan.failed.items()}
-        header, count = entries.header_ids, counting(plans, progress)
+        failed, header = dict(plan.failed), entries.header_ids
 
-        async def one(plan: PrecomputePlan, token_ids: tuple[int, ...], unranked: bool = False) -> None:
-            hand = plan.entries
-            async with self._own[hand.namespace.name], self._slots:
-                key, why = hand.own_key(token_ids), ""
+        async def one(token_ids: tuple[int, ...], unranked: bool = False) -> None:
+            async with self._own[entries.namespace.name], self._slots:
+                key, why = entries.own_key(token_ids), ""
                 if not unranked:
-                    by = (*header, *self._behind) if token_ids and hand.writer is not None else header
-                    why = await self._once(key, lambda: self._saved(hand, token_ids, by))
+                    by = (*header, *self._behind) if token_ids and entries.writer is not None else header
+                    why = await self._once(key, lambda: self._saved(entries, token_ids, by))
                 if not why and 0 < len(token_ids) <= plan.most_ranked:
                     before = (*header, *self._probe)
                     again = receipt(key, ranking=True)
-                    await self._once(again, lambda: self._saved(hand, token_ids, before, ranking=True))
-            if unranked:
+                    await self._once(again, lambda: self._saved(entries, token_ids, before, ranking=True))
+            if unranked or not token_ids:
                 return
-            if why and token_ids:
+            if why:
                 failed[plan.chunks[token_ids]] = why
-            count([token_ids])
+            if progress is not None:
+                progress(1)
 
-        if ranking and self._probe and (plans[0].chunks or plans[0].unranked):
+        if ranking and self._probe and (plan.chunks or plan.unranked):
             await self._compute_probe(entries)
         async with asyncio.TaskGroup() as group:
-            for plan in plans:
-                for token_ids in plan.token_ids:
-                    group.create_task(one(plan, token_ids))
-                for token_ids in plan.unranked:
-                    group.create_task(one(plan, token_ids, unranked=True))
-        return report_of(plans, failed, time.perf_counter() - begin)
+            for token_ids in plan.token_ids:
+                group.create_task(one(token_ids))
+            for token_ids in plan.unranked:
+                group.create_task(one(token_ids, unranked=True))
+        return report_of(plan, failed, time.perf_counter() - begin)
 
     async def _once(self, name: str, compute: Callable[[], Coroutine[Any, Any, str]]) -> str:
         """Return why an entry is not in the store, or an empty string."""

@@ -226,6 +226,12 @@ class BlendClient:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
         return await self._precompute.run(self.entries, chunks, progress, self.ranking == "now")
 
+    async def store_own(self, chunks: Sequence[Chunk]) -> PrecomputeReport:
+        """Compute and store the KV of ``chunks`` as the model itself writes it; see :meth:`BlendEngine.precompute_first`."""
+        if self.writer is None or not self.gate.passed:
+            return PrecomputeReport()
+        return await self._precompute.run(self.entries.by(None), chunks, None, ranking=False)
+
     async def events(self, request: Request) -> AsyncIterator[StreamEvent]:
         """Answer piece by piece; closing the iterator aborts the request."""
         with RequestSpans(self.namespace.name) as spans:
@@ -291,17 +297,20 @@ class BlendClient:
         """
         if self.costs is not None:
             self.costs = self.costs.after(report.cost)
-        missing = self._chunks(report.outcome.missing, prompt)
+        missing, own = (self._chunks(each, prompt) for each in (report.outcome.missing, report.outcome.own_missing))
         if missing and self.writer is not None:
             self._in_background(asyncio.to_thread(self._notice.look, self.entries, missing))
-        if self._write_back and missing:
-            self._in_background(self._write_back_known(missing) if prompt is None else self.register(missing))
+        for store, chunks in ((self.store_kv if prompt is None else self.register, missing), (self.store_own, own)):
+            if self._write_back and chunks:
+                self._in_background(self._write_back_known(store, chunks) if prompt is None else store(chunks))
         if self._write_back and self.ranking != "off" and (unranked := self._chunks(report.outcome.unranked, prompt)):
             self._in_background(self._precompute.run(self.entries, unranked, None, ranking=True))
 
-    async def _write_back_known(self, chunks: Sequence[Chunk]) -> None:
+    async def _write_back_known(
+        self, store: Callable[[Sequence[Chunk]], Coroutine[Any, Any, PrecomputeReport]], chunks: Sequence[Chunk]
+    ) -> None:
         """Store the KV of chunks; that of those that are forgotten in the meantime goes again."""
-        await self.store_kv(chunks)
+        await store(chunks)
         await asyncio.to_thread(self._drop_forgotten, chunks)
 
     def _drop_forgotten(self, chunks: Sequence[Chunk]) -> None:

@@ -128,6 +128,10 @@ class VLLMEngine(BlendClient, BlendEngine):
         self.check_open()
         return self._run(self.register(chunks, progress))
 
+    def precompute_first(self, chunks: Sequence[Chunk]) -> PrecomputeReport:
+        self.check_open()
+        return self._run(self.store_own(chunks))
+
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:

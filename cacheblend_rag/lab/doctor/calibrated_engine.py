@@ -91,7 +91,9 @@ def planner_of(engine: TransformersEngine) -> Planner:
         raise ModelError(f"This model is not blended, so there is nothing to measure: {engine.gate.reason}.")
 
     def plan(prompt: TokenizedPrompt) -> BlendPlan:
-        engine.precompute([span.chunk for span in prompt.spans])
+        chunks = [span.chunk for span in prompt.spans]
+        engine.precompute(chunks)
+        engine.precompute_first(chunks[:1])
         layers = engine.num_layers
         return engine.entries.plan(prompt, lambda hand, ids: hand.get(ids, layers), longest=engine.runner.longest)
 

@@ -154,6 +154,7 @@ def answer_all(
         if case is None:
             continue
         engine.precompute(case.chunks)
+        engine.precompute_first(case.chunks[:1])
         if not warm:
             for method in methods:
                 method.reply(engine, case)

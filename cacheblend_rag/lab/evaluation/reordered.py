@@ -82,7 +82,7 @@ def _cached_prefix(engine: BlendEngine, prompt: BlendPrompt, count: int) -> Iter
     text = SEPARATOR.join(span.chunk.text for span in spans[:count])
     ids = engine.tokenize(prompt).token_ids[spans[0].start : spans[count - 1].end]
     joined = Chunk(chunk_id(text), text, ids)
-    failed = engine.precompute([joined]).failed
+    failed = (engine.precompute([joined]) + engine.precompute_first([joined])).failed
     if failed:
         raise ModelError(f"The prefix of {len(ids)} tokens cannot be kept: {failed[joined.id]}.")
     try:

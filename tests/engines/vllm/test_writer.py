@@ -12,6 +12,7 @@ import transformers as hf
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.static import probe_ids
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.writer import describe
 from cacheblend_rag.errors import InputError
@@ -121,6 +122,7 @@ def test_the_ranking_is_measured_while_the_writer_acts(engine: Any, case: Case) 
 
 def test_both_engines_write_the_same_and_read_each_others(engine: Any, case: Case) -> None:
     computed(case)
+    assert engine.precompute_first(SCENE.chunks).computed == len(SCENE.chunks)
     wanted = [(), *(chunk.token_ids for chunk in SCENE.chunks)]
     ours = [(by, ids, _whole(engine.entries.by(by), ids)) for by in (engine.writer, None) for ids in wanted]
     store = case.directory / "transformers"
@@ -130,6 +132,7 @@ def test_both_engines_write_the_same_and_read_each_others(engine: Any, case: Cas
     ) as other:  # fmt: skip
         other._probe = case.how.get("behind", ())
         other.precompute(SCENE.chunks)
+        other.precompute_first(SCENE.chunks)
         for by, ids, mine in ours:
             hand = other.entries.by(by)
             assert hand.own_key(ids) in engine.entries.by(by).read_keys(ids)
@@ -162,8 +165,29 @@ def test_prompts_that_stream_meanwhile_are_the_models_own(engine: Any, case: Cas
 def test_what_a_prompt_found_missing_the_writer_writes_back(engine: Any, case: Case) -> None:
     engine.generate(SCENE.prompt)
     engine.flush()
-    assert all(engine.entries.complete(chunk.token_ids) for chunk in SCENE.chunks)
+    hands = (engine.entries, engine.entries.by(None))
+    stored = [[hand.contains(chunk.token_ids) for chunk in SCENE.chunks] for hand in hands]
+    assert stored == [[True] * len(SCENE.chunks), [chunk is SCENE.chunks[0] for chunk in SCENE.chunks]]
     assert engine.generate(SCENE.prompt, settings=BlendSettings(ratio=0.5)).mode == "blend"
+
+
+def test_the_models_own_kv_of_a_chunk_is_stored_with_the_first_prompt_that_begins_with_it(
+    engine: Any, case: Case
+) -> None:
+    computed(case)
+    first, own = SCENE.chunks[0], engine.entries.by(None)
+    for ratio, check in ((0.0, 1), (0.5, 3)):
+        settings = BlendSettings(ratio, "hkvd", (check,))
+        want = reference.blend(case.model, SCENE.header, PARTS, ratio, (check,), **case.how).logits.log_softmax(-1)
+        for lacking in ((first.id,), ()):
+            assert own.contains(first.token_ids) == (not lacking)
+            torch.testing.assert_close(first_logprobs(engine, SCENE.prompt, settings), want, atol=1e-4, rtol=0)
+            answer = engine.generate(SCENE.prompt, SamplingParams(max_tokens=1), settings)
+            assert (answer.mode, answer.missing, answer.own_missing) == ("blend", (), lacking)
+            engine.flush()
+            engine.reset_prefix_cache()
+        for key in own.written_keys(first.token_ids):
+            engine.store.delete(key)
 
 
 def test_chunks_that_end_at_every_place_of_a_block_are_written(engine: Any, case: Case) -> None:
