@@ -222,8 +222,8 @@ def make_plan(
         kv = (own if first and own is not None else lookup)(span.chunk.token_ids)
         if kv is None and begins and own is not None:
             own_missing = (span.chunk,)
-        if kv is None and first and own is not None and (reuse == "prefix" or lookup(span.chunk.token_ids) is not None):
-            continue
+            if first and (reuse == "prefix" or lookup(span.chunk.token_ids) is not None):
+                continue
         if kv is None:
             missing.append(span.chunk)
         elif first and span.end < num_tokens:
@@ -231,12 +231,11 @@ def make_plan(
         else:
             stale.append(StoredSpan(span.start, span.end, kv, span.chunk))
     found = len(stale) + sum(s.chunk is not None for s in exact)
-    reason = f"stored KV for {found} of" if found else "no stored KV for any of the"
-    reason = f"{reason} {len(prompt.spans)} chunks"
+    reason = (f"stored KV for {found} of " if found else "no stored KV for any of the ") + f"{len(prompt.spans)} chunks"
     if own_missing and own_missing[0] not in missing:
         reason += "; the first was computed, since the model's own KV of it was not stored yet"
-    used = tuple(exact) if found else ()  # the header alone is not worth it
-    return BlendPlan(num_tokens, used, tuple(stale), tuple(missing), reason, own_missing=own_missing)
+    used = exact if found else ()  # the header alone is not worth it
+    return BlendPlan(num_tokens, tuple(used), tuple(stale), tuple(missing), reason, own_missing=own_missing)
 
 
 @dataclass(frozen=True)
