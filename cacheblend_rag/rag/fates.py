@@ -21,7 +21,7 @@ class ChunkFate:
         id: The chunk's id.
         fate: ``exact``: its KV was computed in just this context, and used as it is. ``reused``: it was computed in another one,
             and used but for the recomputed tokens. ``recomputed``: all of it was computed anew, what is stored was not used.
-            ``missing``: nothing was stored, so it was computed.
+            ``missing``: what it takes was not stored, so it was computed.
         start: Its first position in the prompt.
         tokens: How many tokens it has.
     """

@@ -27,7 +27,7 @@ _FATES = {
     "exact": "computed in just this context",
     "reused": "stored KV used as it is",
     "recomputed": "computed anew",
-    "missing": "nothing was stored",
+    "missing": "not stored yet",
     "text": "question and text between chunks",
 }
 

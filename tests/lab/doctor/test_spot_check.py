@@ -18,10 +18,14 @@ TOPICS = ("tower", "harbour", "mill", "bridge", "garden")
 
 
 @pytest.fixture
-def pipeline(tmp_path: Path) -> Iterator[RagPipeline]:
+def pipeline(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RagPipeline]:
     for topic in TOPICS:
         (tmp_path / f"{topic}.md").write_text(f"# The {topic}\n\nIt was restored by friends of the {topic}.")
-    with TransformersEngine() as engine, RagPipeline(engine, tmp_path / "store", chunk_tokens=64) as pipeline:
+    writer = getattr(request, "param", None)
+    with (
+        TransformersEngine(writer=writer) as engine,
+        RagPipeline(engine, tmp_path / "store", chunk_tokens=64) as pipeline,
+    ):
         engine.profile = ModelProfile()
         engine.ranking = "now"
         pipeline.index(sorted(tmp_path.glob("*.md")))
@@ -34,6 +38,18 @@ def test_answers_of_an_uncalibrated_model_are_compared_with_full_recompute(pipel
     assert found is not None
     assert (found.questions, found.same) == (4, 4)
     assert found.speedup > 0
+
+
+@pytest.mark.parametrize("pipeline", ["probe"], indirect=True)
+def test_what_only_the_first_prompt_computes_is_not_timed(
+    pipeline: RagPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = []
+    generate = pipeline.engine.generate
+    monkeypatch.setattr(pipeline.engine, "generate", lambda *of: answers.append(generate(*of)) or answers[-1])
+    assert spot_check(pipeline, tokens=1000, seconds=0.1) is not None
+    assert [each.mode for each in answers[::2]] == ["blend"] * 4
+    assert not any(each.own_missing for each in answers)
 
 
 def test_nothing_is_asked_where_there_is_nothing_to_find_out_or_no_time(
