@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -144,12 +144,15 @@ class WriterNotice:
 
     _given = False
 
-    def look(self, entries: Entries, missing: Iterable[Chunk]) -> None:
-        """Look whether chunks that are ``missing`` among an engine's ``entries`` are there as the model has written them."""
-        if self._given or entries.writer is None:
+    def look(self, entries: Entries, missing: Sequence[Chunk]) -> None:
+        """Look whether the chunks that are ``missing`` among an engine's ``entries`` are all there as the model has written them.
+
+        Of a single one that says nothing: it may have come first in an earlier prompt, and the writer's KV of it be evicted.
+        """
+        if self._given or entries.writer is None or len(missing) < 2:
             return
         own = entries.by(None)
-        if any(own.contains(ids) and not entries.contains(ids) for ids in (chunk.token_ids for chunk in missing)):
+        if all(own.contains(ids) and not entries.contains(ids) for ids in (chunk.token_ids for chunk in missing)):
             self._given = True
             warnings.warn(
                 f"The store has KV that was written without the KV writer in {entries.writer.directory}. But for a prompt's "

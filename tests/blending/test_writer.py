@@ -137,6 +137,22 @@ def test_the_headers_own_kv_is_the_models_also_where_it_is_computed_with_chunks(
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, own, strict=True))
 
 
+def test_a_prompts_first_chunk_is_stored_as_the_model_itself_writes_it(written: Written) -> None:
+    engine, first, layers = written.engine, SCENE.chunks[0], []
+    own = engine.entries.by(None)
+    for store in (
+        lambda: engine.generate(SCENE.prompt, SamplingParams(max_tokens=3), BlendSettings(ratio=0.3)),
+        lambda: engine.precompute_first([first]),
+    ):
+        engine.store.delete(own.own_key(first.token_ids))
+        store()
+        kv = own.get(first.token_ids, engine.num_layers)
+        assert kv.start == len(SCENE.header)
+        layers.append([side.clone() for n in range(engine.num_layers) for side in kv.layer(n)])
+    for got, want in zip(*layers, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
 def test_the_model_is_as_it_was_once_the_writer_has_written(written: Written) -> None:
     assert not any(module._forward_hooks for module in written.model.modules())
     assert torch.equal(full(written.model), full(make_model(written.model.config)))

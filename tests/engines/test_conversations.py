@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, TokenizedPrompt, chat_prompt
 from tests.blending.families import _BASE, make_model
 from tests.blending.reference import Part, blend
+from tests.blending.writers import write_writer
 from tests.conftest import tokenizer_named
 from tests.engines.contract_conversation import NOTES
 
@@ -60,6 +62,21 @@ def asked(engine: TransformersEngine, turns: int, subject: str = "it") -> Tokeni
 def kept(engine: Any, turns: int, settings: BlendSettings = SINK, subject: str = "it") -> int:
     prompt = asked(engine, turns, subject)
     return engine.generate(prompt, SamplingParams(max_tokens=1), settings).usage.kept_tokens
+
+
+def test_what_a_conversation_has_left_of_a_chunk_is_not_stored_as_the_models_own(model: Any, tmp_path: Path) -> None:
+    """Without the header's KV the first chunk was blended; all that follows in the conversation goes on from that."""
+    write_writer(tmp_path, hf.LlamaConfig(**_CONFIG))
+    engine = engine_of(model, writer=tmp_path)
+    first, own = make_chunk(NOTES[0], engine.tokenizer), engine.entries.by(None)
+    engine.store.delete(own.own_key(()))
+    assert kept(engine, 1) == 0
+    engine.precompute([make_chunk("Something else.", engine.tokenizer)])  # and with it the header
+    assert kept(engine, 2) > 0
+    assert not own.contains(first.token_ids)
+    engine.reset_prefix_cache()
+    assert kept(engine, 2) == 0
+    assert own.contains(first.token_ids)
 
 
 def parts(engine: TransformersEngine, prompt: TokenizedPrompt) -> list[Part]:

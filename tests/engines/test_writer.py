@@ -168,6 +168,7 @@ def test_what_one_hand_has_written_is_a_miss_to_every_other(tmp_path: Path, mode
         assert engines[0].generate(SCENE.prompt, ONE).missing == ()
 
 
+@pytest.mark.filterwarnings("error:The store has KV")
 def test_chunks_that_a_prompt_found_missing_are_written_back_by_the_writer(directory: Path, model: Any) -> None:
     with engine_for(model, SCENE, writer=directory) as engine:
         assert engine.generate(SCENE.prompt, ONE).mode == "prefill"

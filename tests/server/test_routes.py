@@ -447,7 +447,8 @@ def test_a_client_is_refused_within_a_namespace_without_a_key() -> None:
 
 
 @pytest.mark.slow
-async def test_what_is_deleted_while_it_is_written_back_stays_deleted(server: Server) -> None:
+@pytest.mark.parametrize("lacking", ["missing", "own_missing"])
+async def test_what_is_deleted_while_it_is_written_back_stays_deleted(server: Server, lacking: str) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     await server.register({"text": TEXTS[0], "id": "gone"}, {"text": TEXTS[1], "id": "kept"})
     server.client.entries.delete(server.registry.get("kept").token_ids)  # type: ignore[union-attr]
@@ -457,9 +458,11 @@ async def test_what_is_deleted_while_it_is_written_back_stays_deleted(server: Se
         return await server.client.store_kv(chunks)
 
     client = blend_client(server, slowly)
+    client.store_own = slowly
     from cacheblend_rag.engines.vllm.messages import FinishReport
 
-    outcome = PromptOutcome("blend", "", Usage(9, 0, 0, 9), missing=("gone", "kept"))
+    lacked: Any = {lacking: ("gone", "kept")}
+    outcome = PromptOutcome("blend", "", Usage(9, 0, 0, 9), **lacked)
     client.finished(FinishReport(outcome))
     await client.drain()
     assert server.registry.get("gone") is None

@@ -67,6 +67,11 @@ class PromptRun:
         if self.cache is None:
             return
         said, cache, self.cache = self._said, self.cache, None
+        # Not where a conversation has left the beginning: it may have been blended.
+        if self.plan.own_missing and not self.plan.start and isinstance(cache, PositionedCache):
+            (chunk,), begin = self.plan.own_missing, self._request.prompt.spans[0].start
+            own = [cache.view(n, 0, begin, begin + len(chunk.token_ids)) for n in range(self._model.num_layers)]
+            self._model.keep_first(chunk, own)
         if said is not None and isinstance(cache, PositionedCache):
             said = replace(said, token_ids=(*said.token_ids, *self._tokens[: self._fed]))
             if cache.length == len(said.token_ids):  # not where a token was on its way
@@ -76,7 +81,7 @@ class PromptRun:
         for span in (*self.plan.exact, *self.plan.stale):
             span.kv.finish()
         unranked = [span.chunk for span in self.plan.stale if span.chunk and span.chunk.id in self.outcome.unranked]
-        self._model.write_back(self.plan.missing, unranked, self.plan.own_missing)
+        self._model.write_back(self.plan.missing, unranked)
 
     def prefill(self, trace: Trace | None) -> None:
         """Make the prompt's KV and its last token's logits, from stored KV where there is some that helps."""

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.profile import load_costs, load_profile, log_uncalibrated
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import probe_ids
+from cacheblend_rag.blending.transfer import fetch
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.entries import Entries, Ranking, chosen_ranking
 from cacheblend_rag.engines.models import (
@@ -42,8 +44,8 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import Header, chosen_header_ids
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.base import page_lock_for
-from cacheblend_rag.store.kv import ModelFingerprint
+from cacheblend_rag.store.base import page_lock_for, room_in
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
 from cacheblend_rag.store.opening import parse_size
 
 
@@ -310,8 +312,18 @@ class ModelOwner(BlendEngine):
             self._rankers = {**kept, prefix: Ranker(self.runner, self.rope, prefix, self._writing)}
         return self._rankers[prefix]
 
-    def write_back(self, missing: Sequence[Chunk], unranked: Sequence[Chunk], own: Sequence[Chunk] = ()) -> None:
-        """Store what a prompt found missing, where that is wanted: KV of chunks, their ``own``, static deviations of others.
+    def keep_first(self, chunk: Chunk, layers: Sequence[LayerKV]) -> None:
+        """Store what a prompt has computed of a chunk right behind the header, where that is wanted: the model's own KV."""
+        if not (self._write_back and self.stores):
+            return
+        kv = ChunkKV(fetch(layers, partial(room_in, self.store))(), len(self.header_ids))
+        try:
+            self.entries.by(None).put(chunk.token_ids, kv)
+        except CacheBlendError as error:
+            warnings.warn(f"The model's own KV of a chunk could not be stored: {error}", stacklevel=2)
+
+    def write_back(self, missing: Sequence[Chunk], unranked: Sequence[Chunk]) -> None:
+        """Store what a prompt found missing, where that is wanted: the KV of chunks, and static deviations of others.
 
         All is computed anew behind the header: what the prompt left in its cache has attended to its context.
         """
@@ -321,11 +333,8 @@ class ModelOwner(BlendEngine):
         try:
             if missing:
                 self.precompute(missing)
-            if own:
-                self.precompute_first(own)
         except CacheBlendError as error:
-            count = len({chunk.id for chunk in (*missing, *own)})
-            warnings.warn(f"The KV of {count} chunks could not be written back: {error}", stacklevel=2)
+            warnings.warn(f"The KV of {len(missing)} chunks could not be written back: {error}", stacklevel=2)
         try:
             if unranked and self.ranking != "off":
                 self._precompute(self.entries, unranked, ranking=True)
