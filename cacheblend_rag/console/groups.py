@@ -176,7 +176,7 @@ class SamplingOptions:
         """
         from cacheblend_rag.engines.sampling import SamplingParams
 
-        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.seed)
+        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.seed, stop_repeating=True)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ class PrecomputePlan:
 
     Attributes:
         chunks: Token ids of the chunks to compute, and the id to report each under. Equal chunks are computed once.
-        header: Whether the header's own entry must be computed, too.
+        token_ids: Everything to compute; ``()`` is the header's own entry, which comes first.
         present: How many are stored already.
         failed: Ids of chunks that cannot be computed, and why.
         unranked: Token ids of stored chunks whose static deviation must be measured.
@@ -24,16 +24,11 @@ class PrecomputePlan:
     """
 
     chunks: dict[tuple[int, ...], str]
-    header: bool
+    token_ids: list[tuple[int, ...]]
     present: int
     failed: dict[str, str]
     unranked: list[tuple[int, ...]]
     most_ranked: int
-
-    @property
-    def token_ids(self) -> list[tuple[int, ...]]:
-        """Return everything to compute; ``()`` is the header's own entry, which comes first."""
-        return [*([()] if self.header else []), *self.chunks]
 
 
 def report_of(plan: PrecomputePlan, failed: Mapping[str, str], seconds: float, rank_s: float = 0.0) -> PrecomputeReport:
@@ -74,8 +69,8 @@ def plan_precompute(
             failed[chunk.id] = "it does not fit the model's context window"
         else:
             wanted[token_ids] = chunk.id
-    header = bool(entries.header_ids and chunks) and not entries.contains(())
+    header = [()] if entries.header_ids and chunks and not entries.contains(()) else []
     if progress is not None and (rest := len(chunks) - len(wanted)):
         progress(rest)
     unranked = [token_ids for token_ids, ranked in present.items() if not ranked]
-    return PrecomputePlan(wanted, header, len(present), failed, unranked, most_ranked)
+    return PrecomputePlan(wanted, [*header, *wanted], len(present), failed, unranked, most_ranked)

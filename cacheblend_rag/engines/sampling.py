@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from cacheblend_rag.blending.settings import is_number, is_whole
 from cacheblend_rag.errors import InputError
@@ -15,6 +15,8 @@ _MOST_LOGPROBS = 20
 # vLLM and OpenAI's API take no more.
 _HOTTEST = 2.0
 _PENALTY = 2.0
+REPEATED: Final = {"min_pattern_size": 16, "max_pattern_size": 128, "min_count": 2}
+"""What :attr:`SamplingParams.stop_repeating` is to vLLM; less may be a row of a table, more takes too long to compare."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class SamplingParams:
         top_k: Sample from so many of the likeliest tokens; 0 for all.
         presence_penalty: Taken off the logit of every token that the answer has already, -2 to 2.
         frequency_penalty: The same, times how often it has it.
+        stop_repeating: End an answer that says 16 to 128 tokens twice, one behind the other.
     """
 
     max_tokens: int = 128
@@ -45,6 +48,7 @@ class SamplingParams:
     top_k: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    stop_repeating: bool = False
 
     def __post_init__(self) -> None:
         if not is_whole(self.max_tokens) or self.max_tokens < 1:
@@ -63,6 +67,8 @@ class SamplingParams:
             raise InputError(f"logprobs is {self.logprobs!r:.200}; give 0 to {_MOST_LOGPROBS}.")
         if not is_whole(self.top_k) or self.top_k < 0:
             raise InputError(f"top_k is {self.top_k!r:.200}; give a whole number, 0 for all tokens.")
+        if not isinstance(self.stop_repeating, bool):
+            raise InputError(f"stop_repeating is {self.stop_repeating!r:.200}; give True or False.")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not is_number(value) or not -_PENALTY <= value <= _PENALTY:
@@ -81,6 +87,12 @@ class SamplingParams:
         except ValueError as error:
             raise InputError(f"json_schema is not JSON: {error}") from error
         return found
+
+
+def repeats(tokens: Sequence[int]) -> bool:
+    """Say whether tokens end with a passage that stands right before it, too, as vLLM's ``repetition_detection`` finds it."""
+    fewest, most, _ = REPEATED.values()
+    return any(tokens[-2 * n : -n] == tokens[-n:] for n in range(fewest, min(most, len(tokens) // 2) + 1))
 
 
 def begun_at_end(text: str, mark: str) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.sampling import SamplingParams, repeats
 from cacheblend_rag.errors import InputError, PromptTooLongError, UnknownChunkError
 from cacheblend_rag.lab.scoring import can_score, score
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
@@ -271,6 +272,14 @@ class EngineContract:
             assert got.text == text[: text.index(stop)]
             events = list(engine.stream(prompt, SamplingParams(max_tokens=12, stop=(stop,))))
             assert "".join(e.text for e in events) == got.text
+
+    def test_an_answer_that_repeats_itself_can_be_ended(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
+        long = SamplingParams(max_tokens=100, frequency_penalty=-2.0)  # what it has said it says again
+        whole = engine.generate(prompt, long).token_ids
+        end = next(count for count in range(len(whole)) if repeats(whole[:count]))
+        got = engine.generate(prompt, replace(long, stop_repeating=True))
+        assert (got.token_ids, got.finish_reason) == (whole[:end], "stop")
 
     def test_answers_end_at_the_tokenizers_end_token_though_no_config_names_one(self, engine, prompt) -> None:
         end = engine.tokenizer.eos_token_id

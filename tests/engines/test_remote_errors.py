@@ -263,6 +263,15 @@ def test_it_asks_for_top_k_and_penalties(fake: FakeServer) -> None:
         engine.generate("Who?", SamplingParams(8, top_k=5, presence_penalty=0.5, frequency_penalty=-1.0))
     body = fake.requests[-1][2]
     assert (body["top_k"], body["presence_penalty"], body["frequency_penalty"]) == (5, 0.5, -1.0)
+    assert "repetition_detection" not in body
+
+
+def test_an_answer_that_the_server_ends_for_its_repetition_is_one(fake: FakeServer) -> None:
+    fake.handle = lambda request: stream(piece("so and so", 1, finish="repetition"), usage(), "[DONE]")
+    with connect(fake) as engine:
+        done = engine.generate("Who?", SamplingParams(8, stop_repeating=True))
+    assert (done.text, done.finish_reason, len(done.token_ids)) == ("so and so", "stop", 1)
+    assert fake.requests[-1][2]["repetition_detection"]["min_count"] == 2
 
 
 def test_another_process_gets_a_connection_of_its_own_to_the_same_server(fake: FakeServer) -> None:

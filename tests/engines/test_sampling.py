@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.sampling import SamplingParams, repeats
 from cacheblend_rag.engines.transformers.decoding import Sampler
 from cacheblend_rag.errors import InputError
 
@@ -50,6 +50,7 @@ PENALTIES = [
     ("presence_penalty", 2.5),
     ("frequency_penalty", "1"),
     ("frequency_penalty", True),
+    ("stop_repeating", "yes"),
 ]
 
 
@@ -70,6 +71,25 @@ def test_penalties_are_taken_off_what_the_answer_has() -> None:
     assert sampled(steps, presence_penalty=0.5) == [0, 1, 0, 0]  # once each, however often it comes
     assert sampled(steps, frequency_penalty=0.5) == [0, 1, 0, 1]
     assert sampled(steps, frequency_penalty=-1.0) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("said", "again"),
+    [
+        ([*range(16)] * 2, True),
+        ([9, *range(16), *range(16)], True),
+        ([*range(15)] * 2, False),  # too little to be sure
+        ([*range(16), 99, *range(16)], False),
+        ([*range(16), *range(16), 99], False),
+        ([*range(128)] * 2, True),
+        ([*range(129)] * 2, False),
+        ([7] * 31, False),
+        ([7] * 32, True),
+        ([], False),
+    ],
+)
+def test_a_passage_that_is_said_twice_one_behind_the_other_is_a_repetition(said: list[int], again: bool) -> None:
+    assert repeats(said) == again
 
 
 def test_top_k_leaves_the_likeliest() -> None:

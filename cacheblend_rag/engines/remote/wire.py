@@ -15,6 +15,7 @@ from openai import APIConnectionError, APIError, APIStatusError, APITimeoutError
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.engines.base import Request
 from cacheblend_rag.engines.results import Generation, StreamEvent, Timings, TokenLogprob, likeliest
+from cacheblend_rag.engines.sampling import REPEATED
 from cacheblend_rag.errors import CacheBlendError, InputError, PromptTooLongError, ServerError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk, begins_with_space
 
@@ -44,6 +45,8 @@ def completion_request(model: str, request: Request, prefix: str = "") -> dict[s
     extra: dict[str, Any] = {"cacheblend": blend, "return_token_ids": True}
     # The server may have other defaults, from the model's generation_config.json.
     extra |= {"top_k": sampling.top_k, "min_p": 0.0, "repetition_penalty": 1.0}
+    if sampling.stop_repeating:
+        extra["repetition_detection"] = REPEATED
     if sampling.json_schema is not None:
         extra["structured_outputs"] = {"json": sampling.schema()}
     if sampling.logprobs is not None:
@@ -154,7 +157,7 @@ class ServerAnswer:
             ServerError: The stream ended too early, or another model answered.
         """
         extra = (self._usage.model_extra or {}) if self._usage is not None else {}
-        if self._finish not in ("stop", "length") or "cacheblend" not in extra:
+        if self._finish not in ("stop", "length", "repetition") or "cacheblend" not in extra:
             how = "ended the answer early" if self._finish is None else f"ended the answer with {self._finish!r}"
             raise ServerError(
                 f"The server at {self._url} {how}, after {len(self._token_ids)} tokens; its log says why."
@@ -173,7 +176,7 @@ class ServerAnswer:
             ids = ids[:-1]  # the end-of-sequence token
         total = time.perf_counter() - self._begin
         timings = Timings(self._ttft_s or total, total)
-        finish: Literal["stop", "length"] = "stop" if self._finish == "stop" else "length"
+        finish: Literal["stop", "length"] = "length" if self._finish == "length" else "stop"
         return StreamEvent("", Generation.of(outcome, self._text, ids, finish, timings, self._logprobs))
 
 

@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from cacheblend_rag.engines.results import TokenLogprob
-from cacheblend_rag.engines.sampling import SamplingParams, begun_at_end
+from cacheblend_rag.engines.sampling import SamplingParams, begun_at_end, repeats
 from cacheblend_rag.errors import InputError
 
 # Parts of a schema that are values, and those that map names to schemas.
@@ -209,11 +209,14 @@ class AnswerBuilder:
         if self._params.logprobs is not None:
             self.logprobs.append(token_logprob(logits, token, self._params.logprobs))
         piece = self._stream.push(token)
-        if self._stream.stopped or (self._guide is not None and self._guide.take(token)):
+        if self._stream.stopped or (self._guide is not None and self._guide.take(token)) or self._repeating():
             self._finish("stop")
         elif len(self.tokens) == self._params.max_tokens:
             self._finish("length")
         return piece if piece or not self._has_text else None
+
+    def _repeating(self) -> bool:
+        return self._params.stop_repeating and repeats(self.tokens)
 
     def flush(self) -> str:
         """Return what is still held back, at the end."""

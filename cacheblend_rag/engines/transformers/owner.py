@@ -276,9 +276,7 @@ class ModelOwner(BlendEngine):
 
     def precompute_first(self, chunks: Sequence[Chunk]) -> PrecomputeReport:
         self.check_open()
-        return (
-            super().precompute_first(chunks) if self.writer is None else self._precompute(self.entries.by(None), chunks)
-        )
+        return PrecomputeReport() if self.writer is None else self._precompute(self.entries.by(None), chunks)
 
     def _precompute(
         self,

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams as VLLMSampling
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import plan_precompute, report_of
 from cacheblend_rag.engines.results import PrecomputeReport
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.sampling import REPEATED, SamplingParams
 from cacheblend_rag.engines.vllm.messages import BUSY, PARAMS, SaveJob, receipt, to_params
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -93,6 +93,7 @@ def vllm_sampling(
         frequency_penalty=sampling.frequency_penalty,
         seed=sampling.seed,
         stop=list(sampling.stop),
+        repetition_detection=RepetitionDetectionParams(**REPEATED) if sampling.stop_repeating else None,
         stop_token_ids=sorted(end_tokens),  # vLLM knows those of the generation config and the tokenizer alone
         detokenize=has_text,
         structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),

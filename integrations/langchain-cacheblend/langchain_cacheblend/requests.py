@@ -93,6 +93,7 @@ class EngineFields(Serializable):
         seed: Makes sampling repeatable.
         presence_penalty: Taken off the logit of every token that the answer has already, -2 to 2.
         frequency_penalty: The same, times how often it has it.
+        stop_repeating: End an answer that says 16 to 128 tokens twice, one behind the other.
         logprobs: Return the log-probability of every token of the answer and of so many alternatives, in
             ``response_metadata["logprobs"]``.
         stop: Strings that end the answer; they are not part of it.
@@ -124,6 +125,7 @@ class EngineFields(Serializable):
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    stop_repeating: bool = False
     logprobs: int | None = None
     stop: list[str] | None = None
     ratio: float | Literal["auto"] | None = None

@@ -132,7 +132,7 @@ def test_the_scripted_engine_is_handed_a_request(model: Any, scripted: ScriptedE
 
 @BOTH
 def test_other_providers_names_and_options_are_understood(model: Any, scripted: ScriptedEngine) -> None:
-    options = {"top_k": 5, "presence_penalty": 0.5, "frequency_penalty": -1.0}
+    options = {"top_k": 5, "presence_penalty": 0.5, "frequency_penalty": -1.0, "stop_repeating": True}
     model(engine=scripted, max_completion_tokens=7, stop_sequences=["never"], **options).invoke("Who?")
     sampling = scripted.requests[-1].sampling
     assert (sampling.max_tokens, sampling.stop) == (7, ("never",))

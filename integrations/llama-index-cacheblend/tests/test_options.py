@@ -148,7 +148,7 @@ def test_a_prompt_without_known_chunks_keeps_its_text_for_an_engine_that_is_a_cl
 
 
 def test_other_providers_names_and_options_are_understood(scripted: ScriptedEngine) -> None:
-    options = {"top_k": 5, "presence_penalty": 0.5, "frequency_penalty": -1.0}
+    options = {"top_k": 5, "presence_penalty": 0.5, "frequency_penalty": -1.0, "stop_repeating": True}
     CacheBlendLLM(engine=scripted, max_completion_tokens=7, stop_sequences=["x"], **options).chat(USER)
     sampling = scripted.asked[-1].sampling
     assert (sampling.max_tokens, sampling.stop) == (7, ("x",))
