@@ -133,10 +133,10 @@ class BlendPlan:
         late = tuple(chunk for chunk in self.missing if chunk.token_ids in entries)
         if not late:
             return self
-        missing = tuple(chunk for chunk in self.missing if chunk not in late)
+        missing, own = (tuple(c for c in each if c not in late) for each in (self.missing, self.own_missing))
         found = len(late) + sum(span.chunk is not None for span in (*self.exact, *self.stale))
         reason = f"stored KV for {found} of {found + len(missing)} chunks, {len(late)} of them too late and computed in place"
-        return replace(self, missing=missing, in_place=(*self.in_place, *late), reason=reason)
+        return replace(self, missing=missing, own_missing=own, in_place=(*self.in_place, *late), reason=reason)
 
     @property
     def stored_tokens(self) -> int:

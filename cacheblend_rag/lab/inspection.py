@@ -10,6 +10,7 @@ from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import ModelError
+from cacheblend_rag.lab.doctor.calibrated_engine import planner_of
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 
@@ -22,16 +23,10 @@ class PromptInspector:
         Raises:
             ModelError: The model is not blended, or the prompt has no token with stale KV.
         """
-        if engine.rope is None or not engine.gate.passed:
-            raise ModelError(f"This model is not blended, so there is nothing to look into: {engine.gate.reason}.")
-        self._engine, self._rope = engine, engine.rope
-        self.tokens = tokens
-        chunks = [span.chunk for span in tokens.spans]
-        engine.precompute(chunks)
-        engine.precompute_first(chunks[:1])
-        self._plan = engine.entries.plan(
-            self.tokens, lambda hand, ids: hand.get(ids, engine.num_layers), longest=engine.runner.longest
-        )
+        plan = planner_of(engine)
+        assert engine.rope is not None
+        self._engine, self._rope, self.tokens = engine, engine.rope, tokens
+        self._plan = plan(tokens)
         if not self._plan.stale:
             raise ModelError("This prompt has no chunk behind the first, so no KV of it is stale; use more chunks.")
 

@@ -152,6 +152,15 @@ def test_of_a_first_chunk_that_a_kv_writer_alone_has_written_the_models_own_kv_i
     assert ("the model's own KV of it was not stored" in plan.reason) == (first not in missing)
 
 
+def test_a_first_chunk_whose_own_kv_came_too_late_is_stored_already() -> None:
+    first, second, _ = CHUNKS
+    stored = [Chunk("", "", ()), second]
+    plan = planned(IDS[:HEADER], first, second, QUESTION, stored=stored, own=lambda _: None)
+    late = plan.after_late({first.token_ids})
+    assert (plan.own_missing, late.own_missing) == ((first,), ())
+    assert (late.missing, late.in_place) == ((), (first,))
+
+
 def test_only_behind_the_header_the_models_own_kv_is_wanted() -> None:
     first, second, _ = CHUNKS
     for pieces in ((IDS[:HEADER], TEXT, first, second, QUESTION), ((7, 8), first, second, QUESTION)):
