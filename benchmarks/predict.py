@@ -11,9 +11,9 @@ python benchmarks/predict.py [--shape llama-3.1-8b] [--chunks N] [--flops F] [--
 The defaults are an H200's: 770e12 bf16 FLOP/s and 4.3e12 bytes/s as large matrix products and copies reach them, 50e9 bytes/s
 over PCIe 5. 20 us is what a launch takes that machine through Python, hooks and all: the 2,346 of a blend at 0% took it 49 ms.
 
-"With graphs" is a blend whose stored KV is brought at once and whose passes are replayed: the launches in front of them, counted,
-one after another with the passes; the first pass that reads all layers waits for the bus where that takes longer
-(docs/performance.md).
+"With graphs" is a blend whose stored KV is brought at once and whose passes are replayed (docs/performance.md): copies begin
+behind the launches in front of them, and go on beside further launches and the first pass that reads all layers, which waits for
+each group of layers. A second pass begins behind the first, and the launches between them behind both.
 """
 
 from __future__ import annotations
@@ -108,11 +108,37 @@ class Counter(TorchDispatchMode):
         return out
 
 
+@dataclass(frozen=True)
+class Counted:
+    """Holds what one prompt asked of the host.
+
+    Attributes:
+        launches: Of all of it.
+        synchronisations: How often it waited for the device.
+        computed: Tokens.
+        marks: Launches by when copies were asked for, when all had been, and before each replay.
+    """
+
+    launches: int
+    synchronisations: int
+    computed: int
+    marks: tuple[int, ...] = ()
+
+
 class Replayed:
     """Stands for the engine's graphs: asks for what stands in front of a pass, and computes nothing."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._arrivals = runner, Arrivals(runner.device, runner.num_layers)
+        self.counter, self.marks = Counter(), [0]
+        self.groups = [end - begin for begin, end, _ in self._arrivals.groups]
+
+    def watch(self, counter: Counter) -> None:
+        """Note from now on how many launches ``counter`` has seen at each step."""
+        self.counter, self.marks = counter, []
+
+    def _mark(self) -> None:
+        self.marks.append(self.counter.launches)
 
     def lend(self, tokens: int) -> None:
         return None
@@ -124,10 +150,17 @@ class Replayed:
         transfer = transfer_to(self._runner.device)
         assert transfer is not None
         sent(stored.table(), self._runner.device)
-        bring(stored, transfer, self._arrivals, lambda begin, end, memory: memory[:1].zero_() and None, ())
+
+        def one_launch(_begin: int, _end: int, memory: torch.Tensor) -> None:
+            memory[:1].zero_()
+
+        self._mark()
+        bring(stored, transfer, self._arrivals, one_launch, ())
+        self._mark()
         return self._arrivals.wait
 
     def run(self, cache: Any, ids: torch.Tensor, positions: torch.Tensor, looks: Looks | None = None) -> torch.Tensor:
+        self._mark()
         for into in (ids, positions) if looks is None else (ids, positions, positions):
             sent(into, self._runner.device)
         if looks is not None:
@@ -145,35 +178,66 @@ def _engine(layers: int) -> TransformersEngine:
     return TransformersEngine(LlamaForCausalLM(config).eval(), device=simulated.NAME, header=(1, 2))
 
 
-def count_launches(
-    chunks: int, chunk_tokens: int, layers: int, replayed: bool = False
-) -> dict[str, tuple[int, int, int]]:
-    """Return launches, synchronisations and computed tokens of every method in a model of ``layers`` layers."""
-    counts: dict[int, dict[str, tuple[int, int, int]]] = {}
-    for few in (layers,) if replayed else (2, 4):  # the groups that are brought at once grow with depth
-        engine = _engine(few)
-        place = Workbench(engine, "", None, torch.device(simulated.NAME), torch.float32, 256)
-        prompt = place.prompt(place.random_chunks(chunks, chunk_tokens, 0), QUESTION, 0)
-        rank_for(engine, METHODS["static 5%"])
-        engine.precompute(place.random_chunks(chunks, chunk_tokens, 0))
-        if replayed:
-            engine.runner.graphs = Replayed(engine.runner)  # type: ignore[assignment]
-        counts[few] = {}
-        for name, settings in METHODS.items():
-            with Counter() as counter:
-                done = engine.generate(prompt, SamplingParams(max_tokens=1), settings)
-            counts[few][name] = counter.launches, counter.synchronisations, done.usage.computed_tokens
-        engine.close()
-    if replayed:
-        return counts[layers]
+def count_launches(chunks: int, chunk_tokens: int, layers: int) -> dict[str, Counted]:
+    """Return what every method asks for in a model of ``layers`` layers, without graphs."""
+    two, four = (_counted(chunks, chunk_tokens, few, replayed=False)[0] for few in (2, 4))
     return {
-        name: tuple(_extrapolate(a, b, layers) for a, b in zip(counts[2][name], counts[4][name], strict=True))
-        for name in METHODS
+        name: Counted(
+            a.launches + (four[name].launches - a.launches) * (layers - 2) // 2,
+            a.synchronisations + (four[name].synchronisations - a.synchronisations) * (layers - 2) // 2,
+            a.computed,
+        )
+        for name, a in two.items()
     }
 
 
-def _extrapolate(at_two: int, at_four: int, layers: int) -> int:
-    return at_two + (at_four - at_two) * (layers - 2) // 2
+def _counted(chunks: int, chunk_tokens: int, layers: int, replayed: bool) -> tuple[dict[str, Counted], list[int]]:
+    """Return what every method asks for, and how many layers are waited for together where passes are replayed."""
+    engine, found = _engine(layers), {}
+    place = Workbench(engine, "", None, torch.device(simulated.NAME), torch.float32, 256)
+    prompt = place.prompt(place.random_chunks(chunks, chunk_tokens, 0), QUESTION, 0)
+    rank_for(engine, METHODS["static 5%"])
+    engine.precompute(place.random_chunks(chunks, chunk_tokens, 0))
+    graphs = Replayed(engine.runner)
+    if replayed:
+        engine.runner.graphs = graphs  # type: ignore[assignment]
+    for name, settings in METHODS.items():
+        with Counter() as counter:
+            graphs.watch(counter)
+            done = engine.generate(prompt, SamplingParams(max_tokens=1), settings)
+        computed = done.usage.computed_tokens
+        found[name] = Counted(counter.launches, counter.synchronisations, computed, tuple(graphs.marks))
+    engine.close()
+    return found, graphs.groups
+
+
+def with_graphs(device: Device, asked: Counted, groups: list[int], passes: list[float], host: float) -> float:
+    """Return the seconds of a blend whose passes are replayed.
+
+    Args:
+        device: Where.
+        asked: What it asks for; the last of ``passes`` are the replays, those before run while KV is not needed yet.
+        groups: Layers that are waited for together.
+        passes: Seconds of each on the device.
+        host: Bytes of stored KV.
+    """
+    first, behind, *replays = asked.marks
+    layers, on_host = sum(groups), first * device.launch_s
+    now = on_host = max(on_host, sum(passes[: len(passes) - len(replays)]))
+    arrivals, each = [], (behind - first) * device.launch_s / len(groups)
+    for number, group in enumerate(groups):
+        # Copied in, read to be rotated, written, and read once more where pieces are joined.
+        takes = host * group / layers * (1 / device.bus + 4 / device.memory)
+        now = max(now, on_host + number * each) + takes
+        arrivals.append(now)
+    on_host += (behind - first) * device.launch_s
+    done, at = 0.0, behind
+    for launches, seconds in zip(replays, passes[-len(replays) :], strict=True):
+        done = on_host = max(on_host, done) + (launches - at) * device.launch_s
+        at = launches
+        for group, arrival in zip(groups, arrivals, strict=True):
+            done = max(done, arrival) + seconds * group / layers
+    return max(done, on_host + (asked.launches - at) * device.launch_s)
 
 
 @dataclass(frozen=True)
@@ -207,10 +271,10 @@ def predict(shape: Shape, device: Device, chunks: int, chunk_tokens: int) -> dic
     prompt = chunks * chunk_tokens + QUESTION
     stale = (chunks - 1) * chunk_tokens
     counts = count_launches(chunks, chunk_tokens, shape.layers)
-    replays = count_launches(chunks, chunk_tokens, shape.layers, replayed=True)
+    replays, groups = _counted(chunks, chunk_tokens, shape.layers, replayed=True)
     costs = {}
     for name, settings in METHODS.items():
-        launches, syncs, computed = counts[name]
+        launches, syncs, computed = counts[name].launches, counts[name].synchronisations, counts[name].computed
         whole = settings.reuse == "off"
         passes = [shape.a_pass(computed, prompt / 2 if whole else (prompt + chunk_tokens) / 2, shape.layers, True)]
         if settings.policy == "hkvd":
@@ -218,24 +282,19 @@ def predict(shape: Shape, device: Device, chunks: int, chunk_tokens: int) -> dic
         if settings.policy == "static-query":
             passes.insert(0, shape.a_pass(QUESTION, prompt, shape.layers, True))
         host = 0 if whole else BF16 * shape.kv_width * chunks * chunk_tokens * shape.layers
-        placed = 4 * host  # copied in, read to be rotated, written, and read once more where pieces are joined
         computing = [max(f / device.flops, b / device.memory) for f, b in passes]
-        reading = 1 if settings.policy == "hkvd" else 0  # which pass is the first to read all layers
-        computing[reading] += placed / device.memory
         times = {
-            "compute": sum(computing),
+            "compute": sum(computing) + 4 * host / device.memory,
             "launches": launches * device.launch_s,
             "loading": host / device.bus,
         }
         limit = max(times, key=lambda what: times[what])
         flops, moved = (sum(side) for side in zip(*passes, strict=True))
-        asked = replays[name][0]
-        with_graphs = asked * device.launch_s + sum(computing) + max(0.0, times["loading"] - computing[reading])
-        if whole:
-            asked, with_graphs = launches, times[limit]
+        replayed = times[limit] if whole else with_graphs(device, replays[name], groups, computing, host)
         costs[name] = Cost(
-            computed, flops, moved + placed, host, launches, syncs, times[limit], limit, asked, with_graphs
-        )
+            computed, flops, moved + 4 * host, host, launches, syncs, times[limit], limit,
+            launches if whole else replays[name].launches, replayed,
+        )  # fmt: skip
     return costs
 
 

@@ -88,6 +88,19 @@ def test_predicted_work_follows_the_shape() -> None:
     assert moved == pytest.approx(flops, rel=0.01)  # one token: each weight, two bytes, is read for two FLOPs
 
 
+def test_a_replayed_pass_begins_behind_its_launches_and_waits_for_each_group_of_layers() -> None:
+    device = predict.Device(flops=1.0, memory=1e30, bus=10.0, launch_s=0.01)
+    once = predict.Counted(11, 1, 1, marks=(3, 8, 9))
+    # Copies begin at .03 and take 4 s, half for each group; the second group's share of the pass is computed behind them.
+    assert predict.with_graphs(device, once, [1, 1], [1.0], 40.0) == pytest.approx(0.03 + 4 + 0.5)
+    # Where the device takes longer, it begins behind all launches, with what has arrived by then.
+    assert predict.with_graphs(device, once, [1, 1], [9.0], 0.4) == pytest.approx(0.09 + 9)
+    twice = predict.Counted(13, 1, 1, marks=(3, 8, 9, 12))
+    assert predict.with_graphs(device, twice, [1, 1], [1.0, 2.0], 40.0) == pytest.approx(0.03 + 4 + 0.5 + 0.03 + 2)
+    # A pass before that needs no stored KV: copies are asked for behind it.
+    assert predict.with_graphs(device, once, [1, 1], [5.0, 1.0], 40.0) == pytest.approx(5 + 4 + 0.5)
+
+
 @pytest.mark.slow
 def test_a_profile_names_the_operators_of_both_ways() -> None:
     run = [sys.executable, "benchmarks/profile_blend.py", "--random-weights", "llama:2x256", "--chunks", "2", "--json"]
