@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -278,9 +279,10 @@ def origins(
         # Header and first chunk come from the store together, which may keep them in fewer bits.
         start = 0 if inside[0][0] == header_tokens else inside[0][0]
         end = turn_ends[turn] if turn < len(turn_ends) else len(token_ids)
-        shaping = list(token_ids[start:end]) if watches_question else []
-        text = json.dumps([inside, dict(how), shaping], sort_keys=True)
-        found.append(Origin(start, xxhash.xxh3_128_hexdigest(text.encode())))
+        key = xxhash.xxh3_128(json.dumps([inside, dict(how)], sort_keys=True).encode())
+        if watches_question:
+            key.update(array("q", token_ids[start:end]))
+        found.append(Origin(start, key.hexdigest()))
     return tuple(found)
 
 

@@ -25,7 +25,7 @@ from cacheblend_rag import (
     bundled_questions,
 )
 
-SAMPLING = SamplingParams(max_tokens=256)
+SAMPLING = SamplingParams(max_tokens=256, stop_repeating=True)
 FILE_TYPES = [".txt", ".md", ".html", ".pdf"]
 
 
