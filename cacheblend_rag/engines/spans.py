@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from cacheblend_rag import spans
@@ -57,7 +56,7 @@ class RequestSpans:
         """Use as a context manager that ends the spans; the request's own is not made current, for streams are used outside."""
         return self
 
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self.trace is not None:
             _add_parts(self._span, self.trace.events())
         if error is not None:

@@ -44,6 +44,15 @@ class LayerSource(Protocol):
         """
 
 
+def read_bytes(source: LayerSource, offset: int, nbytes: int) -> bytes:
+    """Return some of the bytes of ``source``; raises as it does."""
+    if offset + nbytes > source.nbytes:
+        raise ValueError(f"{source.nbytes} bytes, which is too few")
+    data = plain(nbytes)
+    source.read(offset, data)
+    return data.numpy().tobytes()
+
+
 class BytesSource:
     """Holds an entry's bytes in memory."""
 
@@ -232,14 +241,14 @@ class SealedSource:
             ) from error
 
     def _open(self, key: bytes, name: KVKey) -> None:
-        first = self._bytes(0, _FIRST)
+        first = read_bytes(self._sealed, 0, _FIRST)
         count: int
         (count,) = _COUNT.unpack(first[-_COUNT.size :])
         if first.startswith(SEALED) and not first.startswith(MAGIC):
             raise InputError("it is encrypted in another version's way")
         if not first.startswith(MAGIC) or not 0 < count <= _MOST_PARTS:
             raise ValueError("not an encrypted entry")
-        table = self._bytes(_FIRST, 8 * count)
+        table = read_bytes(self._sealed, _FIRST, 8 * count)
         sizes = struct.unpack(f"<{count}Q", table)
         self._prefix = first + table
         self._begins = [0, *accumulate(sizes)]
@@ -279,13 +288,6 @@ class SealedSource:
             self._cipher.decrypt_into(_nonce(number), data.numpy().data, self._prefix, into.numpy().data)
         except InvalidTag:
             raise ValueError("it is not genuine: changed, or encrypted by another key") from None
-
-    def _bytes(self, offset: int, nbytes: int) -> bytes:
-        if offset + nbytes > self._sealed.nbytes:
-            raise ValueError(f"{self._sealed.nbytes} bytes, which is too few")
-        data = plain(nbytes)
-        self._sealed.read(offset, data)
-        return data.numpy().tobytes()
 
 
 def _room(nbytes: int) -> torch.Tensor:
