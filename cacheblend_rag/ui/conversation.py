@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.ui.collection import Collection
@@ -110,8 +111,7 @@ class Conversation:
         exchange.prompt, exchange.hits, exchange.notes = asked
         exchange.retrieve_s = found.seconds
         yield exchange
-        stream = engine.stream(exchange.prompt, choices.sampling, choices.settings)
-        try:
+        with closing(cast(Any, engine.stream(exchange.prompt, choices.sampling, choices.settings))) as stream:
             for event in stream:
                 if event.generation is None and self._current is not exchange:
                     return
@@ -119,10 +119,6 @@ class Conversation:
                 exchange.generation = event.generation
                 if event.text:
                     yield exchange
-        finally:
-            close = getattr(stream, "close", None)
-            if close is not None:
-                close()
         assert exchange.generation is not None
         exchange.fate = prompt_fate(engine, exchange.prompt, exchange.generation, choices.settings)
         exchange.outcome = "done"

@@ -14,7 +14,7 @@ from cacheblend_rag.blending.rope import CosSin, Move, Rope, differ, rope_of_run
 from cacheblend_rag.blending.target import BlendTarget, StopForward, Watch
 from cacheblend_rag.blending.transfer import sent, whole_numbers
 from cacheblend_rag.engines.models import longest_blendable
-from cacheblend_rag.engines.transformers.attention import NAME, Looks, looking, scattered
+from cacheblend_rag.engines.transformers.attention import NAME, Looks, additive, looking, scattered
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.graphs import Graphs
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
@@ -162,9 +162,7 @@ class ModelRunner:
             allowed = causal
             if kind == "sliding_attention" and self.window is not None:
                 allowed = causal & (keys > positions[:, None] - self.window)
-            # Additive, since eager attention adds it.
-            mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
-            return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)[None, None]
+            return additive(allowed, self.dtype)[None, None]
 
         if self._layer_types is None:
             return build("sliding_attention")

@@ -163,10 +163,7 @@ class Saver:
 
     def take_written(self) -> dict[str, str]:
         """Return the receipts since the last call."""
-        written: dict[str, str] = {}
-        for name in list(self._written):
-            written[name] = self._written.pop(name)
-        return written
+        return {name: self._written.pop(name) for name in list(self._written)}
 
     def close(self) -> None:
         """Finish what is being written."""
