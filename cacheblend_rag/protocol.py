@@ -57,12 +57,9 @@ class NamedChunks(StrictModel):
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Holds what a request asks for beside OpenAI's fields: ``cacheblend`` and ``chunk_ids``. All of it is optional.
+    """Holds what a request asks for beside OpenAI's fields, all of it optional: blend options, and what :class:`NamedChunks` has.
 
-    Attributes:
-        settings: The blend options (:class:`~cacheblend_rag.blending.settings.BlendSettings`).
-        chunk_ids: See :class:`NamedChunks`; each once.
-        spans: See :class:`NamedChunks`.
+    Each of ``chunk_ids`` is there once.
     """
 
     settings: BlendSettings

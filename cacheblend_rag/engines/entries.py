@@ -169,10 +169,7 @@ class Entries:
     def get(self, token_ids: Sequence[int], num_layers: int, kv_heads: int = 0) -> StoredKV | None:
         """Return this rank's shard, cut from the whole entry if that is what is stored (by another engine, say).
 
-        Args:
-            token_ids: The chunk's.
-            num_layers: An entry of another depth is a miss.
-            kv_heads: KV heads on this rank, where there are several.
+        An entry of another depth is a miss. ``kv_heads`` are those on this rank, where there are several.
         """
         wanted = len(token_ids) or len(self.header_ids), num_layers
         shards = (self._shard(owner, token_ids, kv_heads) for owner in self._owners)

@@ -31,12 +31,7 @@ class RequestSpans:
     """
 
     def __init__(self, namespace: str, side: spans.Side = "internal"):
-        """Begin a request.
-
-        Args:
-            namespace: Of the engine that answers it.
-            side: Whether another process answers it.
-        """
+        """Begin a request to an engine within ``namespace``; of another process it is the client's ``side``."""
         self._span = spans.begin("cacheblend.generate", side)
         self.trace = Trace() if self._span.is_recording() else None
         if self.trace is not None:

@@ -222,11 +222,8 @@ class ChunkRegistry:
     def places(self, text: str, barred: Sequence[Range] = ()) -> list[tuple[int, Chunk]]:
         """Return where known chunks stand in ``text``, ascending.
 
-        At each position from the left the longest chunk that stands there is taken, and the search goes on behind it.
-
-        Args:
-            text: Plain text.
-            barred: Character ranges that no chunk may overlap: ascending, apart.
+        At each position from the left the longest chunk that stands there is taken, and the search goes on behind it. None may
+        overlap a range of characters that is ``barred`` (ascending, apart).
         """
         found: list[tuple[int, Chunk]] = []
         end = 0

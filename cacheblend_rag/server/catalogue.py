@@ -45,16 +45,10 @@ class ChunkCatalogue:
         clock: Callable[[], float] = time.time,
         writer: WrittenBy | None = None,
     ):
-        """Open the files in ``directory`` (None: keep nothing) and register what they hold for this model.
+        """Open the files in the store ``directory`` (None: keep nothing) and register what they hold for this model.
 
-        Args:
-            directory: The store directory.
-            registry: What finds chunks in prompts.
-            fingerprint: The model's identity.
-            namespace: Name of the one that the chunks are in.
-            quota: Limits what may be registered, and how long it stays.
-            clock: What tells the time, in seconds since the epoch.
-            writer: The KV writer that computes the KV of chunks; None for the model itself.
+        The ``quota`` limits what may be registered, and how long it stays by the ``clock`` (seconds since the epoch). ``writer``
+        computes the KV of chunks; None for the model itself.
 
         Raises:
             StoreError: A file there cannot be used.

@@ -66,15 +66,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def append(self, ids: torch.Tensor, cache: PositionedCache | ModelsOwnCache, offset: int = 0) -> torch.Tensor:
-        """Run the next tokens ``[batch, tokens]`` with the model's own masks.
+        """Run the next tokens ``[batch, tokens]`` with the model's own masks; return the last one's logits ``[batch, vocab]``.
 
-        Args:
-            ids: Token ids.
-            cache: Cache of the tokens before them.
-            offset: Added to all positions (attention between the tokens stays as it is).
-
-        Returns:
-            The last token's logits ``[batch, vocab]``.
+        ``offset`` is added to all positions: attention between the tokens stays as it is.
         """
         if isinstance(cache, ModelsOwnCache):
             return cache.run(self.model, ids, self._says_positions, **self._kept(1))
@@ -112,14 +106,8 @@ class ModelRunner:
     ) -> LayerKV | torch.Tensor:
         """Run the tokens ``ids``, ``[tokens]``, on the device, at ascending ``positions``, ``[tokens]``, in host memory.
 
-        Args:
-            ids: Token ids.
-            positions: Where they stand.
-            at: The same on the device.
-            visible: How many slots of the cache are looked at; more than the last position.
-            cache: The sequence's.
-            before_layer: Called with each layer's index before it writes or reads KV.
-            stop_layer: Layer at which to stop.
+        ``at`` are the same on the device. The first ``visible`` slots of the cache, more than the last position, are seen.
+        ``before_layer`` is called with each layer's index before it writes or reads KV.
 
         Returns:
             The stop layer's fresh KV, or without a stop layer the last token's logits ``[vocab]``.

@@ -75,15 +75,10 @@ class PagedGraphs:
         pages: tuple[int, int],
         device: torch.device,
     ):
-        """Capture nothing yet: a pass is captured when one of its width has run a second time.
+        """Capture nothing yet: a pass (the model's ``scatter`` or ``look``) is captured when one of its width has run twice.
 
-        Args:
-            scatter: See :meth:`~cacheblend_rag.engines.vllm.paged.PagedModel.scatter`.
-            look: See :meth:`~cacheblend_rag.engines.vllm.paged.PagedModel.look`.
-            arrived: Lets the stream wait for the stored KV of a layer; captured along.
-            agree: Says whether something holds on every tensor-parallel rank.
-            pages: How many a sequence has at the most, and tokens in one.
-            device: The model's.
+        ``arrived`` lets the stream wait for a layer's stored KV, and is captured along; ``agree`` says whether something holds on
+        every tensor-parallel rank; ``pages`` are how many a sequence has at the most, and the tokens in one.
         """
         self._scatter, self._look, self._arrived, self._device = scatter, look, arrived, device
         self._most_pages, self._keys = pages[0], min(pages[0] * pages[1], _MOST_LOOKED_AT)

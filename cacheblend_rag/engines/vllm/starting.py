@@ -180,12 +180,7 @@ def _end() -> None:
 
 
 class StartError(ModelError):
-    """vLLM did not start.
-
-    Attributes:
-        model: The model's name.
-        cause: What vLLM raised.
-    """
+    """vLLM did not start with a model; ``cause`` is what it raised."""
 
     def __init__(self, model: str, cause: BaseException, why: str):
         super().__init__(f"vLLM does not start with {model!r}: {why}")
