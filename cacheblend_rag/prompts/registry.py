@@ -71,11 +71,9 @@ class ChunkRegistry:
         self.add(chunks)
 
     def attach(self, source: ChunkSource, lent: bool = False) -> None:
-        """Know the chunks of ``source``, too, and what becomes of them: see :meth:`follow`.
+        """Know the chunks of ``source``, which may be ``lent``, too, and what becomes of them: see :meth:`follow`.
 
-        Args:
-            source: Of two sources that have an id, the one attached first is asked.
-            lent: Whether it belongs to another registry.
+        Of two sources that have an id, the one attached first is asked.
 
         Raises:
             InputError: There are too many of them.

@@ -91,13 +91,8 @@ class Inventory(Closing):
     ) -> IndexReport | None:
         """Return the report of indexing files again, where that has nothing to do; None where it has, or only a model can tell.
 
-        It warns as that would where the KV is another hand's.
-
-        Args:
-            found: The files.
-            model: Name of the model that would do it.
-            writer: Its KV writer, as an engine takes it.
-            made_with: What :class:`IndexConfig` would have besides; None for the index's own.
+        It warns as that would where the KV is another hand's. The ``model`` is named, the KV writer given as an engine takes it;
+        ``made_with`` is what :class:`IndexConfig` would have besides, None for the index's own.
 
         Raises:
             InputError: The writer cannot be read.

@@ -192,13 +192,8 @@ def seal(data: bytes, ends: Sequence[int], name: KVKey, keys: Keyring) -> Iterat
     """Yield an entry encrypted, piece by piece; each piece is good until the next.
 
     Each entry has a key of its own, made from the namespace's, a random salt and the entry's name; under it every part has its
-    number as nonce. So a nonce would come twice under one key only if a salt of 128 bits did, for the same name.
-
-    Args:
-        data: The entry's file.
-        ends: Where its parts end; the last is the end of the file.
-        name: The key that it is stored under.
-        keys: The namespaces' keys.
+    number as nonce. So a nonce would come twice under one key only if a salt of 128 bits did, for the same name. The parts of
+    ``data``, the entry's file, end at ``ends``, of which the last is its own.
     """
     cuts = [0]
     for end in ends:

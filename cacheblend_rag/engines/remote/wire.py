@@ -25,12 +25,9 @@ _BATCH_ITEMS, _BATCH_BYTES = 64, 4 << 20
 
 
 def completion_request(model: str, request: Request, prefix: str = "") -> dict[str, Any]:
-    """Return the arguments of a streamed completion.
+    """Return the arguments of a streamed completion by the model that the server has under a name.
 
-    Args:
-        model: Name the server has it under.
-        request: What to ask.
-        prefix: What the server's tokenizer puts before a text by itself: a text that spells it is sent without.
+    ``prefix`` is what the server's tokenizer puts before a text by itself: a text that spells it is sent without.
 
     Raises:
         InputError: The JSON schema is no JSON.

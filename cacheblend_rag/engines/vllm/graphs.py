@@ -48,12 +48,8 @@ class Given(NamedTuple):
 class _Captured:
     """Holds what a graph reads, what runs it, and what it leaves.
 
-    Attributes:
-        tokens: Token ids, positions and slots, ``[3, tokens]``.
-        where: The sequence's pages, int32; for a question the slots of all its keys.
-        shares: ``[tokens]``, fp32.
-        left: What it leaves.
-        replay: Runs it.
+    ``tokens`` are ids, positions and slots, ``[3, tokens]``; ``where`` is the sequence's pages, int32, or of a question the slots
+    of all its keys; ``shares`` is ``[tokens]``, fp32.
     """
 
     tokens: torch.Tensor

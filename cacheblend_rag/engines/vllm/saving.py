@@ -48,11 +48,9 @@ class Saver:
         self._paged, self._rope = paged, rope
 
     def save(self, saves: Sequence[Save], refusal: str) -> None:
-        """Begin to copy prompts out of the paged cache, and hand them to the writer.
+        """Begin to copy prompts, or parts of them, out of the paged cache; hand those to the writer whose last part it is.
 
-        Args:
-            saves: The prompts, or parts of them: a prompt is complete with its last part.
-            refusal: Why this model's KV is not stored; empty if it is.
+        ``refusal`` says why this model's KV is not stored; it is empty if it is.
         """
         for save in saves:
             tokens = save.token_ids[save.job.start :] if save.job.start or not self._entries.header_ids else ()
