@@ -28,19 +28,10 @@ Outcome = Literal["answering", "done", "stopped", "failed"]
 
 @dataclass
 class Exchange:
-    """A question, and all that is known of its answer so far.
+    """A question, and all that is known of its answer so far; where there was an error its words are the text.
 
-    Attributes:
-        question: The question.
-        text: The answer so far; the error's words where there was one.
-        outcome: How it stands.
-        hits: The chunks in the prompt, in its order.
-        prompt: The prompt, tokenised; None before retrieval.
-        engine: What answered.
-        generation: What the engine reports; None before the answer's end.
-        fate: What became of the prompt's tokens, likewise.
-        retrieve_s: Seconds of retrieval.
-        notes: What the user should know besides.
+    There is no prompt before retrieval, whose ``hits`` it holds in its order; before the answer's end there is no ``generation``,
+    as the engine reports it, and no ``fate`` of the prompt's tokens. The user should know the ``notes`` besides.
     """
 
     question: str
