@@ -22,16 +22,19 @@ TOKENIZER_PROBE = "Ships' logs: 1911, naïve café — 東京 🙂\n\n\tif x != 
 MAX_TEXTS = 4096
 MAX_HOLDER = 200
 MAX_METADATA = 1 << 16  # bytes of one chunk's as JSON: they count in no quota
-_STRICT = ConfigDict(extra="forbid")
 
 
-class SpanBody(BaseModel):
+class StrictModel(BaseModel):
+    """Refuses fields that it does not know."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class SpanBody(StrictModel):
     """A chunk in a prompt of token ids: positions ``start`` (inclusive) to ``end`` (exclusive).
 
     ``text`` lets the server store the chunk if it has never seen it, and the id is that of the text.
     """
-
-    model_config = _STRICT
 
     id: Annotated[str, AfterValidator(checked_id)] = Field(min_length=1, max_length=512)
     start: int = Field(ge=0)
@@ -39,7 +42,7 @@ class SpanBody(BaseModel):
     text: str | None = None
 
 
-class NamedChunks(BaseModel):
+class NamedChunks(StrictModel):
     """Says which chunks a request names, and where they stand.
 
     Attributes:
@@ -48,20 +51,15 @@ class NamedChunks(BaseModel):
         spans: For a prompt of token ids: where its chunks stand.
     """
 
-    model_config = _STRICT
-
     chunk_ids: tuple[str, ...] = Field(default=(), max_length=MAX_TEXTS)
     spans: tuple[SpanBody, ...] = Field(default=(), max_length=MAX_TEXTS)
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Holds what a request asks for beside OpenAI's fields: ``cacheblend`` and ``chunk_ids``. All of it is optional.
+    """Holds what a request asks for beside OpenAI's fields, all of it optional: blend options, and what :class:`NamedChunks` has.
 
-    Attributes:
-        settings: The blend options (:class:`~cacheblend_rag.blending.settings.BlendSettings`).
-        chunk_ids: See :class:`NamedChunks`; each once.
-        spans: See :class:`NamedChunks`.
+    Each of ``chunk_ids`` is there once.
     """
 
     settings: BlendSettings
@@ -101,10 +99,8 @@ def first_problem(error: ValidationError) -> str:
     return f"{place}: {detail['msg']}" if place else str(detail["msg"])
 
 
-class ChunkBody(BaseModel):
+class ChunkBody(StrictModel):
     """A text that is already cut. Without ``id`` and ``token_ids`` they are made from the text."""
-
-    model_config = _STRICT
 
     text: str = Field(min_length=1)
     id: str | None = Field(default=None, min_length=1, max_length=512)
@@ -112,10 +108,8 @@ class ChunkBody(BaseModel):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
-class PrecomputeBody(BaseModel):
+class PrecomputeBody(StrictModel):
     """The body of ``POST /v1/chunks``: ``texts`` or ``chunks``, and the ``holder`` that they are registered for."""
-
-    model_config = _STRICT
 
     texts: tuple[str, ...] = Field(default=(), max_length=MAX_TEXTS)
     chunks: tuple[ChunkBody, ...] = Field(default=(), max_length=MAX_TEXTS)

@@ -44,13 +44,9 @@ class _Silent:
 
 
 def begin(name: str, side: Side = "internal", parent: Context | None = None, begun: float | None = None) -> Span:
-    """Begin a span.
+    """Begin a span, called as ``cacheblend.generate``, as a part of ``parent``, by default of the span that is current.
 
-    Args:
-        name: As ``cacheblend.generate``.
-        side: Whether it is a client's or a server's side of a request.
-        parent: None takes the span that is current.
-        begun: When it began, by ``time.perf_counter``; None is now.
+    ``begun`` is when it began, by ``time.perf_counter``; None is now.
     """
     if not _told:
         return cast("Span", _Silent())

@@ -196,13 +196,10 @@ def decide(load: Load, costs: Costs) -> Decision:
 
 
 def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: float = 0.0) -> Choice:
-    """Return what to use of ``plan`` to be soonest, and the lowest ratio to blend it by.
+    """Return what to use of ``plan`` to be soonest, and the lowest ratio to blend it by; positions before its start cost nothing.
 
-    Args:
-        plan: What is stored, and where; its positions before ``start`` cost nothing.
-        terms: What all is reckoned by.
-        ratio: The lowest ratio that the model needs, or the rule that says so of the chunks that are used.
-        waits_s: See :class:`Load`.
+    ``ratio`` is the lowest that the model needs, or the rule that says so of the chunks that are used; ``waits_s``: see
+    :class:`Load`.
     """
     spans = _chunks_of(plan)
     wanted = plan.candidates if terms.wants_static(ratio) else ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 import torch
 
@@ -94,9 +93,7 @@ class LayerLoader:
     def __enter__(self) -> LayerLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Stop reading. Where the blend has failed, nobody waits for reads that have begun: they may be what is late."""
         self._reads.close(wait=error is None)
 

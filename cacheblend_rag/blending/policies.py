@@ -112,7 +112,6 @@ class HKVDPolicy(SelectionPolicy):
     effort = 3.6
 
     def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return the KV deviation."""
         assert candidates.deviation is not None
         return candidates.deviation
 
@@ -125,7 +124,6 @@ class StaticPolicy(SelectionPolicy):
     effort = 1.8
 
     def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return the static deviation."""
         assert candidates.static is not None
         return candidates.static
 
@@ -143,7 +141,6 @@ class StaticQueryPolicy(SelectionPolicy):
     without_static = "query"
 
     def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return the product."""
         assert candidates.static is not None
         assert candidates.attention is not None
         return candidates.static.sqrt() * candidates.attention
@@ -159,7 +156,6 @@ class QueryPolicy(SelectionPolicy):
     needs_attention = True
 
     def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return the question's attention."""
         assert candidates.attention is not None
         return candidates.attention
 

@@ -79,12 +79,7 @@ class ModelProfile:
         return bool(self.calibrated) or self.blockwise
 
     def resolve(self, settings: BlendSettings, num_layers: int, controlled: bool = False) -> ResolvedSettings:
-        """Return ``settings`` with nothing left open.
-
-        Args:
-            settings: What a request gives.
-            num_layers: Of the model.
-            controlled: Whether there is a loading controller to choose the ratio.
+        """Return a request's ``settings`` with nothing left open; if ``controlled`` a loading controller chooses the ratio.
 
         Raises:
             InputError: A check layer that a model of ``num_layers`` layers does not have, or a ratio of ``"auto"`` where

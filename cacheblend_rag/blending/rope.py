@@ -61,9 +61,7 @@ class Rope:
     def rotations(self, source: torch.Tensor, target: torch.Tensor) -> list[Rotation]:
         """Return one delta rotation per table, to be reused by all layers.
 
-        Args:
-            source: Positions ``[tokens]`` the keys were computed at.
-            target: Positions ``[tokens]`` they are wanted at.
+        It turns keys computed at the positions ``source``, ``[tokens]``, to the positions ``target``, ``[tokens]``.
         """
         for index, table in enumerate(self._tables):
             if index not in self._columns:

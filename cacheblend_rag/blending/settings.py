@@ -120,14 +120,7 @@ class BlendSettings(_How):
 class ResolvedSettings(_How):
     """Holds what is done with a prompt's stored KV, nothing left open; :meth:`ModelProfile.resolve` makes it.
 
-    Attributes:
-        ratio: See :class:`BlendSettings`; so are the next two.
-        policy: Its policy.
-        check_layers: Its check layers.
-        reuse: What of the stored KV is used at all.
-
-    Raises:
-        InputError: As there.
+    ``reuse`` says what of the stored KV is used at all; the rest is as of :class:`BlendSettings`, errors too.
     """
 
     ratio: Ratio

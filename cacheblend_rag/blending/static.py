@@ -76,13 +76,7 @@ def static_deviation(alone: StoredKV, behind: Sequence[LayerKV], start: int, rop
 
 
 def static_parts(alone: StoredKV, behind: Sequence[LayerKV], start: int, rope: Rope) -> torch.Tensor:
-    """Compare a chunk's KV alone with that behind a probe.
-
-    Args:
-        alone: The chunk computed behind the header.
-        behind: The same tokens computed behind header and probe, each layer ``[kv_heads, tokens, head_dim]``.
-        start: Position of the first of them there.
-        rope: The model's rotation.
+    """Compare a chunk's KV behind the header ``alone`` with that ``behind`` header and probe, from the position ``start`` on.
 
     Returns:
         What :meth:`Distances.of` takes, ``[2 * (layers - 1), tokens + 2]`` on the device of ``behind``: squared distances, sum of

@@ -99,10 +99,7 @@ class Transfer:
     def stage(self, slot: Slot, reads: Iterable[LayerKV], tokens: int) -> Staged:
         """Begin to copy one layer of all spans to ``slot``; the next span is read while the former is copied.
 
-        Args:
-            slot: Where to; what was there must have been given back by :meth:`used`.
-            reads: Each span's KV in host memory.
-            tokens: How many tokens they have together.
+        What was there must have been given back by :meth:`used`. ``reads`` are each span's KV in host memory, all of ``tokens``.
         """
         staged = Staged(slot)
         sources: list[torch.Tensor] = []
@@ -140,10 +137,7 @@ class Transfer:
     def bring(self, steps: Sequence[Step], dtype: torch.dtype, used: Sequence[torch.Tensor]) -> None:
         """Begin with all ``steps``, one behind another beside what is computed; they come behind what the caller has queued.
 
-        Args:
-            steps: What to copy, all of ``dtype``, and what to do with it.
-            dtype: See ``steps``.
-            used: What the steps use on the device beside the copies.
+        What they copy is all of ``dtype``; ``used`` is what they use on the device beside the copies.
         """
         using = self._module.current_stream(self._device)
         sources: list[torch.Tensor] = []

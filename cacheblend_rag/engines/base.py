@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import methodcaller
@@ -23,6 +23,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, text_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore
+from cacheblend_rag.store.base import Closing
 from cacheblend_rag.store.files import DEFAULT, DEFAULT_NAME, Namespace
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 
@@ -42,7 +43,7 @@ class Request:
     settings: ResolvedSettings
 
 
-class BlendEngine(ABC):
+class BlendEngine(Closing):
     """A model that answers prompts made of text and chunks, reusing the chunks' stored KV.
 
     Safe to call from several threads; how much runs side by side is the engine's business.
@@ -249,10 +250,10 @@ class BlendEngine(ABC):
             if chunk is not None and self.entries is not None:
                 self.entries.warm(chunk.token_ids)
 
-    def flush(self) -> None:  # noqa: B027 - most engines write before they return
+    def flush(self) -> None:  # most engines write before they return
         """Wait until the chunks that answers found missing have been written back."""
 
-    def reset_prefix_cache(self) -> None:  # noqa: B027 - most engines have none
+    def reset_prefix_cache(self) -> None:  # most engines have none
         """Empty the engine's own prefix cache, so that the next prompt finds the store alone (for measuring)."""
 
     @abstractmethod
@@ -295,12 +296,6 @@ class BlendEngine(ABC):
                 "RemoteEngine, or a model given by name, which each process opens for itself."
             )
         return self._reopen, ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def check_length(prompt_tokens: int, max_tokens: int, context_window: int) -> None:

@@ -143,9 +143,13 @@ class Entries:
         return next((owner for owner in self._owners if self._has(owner, token_ids)), None)
 
     def _has(self, owner: str, token_ids: Sequence[int]) -> bool:
-        if self.store.contains(self._key(owner, token_ids)):
+        return self._each_rank(self.store.contains, owner, token_ids)
+
+    def _each_rank(self, holds: Callable[[KVKey], bool], owner: str, token_ids: Sequence[int]) -> bool:
+        """Say whether something holds of the whole entry, or of every rank's shard."""
+        if holds(self._key(owner, token_ids)):
             return True
-        return self._ranks > 1 and all(map(self.store.contains, self._written_keys(owner, token_ids)))
+        return self._ranks > 1 and all(map(holds, self.written_keys(token_ids, owner)))
 
     def entry(self, token_ids: Sequence[int]) -> EntryInfo | None:
         """Return what the store lists of this rank's part, its size and tier, without reading it.
@@ -165,10 +169,7 @@ class Entries:
     def get(self, token_ids: Sequence[int], num_layers: int, kv_heads: int = 0) -> StoredKV | None:
         """Return this rank's shard, cut from the whole entry if that is what is stored (by another engine, say).
 
-        Args:
-            token_ids: The chunk's.
-            num_layers: An entry of another depth is a miss.
-            kv_heads: KV heads on this rank, where there are several.
+        An entry of another depth is a miss. ``kv_heads`` are those on this rank, where there are several.
         """
         wanted = len(token_ids) or len(self.header_ids), num_layers
         shards = (self._shard(owner, token_ids, kv_heads) for owner in self._owners)
@@ -199,11 +200,7 @@ class Entries:
     def has_static(self, token_ids: Sequence[int]) -> bool:
         """Say whether every rank will find an entry's static deviation, which `static` policies need."""
         owner = self._owner(token_ids)
-        if owner is None:
-            return False
-        if self._has_static(self._key(owner, token_ids)):
-            return True
-        return self._ranks > 1 and all(map(self._has_static, self._written_keys(owner, token_ids)))
+        return owner is not None and self._each_rank(self._has_static, owner, token_ids)
 
     def _has_static(self, key: KVKey) -> bool:
         found = self.store.get(key)
@@ -229,15 +226,12 @@ class Entries:
         return list(dict.fromkeys(key for hand in self.hands for key in hand._keys(own, token_ids)))
 
     def _keys(self, owner: str, token_ids: Sequence[int]) -> list[KVKey]:
-        return list(dict.fromkeys([self._key(owner, token_ids), *self._written_keys(owner, token_ids)]))
+        return list(dict.fromkeys([self._key(owner, token_ids), *self.written_keys(token_ids, owner)]))
 
-    def written_keys(self, token_ids: Sequence[int]) -> list[KVKey]:
-        """Return the keys under which the ranks together store an entry."""
-        return self._written_keys(self.namespace.name, token_ids)
-
-    def _written_keys(self, owner: str, token_ids: Sequence[int]) -> list[KVKey]:
+    def written_keys(self, token_ids: Sequence[int], owner: str | None = None) -> list[KVKey]:
+        """Return the keys under which the ranks together store an entry, in the namespace itself or in another one."""
         ranks: Iterable[int | None] = (None,) if self._ranks == 1 else range(self._ranks)
-        return [self._key(owner, token_ids, rank) for rank in ranks]
+        return [self._key(owner or self.namespace.name, token_ids, rank) for rank in ranks]
 
     def own_key(self, token_ids: Sequence[int]) -> KVKey:
         """Return the key this rank stores under."""

@@ -24,11 +24,7 @@ def made_of_gguf(file: Path, cache: Path) -> Path:
     """Return the Hugging Face directory of a GGUF file: config, tokenizer, and weights in bf16.
 
     It is made at the first call, which takes about 20 s for 100 MB, and checked at every later one: one that is damaged is made
-    anew. Processes that ask at once wait for the first.
-
-    Args:
-        file: The GGUF file.
-        cache: Where such directories are kept; they are named by the file's content.
+    anew. Processes that ask at once wait for the first. It is kept in ``cache``, named by the file's content.
 
     Raises:
         ModelError: The packages of the extra ``gguf`` are missing, the file is damaged, or transformers cannot read it.

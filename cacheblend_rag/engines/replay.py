@@ -81,10 +81,7 @@ class Replays(Generic[_Made]):
     ) -> None:
         """Capture a pass by ``make``, unless it gives something else.
 
-        Args:
-            kind: Its kind.
-            make: Captures it.
-            replay: Runs what was captured; returns pairs of what that gave and what the ordinary pass gave.
+        ``replay`` runs what was captured; it returns pairs of what that gave and what the ordinary pass gave.
         """
         made, why = None, "another rank cannot capture a pass"
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from cacheblend_rag import spans
@@ -32,12 +31,7 @@ class RequestSpans:
     """
 
     def __init__(self, namespace: str, side: spans.Side = "internal"):
-        """Begin a request.
-
-        Args:
-            namespace: Of the engine that answers it.
-            side: Whether another process answers it.
-        """
+        """Begin a request to an engine within ``namespace``; of another process it is the client's ``side``."""
         self._span = spans.begin("cacheblend.generate", side)
         self.trace = Trace() if self._span.is_recording() else None
         if self.trace is not None:
@@ -57,7 +51,7 @@ class RequestSpans:
         """Use as a context manager that ends the spans; the request's own is not made current, for streams are used outside."""
         return self
 
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self.trace is not None:
             _add_parts(self._span, self.trace.events())
         if error is not None:

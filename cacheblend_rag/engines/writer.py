@@ -176,14 +176,9 @@ def add(
     output: Any,
     over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Add to a linear module's output, in place: a forward hook.
+    """Add a :class:`Part`, its ``b`` turned (``[rank, out_features]``), to a linear module's output, in place: a forward hook.
 
-    Args:
-        a: As of a :class:`Part`.
-        b: The same, turned: ``[rank, out_features]``.
-        inputs: The module's.
-        output: Its output, or that in front of others.
-        over_ranks: Adds up over tensor-parallel ranks, where each has a share of the input.
+    The output may stand in front of others. ``over_ranks`` adds up over ranks that each have a share of the input.
     """
     low = inputs[0].reshape(-1, a.shape[1]) @ a.T
     if over_ranks is not None:

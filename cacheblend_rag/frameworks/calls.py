@@ -74,12 +74,7 @@ def required_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | bool
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]], required: str | bool) -> dict[str, Any]:
-    """Return the JSON schema of one call: an object with ``name`` and ``arguments``.
-
-    Args:
-        tools: Tools in OpenAI's form.
-        required: The tool's name, or True for any of them.
-    """
+    """Return the JSON schema of a call of the ``required`` tool, True for any: an object with ``name`` and ``arguments``."""
     calls, definitions = [], {}
     for function in (tool["function"] for tool in tools):
         if required is not True and function["name"] != required:

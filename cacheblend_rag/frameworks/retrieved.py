@@ -229,14 +229,8 @@ def find_retrieved(
     """Build a prompt, and say what became in it of what was retrieved for it.
 
     A retrieved text that stands there in a rendition (escaped, or with its whitespace closed up) is a chunk of its own: computed
-    the first time, reused from then on.
-
-    Args:
-        engine: What will answer.
-        build: Builds the prompt, with the chunks that the engine knows; called again when it has learned some.
-        log: What was retrieved.
-        run: The run that asks; without one, or where it retrieved nothing, what was retrieved lately counts where it is found.
-        on_miss: What to do about altered chunks.
+    the first time, reused from then on. ``build`` is called again when the engine has learned some chunks. Without a ``run`` that
+    asks, or where it retrieved nothing, what was retrieved lately counts where it is found.
 
     Raises:
         AlteredChunkError: There are some, and ``on_miss`` is ``"error"``.

@@ -218,10 +218,7 @@ def chunk_of(text: str, tokenizer: Any, registry: ChunkRegistry) -> Chunk | None
     Returns None where there is no text. A new chunk is not registered: an engine does that when it computes its KV.
     """
     body = text.strip()
-    known = registry.get(chunk_id(body))
-    if known is not None and known.text == body:
-        return known
-    return make_chunk(body, tokenizer) if body else None
+    return _referred(chunk_id(body), body, registry, tokenizer)
 
 
 def _pieces(part: Any, registry: ChunkRegistry, tokenizer: Any, named: Sequence[Chunk]) -> list[Piece]:

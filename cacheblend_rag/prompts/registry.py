@@ -71,11 +71,9 @@ class ChunkRegistry:
         self.add(chunks)
 
     def attach(self, source: ChunkSource, lent: bool = False) -> None:
-        """Know the chunks of ``source``, too, and what becomes of them: see :meth:`follow`.
+        """Know the chunks of ``source``, which may be ``lent``, too, and what becomes of them: see :meth:`follow`.
 
-        Args:
-            source: Of two sources that have an id, the one attached first is asked.
-            lent: Whether it belongs to another registry.
+        Of two sources that have an id, the one attached first is asked.
 
         Raises:
             InputError: There are too many of them.
@@ -222,11 +220,8 @@ class ChunkRegistry:
     def places(self, text: str, barred: Sequence[Range] = ()) -> list[tuple[int, Chunk]]:
         """Return where known chunks stand in ``text``, ascending.
 
-        At each position from the left the longest chunk that stands there is taken, and the search goes on behind it.
-
-        Args:
-            text: Plain text.
-            barred: Character ranges that no chunk may overlap: ascending, apart.
+        At each position from the left the longest chunk that stands there is taken, and the search goes on behind it. None may
+        overlap a range of characters that is ``barred`` (ascending, apart).
         """
         found: list[tuple[int, Chunk]] = []
         end = 0

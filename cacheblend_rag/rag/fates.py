@@ -56,14 +56,7 @@ class PromptFate:
 def prompt_fate(
     engine: BlendEngine, prompt: TokenizedPrompt, done: Generation, settings: BlendSettings | None = None
 ) -> PromptFate:
-    """Say what became of ``prompt``, which ``engine`` answered with ``done``.
-
-    Args:
-        engine: The engine.
-        prompt: The prompt, tokenised by the engine.
-        done: Its answer.
-        settings: The blend options that the engine was given.
-    """
+    """Say what became of ``prompt``, which ``engine`` has tokenised and, given the blend options, answered with ``done``."""
     wanted = engine.profile.resolve(settings or BlendSettings(), engine.num_layers)
     reuse: Reuse = wanted.reuse if done.mode == "blend" else "off"
     kept = done.usage.kept_tokens

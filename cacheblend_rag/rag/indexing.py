@@ -114,9 +114,7 @@ def index_documents(
 def nothing_to_read(found: FoundDocuments, known: Mapping[str, str]) -> IndexReport | None:
     """Return the report of a run over files that are unchanged, or no documents; None where one is to be read, or left out.
 
-    Args:
-        found: The files.
-        known: The digest of each indexed document, by path.
+    ``known`` has the digest of each indexed document, by path.
     """
     report = IndexReport()
     for link in found.skipped:

@@ -20,7 +20,7 @@ from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.retrieval.documents import FoundDocuments
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexedDocument, IndexStats
 from cacheblend_rag.store import StoreStats, open_store, recorded_tiers
-from cacheblend_rag.store.base import EntryInfo, Evicting
+from cacheblend_rag.store.base import Closing, EntryInfo, Evicting
 from cacheblend_rag.store.files import DEFAULT, DEFAULT_NAME, Namespace, home_of
 from cacheblend_rag.store.kv import KVKey, entry_of
 
@@ -65,7 +65,7 @@ class RemovedDocument:
     nbytes: int
 
 
-class Inventory:
+class Inventory(Closing):
     """A store directory opened for looking at and tidying up, as ``cacheblend store`` and ``cacheblend documents`` do.
 
     The index knows chunks, the KV store entries by key; this joins the two.
@@ -91,13 +91,8 @@ class Inventory:
     ) -> IndexReport | None:
         """Return the report of indexing files again, where that has nothing to do; None where it has, or only a model can tell.
 
-        It warns as that would where the KV is another hand's.
-
-        Args:
-            found: The files.
-            model: Name of the model that would do it.
-            writer: Its KV writer, as an engine takes it.
-            made_with: What :class:`IndexConfig` would have besides; None for the index's own.
+        It warns as that would where the KV is another hand's. The ``model`` is named, the KV writer given as an engine takes it;
+        ``made_with`` is what :class:`IndexConfig` would have besides, None for the index's own.
 
         Raises:
             InputError: The writer cannot be read.
@@ -267,12 +262,6 @@ class Inventory:
     def close(self) -> None:
         """Close the store."""
         self.store.close()
-
-    def __enter__(self) -> Inventory:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _keys(entries: Entries, chunk: Chunk) -> tuple[KVKey, ...]:

@@ -24,11 +24,12 @@ from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, check_sizes
 from cacheblend_rag.retrieval.database import IndexConfig
 from cacheblend_rag.retrieval.documents import FoundDocuments, find_documents
 from cacheblend_rag.retrieval.index import ChunkIndex, Hit
+from cacheblend_rag.store.base import Closing
 
 _SPAN = "cacheblend.ask"
 
 
-class RagPipeline:
+class RagPipeline(Closing):
     """Indexes documents and answers questions over them. Safe to use from several threads.
 
     Attributes:
@@ -276,12 +277,6 @@ class RagPipeline:
         """Close the index; the engine stays open."""
         self.engine.registry.detach(self.chunks)
         self.chunks.close()
-
-    def __enter__(self) -> RagPipeline:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def check_question(question: str) -> None:

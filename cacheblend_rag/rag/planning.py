@@ -127,12 +127,8 @@ class Planner:
     def _cut(self, document: Document) -> list[Chunk]:
         size, overlap = self.config.chunk_tokens, self.config.overlap
         chunks = split_text(document.text, self.engine.tokenizer, size, overlap, document.metadata)
-        return [self._placed(document, chunk) for chunk in chunks]
-
-    @staticmethod
-    def _placed(document: Document, chunk: Chunk) -> Chunk:
-        pages = document.pages(chunk.metadata["start"], chunk.metadata["end"])
-        return replace(chunk, metadata={**chunk.metadata, **pages}) if pages else chunk
+        placed = ((chunk, document.pages(chunk.metadata["start"], chunk.metadata["end"])) for chunk in chunks)
+        return [replace(c, metadata={**c.metadata, **pages}) if pages else c for c, pages in placed]
 
     def plan(self) -> IndexPlan:
         """Return what there is to do; the size of the KV is not known before some of it is stored: see :meth:`sized`."""

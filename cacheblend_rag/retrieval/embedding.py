@@ -169,25 +169,20 @@ CREATE INDEX vectors_of_chunk ON vectors (chunk);
 
 
 class VectorTable:
-    """Vectors of an index's chunks, float32 of unit length, each with a checksum. Changes need a transaction around them."""
+    """Vectors in an index's ``file``, float32 of unit length, each with a checksum. Changes need a transaction around them."""
 
     def __init__(self, file: SQLiteFile):
-        self._file, self.directory = file, file.path.parent
-
-    @property
-    def generation(self) -> Hashable:
-        """Return the file's."""
-        return self._file.generation
+        self.file = file
 
     def put(self, row: int, vectors: Vectors) -> None:
         """Enter the vectors ``[windows, dimension]`` of the chunk in ``row``, which has none."""
         stored = [vector.astype("<f4").tobytes() for vector in vectors]
         query = "INSERT INTO vectors (chunk, vector, checksum) VALUES (?, ?, ?)"
-        self._file.db.executemany(query, ((row, data, checksum(data)) for data in stored))
+        self.file.db.executemany(query, ((row, data, checksum(data)) for data in stored))
 
     def replace(self, vectors: Iterable[tuple[int, Vectors]]) -> None:
         """Remove all vectors and enter those of these chunks (by row), ``[windows, dimension]`` each."""
-        self._file.db.execute("DELETE FROM vectors")
+        self.file.db.execute("DELETE FROM vectors")
         for row, windows in vectors:
             self.put(row, windows)
 
@@ -198,7 +193,7 @@ class VectorTable:
             "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
             "WHERE EXISTS (SELECT 1 FROM vectors v WHERE v.chunk = c.id)"
         )
-        return {name for (name,) in self._file.rows(query, json.dumps(list(names)))}
+        return {name for (name,) in self.file.rows(query, json.dumps(list(names)))}
 
     def of(self, names: Iterable[str]) -> dict[str, Vectors]:
         """Return the vectors ``[windows, dimension]`` of these chunks by id; those without any are left out.
@@ -211,7 +206,7 @@ class VectorTable:
             "JOIN vectors v ON v.chunk = c.id ORDER BY v.id"
         )
         found: dict[str, list[Vectors]] = {}
-        for name, data, stored in self._file.rows(query, json.dumps(list(dict.fromkeys(names)))):
+        for name, data, stored in self.file.rows(query, json.dumps(list(dict.fromkeys(names)))):
             found.setdefault(name, []).append(self._decoded([(data, stored)])[0])
         return {name: np.stack(windows) for name, windows in found.items()}
 
@@ -222,7 +217,7 @@ class VectorTable:
             StoreError: One does not match its checksum or those around it.
         """
         query = "SELECT id, vector, checksum FROM vectors WHERE id > ? ORDER BY id LIMIT ?"
-        while rows := self._file.rows(query, last, _PAGE):
+        while rows := self.file.rows(query, last, _PAGE):
             last = rows[-1][0]
             yield np.array([row[0] for row in rows], np.int64), self._decoded([row[1:] for row in rows])
 
@@ -232,7 +227,7 @@ class VectorTable:
         A chunk with several of them has the similarity of the best one.
         """
         query = "SELECT v.chunk, v.vector, v.checksum FROM json_each(?) j CROSS JOIN vectors v ON v.id = j.value"
-        rows = self._file.rows(query, json.dumps([int(i) for i in ids]))
+        rows = self.file.rows(query, json.dumps([int(i) for i in ids]))
         if not rows:
             return []
         scores = self._decoded([row[1:] for row in rows]) @ question
@@ -243,13 +238,13 @@ class VectorTable:
 
     def count(self) -> int:
         """Return the number of vectors."""
-        return int(self._file.rows("SELECT count(*) FROM vectors")[0][0])
+        return int(self.file.rows("SELECT count(*) FROM vectors")[0][0])
 
     def _decoded(self, rows: Sequence[tuple[bytes, bytes]]) -> Vectors:
         length = len(rows[0][0]) if rows else 0
         for data, stored in rows:
             if checksum(data) != stored or len(data) != length:
-                raise self._file.damaged("a vector fails its checksum; rebuilding the index repairs that")
+                raise self.file.damaged("a vector fails its checksum; rebuilding the index repairs that")
         values = np.frombuffer(b"".join(data for data, _ in rows), "<f4")
         return values.reshape(len(rows), length // 4).astype(np.float32, copy=False)
 
@@ -275,7 +270,7 @@ class VectorSearch:
         if question.shape[0] != self._held.d:
             raise StoreError(
                 f"The embedding model gives vectors of {question.shape[0]} numbers, the index in "
-                f"{self._vectors.directory} holds {self._held.d}. Rebuild the index."
+                f"{self._vectors.file.path.parent} holds {self._held.d}. Rebuild the index."
             )
         total, wanted = self._held.ntotal, max(4 * k, _FIRST)
         while True:
@@ -286,7 +281,7 @@ class VectorSearch:
             wanted *= 4  # several windows of one chunk, or vectors that are gone, were among them
 
     def _follow(self) -> None:
-        generation = self._vectors.generation
+        generation = self._vectors.file.generation
         if generation == self._generation:
             return
         if self._held is not None and self._held.ntotal > 1000 + 1.5 * self._vectors.count():

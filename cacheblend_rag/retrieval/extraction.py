@@ -59,11 +59,7 @@ class UnusableFileError(Exception):
 
 
 def decode(data: bytes, declared: str | None = None) -> str:
-    """Decode text whose encoding nobody knows for sure; line ends become newlines.
-
-    Args:
-        data: The file.
-        declared: An encoding the file itself claims; tried after UTF-8.
+    """Decode text whose encoding nobody knows for sure, UTF-8 or the one that it has ``declared``; line ends become newlines.
 
     Raises:
         UnusableFileError: It is binary, or in no encoding that can be told with confidence.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Self
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -264,12 +263,6 @@ class ChunkIndex(IndexDatabase, ChunkSource):
         """Count what is in the index."""
         with self.transaction(write=False):
             return IndexStats(*self.counts(), nbytes=self.path.stat().st_size, embedding=self._embedding())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _embedding(self) -> str:
         return self.config.embedding or DEFAULT_EMBEDDING

@@ -80,12 +80,9 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
     busy_timeout_s = 30.0  # a client waits for it
 
     def __init__(self, directory: Path | None, model: str, namespace: str = DEFAULT_NAME):
-        """Open the file in ``directory``, made if missing; None keeps the chunks in memory until :meth:`close`.
+        """Open the file in the store ``directory``, made if missing; None keeps the chunks in memory until :meth:`close`.
 
-        Args:
-            directory: The store directory.
-            model: Digest of the model whose chunks are read and changed; those of others stay as they are.
-            namespace: Name of the namespace whose they are; likewise.
+        Those of other models (by digest) and of other namespaces (by name) stay as they are.
 
         Raises:
             StoreError: It cannot be used.

@@ -45,16 +45,10 @@ class ChunkCatalogue:
         clock: Callable[[], float] = time.time,
         writer: WrittenBy | None = None,
     ):
-        """Open the files in ``directory`` (None: keep nothing) and register what they hold for this model.
+        """Open the files in the store ``directory`` (None: keep nothing) and register what they hold for this model.
 
-        Args:
-            directory: The store directory.
-            registry: What finds chunks in prompts.
-            fingerprint: The model's identity.
-            namespace: Name of the one that the chunks are in.
-            quota: Limits what may be registered, and how long it stays.
-            clock: What tells the time, in seconds since the epoch.
-            writer: The KV writer that computes the KV of chunks; None for the model itself.
+        The ``quota`` limits what may be registered, and how long it stays by the ``clock`` (seconds since the epoch). ``writer``
+        computes the KV of chunks; None for the model itself.
 
         Raises:
             StoreError: A file there cannot be used.
@@ -126,8 +120,7 @@ class ChunkCatalogue:
     def refresh(self, force: bool = False) -> None:
         """Take up what other servers and ``cacheblend index`` have changed.
 
-        Args:
-            force: Otherwise files that cannot be read for now are left for later: what is known already can still be served.
+        Without ``force`` files that cannot be read for now are left for later: what is known already can still be served.
 
         Raises:
             StoreError: The files cannot be read, and ``force`` is set.
@@ -146,12 +139,9 @@ class ChunkCatalogue:
     def add(
         self, chunks: Sequence[Chunk], kv_bytes: Mapping[str, int] = MappingProxyType({}), holder: str = ""
     ) -> None:
-        """Keep and register chunks.
+        """Keep and register chunks, with the size of their KV by their ids; the client ``holder`` holds them from now on, too.
 
-        Args:
-            chunks: Those that are registered already are from now on, as to when they expire.
-            kv_bytes: The size of their KV, by their ids.
-            holder: The client that holds them from now on, too.
+        Those that are registered already are from now on, as to when they expire.
 
         Raises:
             ConflictError: An id has become another text's; none is kept.

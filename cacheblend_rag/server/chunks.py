@@ -227,12 +227,9 @@ class ServedChunks:
         self._drop_everywhere([chunk for chunk in gone if self._catalogue.origin(chunk.id) != "index"])
 
     def delete_named(self, names: list[str], everything: bool, holder: str | None = None) -> list[str]:
-        """Do :meth:`delete` for the registered ones of ``names``, or all; return their ids.
+        """Do :meth:`delete` for the registered ones of these ids, or ``everything``; return their ids.
 
-        Args:
-            names: Ids.
-            everything: Whether all registered chunks are meant.
-            holder: A client that lets go of those it names: what others hold stays. None deletes whoever holds it.
+        A ``holder`` is a client that lets go of those it names: what others hold stays. None deletes whoever holds it.
         """
         self._catalogue.refresh(force=True)
         if holder is not None:

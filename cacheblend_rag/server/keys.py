@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
 from urllib.parse import parse_qs
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError
 
 from cacheblend_rag.errors import InputError, StoreError
-from cacheblend_rag.protocol import first_problem
+from cacheblend_rag.protocol import StrictModel, first_problem
 from cacheblend_rag.store.files import DEFAULT, DEFAULT_NAME, Namespace
 from cacheblend_rag.store.opening import parse_duration, parse_size
 
@@ -241,18 +241,14 @@ def _read_by(read: Callable[[str], T]) -> Callable[[object], T]:
 _Name = Annotated[str, AfterValidator(_read_by(lambda name: Namespace(name).name))]
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Entry(StrictModel):
     value: str | None = Field(default=None, min_length=1)
     sha256: Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$")] | None = None
     role: Role
     tenant: _Name = DEFAULT_NAME
 
 
-class _Tenant(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Tenant(StrictModel):
     name: _Name
     reads: tuple[_Name, ...] = ()
     max_chunks: PositiveInt | None = None
@@ -266,9 +262,7 @@ class _Tenant(BaseModel):
         return Quota(self.max_chunks, self.max_kv, self.tokens_per_minute, self.max_concurrent, self.expire_after)
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _File(StrictModel):
     key: tuple[_Entry, ...] = Field(min_length=1)
     tenant: tuple[_Tenant, ...] = ()
 

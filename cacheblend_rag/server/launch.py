@@ -103,7 +103,8 @@ async def _serve_engine(
     tell("Opening what is registered, and the routes.")
     client = await connect(llm, launch, store, write_back=options.write_back)
     limits = guard(options, args)
-    tenants = ServedTenants.open(client, options.store, limits.tenants, options.max_chunks, limits.quotas)
+    keys = limits.keys
+    tenants = ServedTenants.open(client, options.store, keys.tenants, options.max_chunks, keys.quotas)
     tenants.watch()
     for warning in tenants.warnings:
         _log.warning(warning)
@@ -166,12 +167,10 @@ def guard(options: ServeOptions, args: Namespace) -> RequestLimits:
     keys = Keys(tuple(map(Key.of, args.api_key))) if options.keys is None else read_keys(options.keys)
     local = not (keys.keys or args.uds or options.allow_no_key)
     return RequestLimits(
-        keys.keys,
+        keys,
         options.max_request_size,
         local=local,
         held=max(DEFAULT_HELD_LIMIT, 4 * options.max_request_size),
-        tenants=keys.tenants,
-        quotas=keys.quotas,
         admissions={tenant.name: Admission(keys.quotas.get(tenant.name, NO_QUOTA)) for tenant in keys.tenants},
     )
 

@@ -21,10 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag.errors import CacheBlendError, InputError, StoreError, UnknownChunkError
 from cacheblend_rag.retrieval.registered import ConflictError
-from cacheblend_rag.server.keys import Admission, Key, Quota, QuotaError, key_of, may
+from cacheblend_rag.server.keys import Admission, Key, Keys, QuotaError, key_of, may
 from cacheblend_rag.server.options import DEFAULT_BODY_LIMIT
 from cacheblend_rag.server.tenants import Caller, calling
-from cacheblend_rag.store.files import DEFAULT, Namespace
 
 DEFAULT_BODY_DEADLINE_S = 60.0
 DEFAULT_VALUES_LIMIT = 500_000
@@ -60,27 +59,23 @@ class RequestLimits:
     """Says who may send how much.
 
     Attributes:
-        keys: API keys; none: everybody may do everything.
+        keys: API keys, and whose they are; none: everybody may do everything.
         body: Largest request body in bytes.
         body_deadline_s: Seconds until all of it must have come.
         values: Most JSON values in it.
         held: Most bytes of the bodies of one tenant's requests at a time.
         local: Whether requests must call the server by a name of this machine: another name may be that of a page in a browser
             here, whose owner has it resolved to this machine.
-        tenants: Whose the keys are.
-        quotas: What tenants may use, by their names; of others there is no limit.
         admissions: The requests of those tenants, by their names.
         refused: Told of the tenant and the status of what is refused for a limit.
     """
 
-    keys: tuple[Key, ...] = ()
+    keys: Keys = field(default_factory=Keys)
     body: int = DEFAULT_BODY_LIMIT
     body_deadline_s: float = DEFAULT_BODY_DEADLINE_S
     values: int = DEFAULT_VALUES_LIMIT
     held: int = DEFAULT_HELD_LIMIT
     local: bool = False
-    tenants: tuple[Namespace, ...] = (DEFAULT,)
-    quotas: Mapping[str, Quota] = field(default_factory=dict)
     admissions: Mapping[str, Admission] = field(default_factory=dict)
     refused: Callable[[str, int], None] = lambda tenant, status: None
 
@@ -144,7 +139,7 @@ class RequireKey:
             )
             await error_response(why, 421, "MisdirectedRequest")(scope, receive, send)
             return
-        keys = limits_of(scope).keys
+        keys = limits_of(scope).keys.keys
         key = key_of(_bearer(scope), keys) if keys else _ANYBODY
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if is_open(scope):

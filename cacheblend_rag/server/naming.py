@@ -177,12 +177,7 @@ def search_contents(
 ) -> tuple[Contents, list[Any]] | None:
     """Search what messages say for chunks; None where nothing is found, and where it is too long, but spells no special token.
 
-    Args:
-        said: Each a list of messages or a text.
-        registry: What is searched for.
-        named: Chunks to look for first.
-        encoder: Of the model's tokenizer.
-        most: Characters that are searched; no more fit the context window.
+    Each of ``said`` is a list of messages or a text. The ``named`` chunks are looked for first; ``most`` characters are searched.
 
     Returns:
         The contents, and ``said`` with their stand-ins.

@@ -86,14 +86,7 @@ class ReuseMetrics:
         first_token_s: float | None = None,
         out: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
-        """Count a finished prompt.
-
-        Args:
-            outcome: What became of it.
-            tenant: Whose it was.
-            first_token_s: Its time to first token; None where vLLM keeps no statistics.
-            out: Of each remote tier, whether it is out.
-        """
+        """Count a tenant's finished prompt, and say which remote tiers are out; vLLM may keep no time to first token."""
         if first_token_s is not None:
             self._first_token.labels(outcome.mode).observe(first_token_s)
         for tier, is_out in out.items():

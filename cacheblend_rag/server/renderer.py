@@ -22,7 +22,7 @@ from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkSpan, TokenizedPromp
 from cacheblend_rag.prompts.templates import SEPARATOR
 from cacheblend_rag.protocol import RequestOptions, read_options
 from cacheblend_rag.server.naming import ChunkNaming, lead_text, search_contents, texts_in, tokens_match
-from cacheblend_rag.server.served_engine import REQUEST_FIELD, Ticket, clients_salt, with_ticket
+from cacheblend_rag.server.served_engine import REQUEST_FIELD, Ticket, clients_salt, refused, with_ticket
 from cacheblend_rag.server.tenants import calling
 from cacheblend_rag.spans import recording, span
 
@@ -150,16 +150,12 @@ class BlendRenderer:
         return replace(result, engine_input=engine_input)
 
     def _named(self, messages: Any, options: RequestOptions) -> tuple[list[Any], tuple[str, ...]]:
-        try:
+        with refused():
             return self._naming.messages(messages, self._affordable(options.chunk_ids, [messages]))
-        except InputError as error:
-            raise VLLMValidationError(str(error)) from error
 
     def _led(self, prompt: Any, chunk_ids: Sequence[str]) -> tuple[Any, list[list[Chunk]]]:
-        try:
+        with refused():
             return self._naming.prompts(prompt, self._affordable(chunk_ids, prompt))
-        except InputError as error:
-            raise VLLMValidationError(str(error)) from error
 
     def _affordable(self, chunk_ids: Sequence[str], said: Any) -> Sequence[str]:
         """Refuse more than fits the context window, before it is searched for each of the chunks."""
@@ -186,10 +182,8 @@ class BlendRenderer:
         rendered = inputs[0].get("prompt") if len(inputs) == 1 and inputs[0].get("type") == "token" else None
         encoder, registry = encoder_for(self._client.tokenizer), self._client.registry
         chunks = self._naming.resolved(named)
-        try:
+        with refused():
             searched = await asyncio.to_thread(search_contents, said, registry, chunks, encoder, self._most)
-        except InputError as error:
-            raise VLLMValidationError(str(error)) from error
         if searched is None:
             return nothing
         contents, probed = searched
@@ -240,12 +234,10 @@ class BlendRenderer:
             raise VLLMValidationError(
                 f"The prompt to be truncated has {characters} characters; no more than {2 * self._most} are tokenised."
             )
-        try:
+        with refused("cacheblend"):
             options = read_options(request.model_extra)
             # Here, not only where a prompt is blended: a wrong option is refused whatever the prompt holds.
             self._client.resolve(options.settings)
-        except InputError as error:
-            raise VLLMValidationError(str(error), parameter="cacheblend") from error
         return options
 
     async def _finished(self, request: CompletionLike, *rendered: Any) -> list[EngineInput]:
@@ -264,10 +256,8 @@ class BlendRenderer:
         if (each := _prompt_logprobs(request)) is not None:
             logprobs = n * prompts * (1 + (each if each >= 0 else self._client.tokenizer.vocab_size))
             prompts *= 1 + n  # as :class:`TokensUsed` counts them
-        try:
+        with refused():
             quota.check_request(sequences, prompts + sequences * (most or 1), logprobs)
-        except InputError as error:
-            raise VLLMValidationError(str(error)) from error
         if most is None and (rate := quota.tokens_per_minute) is not None:
             longest = (rate - prompts) // sequences
             if longest < self._client.context_window:

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.responses import Response
 
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import InputError, StoreError
-from cacheblend_rag.protocol import DeleteQuery, ModelInfo, PageQuery, PrecomputeBody, read_query
+from cacheblend_rag.protocol import DeleteQuery, ModelInfo, PageQuery, PrecomputeBody, StrictModel, read_query
 from cacheblend_rag.server.chunks import ServedChunks
 from cacheblend_rag.server.middleware import come_again, error_response, told
 from cacheblend_rag.server.tenants import PerNamespace, Served, calling
@@ -26,13 +26,9 @@ from cacheblend_rag.store.base import stats_of
 if TYPE_CHECKING:
     from cacheblend_rag.server.observing import ReuseMetrics
 
-_WHOLE = ConfigDict(extra="forbid")
 
-
-class StoredChunk(BaseModel):
+class StoredChunk(StrictModel):
     """A chunk that was sent, and whether its KV is stored now."""
-
-    model_config = _WHOLE
 
     id: str
     object: Literal["chunk"] = "chunk"
@@ -40,20 +36,16 @@ class StoredChunk(BaseModel):
     stored: bool
 
 
-class Precomputed(BaseModel):
+class Precomputed(StrictModel):
     """The answer of ``POST /v1/chunks``."""
-
-    model_config = _WHOLE
 
     object: Literal["list"] = "list"
     data: list[StoredChunk]
     report: PrecomputeReport
 
 
-class ListedChunk(BaseModel):
+class ListedChunk(StrictModel):
     """A chunk as a listing shows it; the size of its KV in bytes, its last use in seconds since the epoch."""
-
-    model_config = _WHOLE
 
     id: str
     object: Literal["chunk"] = "chunk"
@@ -65,10 +57,8 @@ class ListedChunk(BaseModel):
     last_used: float | None
 
 
-class ChunkPage(BaseModel):
+class ChunkPage(StrictModel):
     """The answer of ``GET /v1/chunks``."""
-
-    model_config = _WHOLE
 
     object: Literal["list"] = "list"
     data: list[ListedChunk]
@@ -84,39 +74,31 @@ class ChunkDetail(ListedChunk):
     metadata: dict[str, Any]
 
 
-class DeletedChunk(BaseModel):
+class DeletedChunk(StrictModel):
     """A chunk that is gone."""
-
-    model_config = _WHOLE
 
     id: str
     object: Literal["chunk"] = "chunk"
     deleted: Literal[True] = True
 
 
-class DeletedChunks(BaseModel):
+class DeletedChunks(StrictModel):
     """The answer of ``DELETE /v1/chunks``."""
-
-    model_config = _WHOLE
 
     object: Literal["list"] = "list"
     data: list[DeletedChunk]
 
 
-class ChunkStats(BaseModel):
+class ChunkStats(StrictModel):
     """The answer of ``GET /v1/chunks/stats``; what the store holds is the operator's to see."""
-
-    model_config = _WHOLE
 
     chunks: int
     kv: StoreStats | None
     model: ModelInfo
 
 
-class Flushed(BaseModel):
+class Flushed(StrictModel):
     """The answer of ``POST /v1/chunks/flush``."""
-
-    model_config = _WHOLE
 
     object: Literal["flush"] = "flush"
     done: Literal[True] = True

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -72,6 +72,15 @@ def take_ticket(engine_input: Any) -> tuple[Any, Ticket | None]:
 def clients_salt(given: str | None) -> str | None:
     """Return a client's ``cache_salt`` as one that can be no namespace's own."""
     return None if given is None else f"client:{given}"
+
+
+@contextmanager
+def refused(parameter: str | None = None) -> Iterator[None]:
+    """Raise our errors about what a request asks for as vLLM's, which its handlers answer."""
+    try:
+        yield
+    except InputError as error:
+        raise VLLMValidationError(str(error), parameter=parameter) from error
 
 
 class ReportingHandler:
@@ -230,12 +239,10 @@ def _check_grammar(quota: Quota, wanted: StructuredOutputsParams | None) -> None
     asked = [wanted.json, wanted.choice, wanted.structural_tag]
     characters = sum(len(each if isinstance(each, str) else json.dumps(each)) for each in asked if each is not None)
     free = wanted.regex is not None or wanted.grammar is not None
-    try:
+    with refused():
         quota.check_grammar(characters, free)  # before it is searched
         found = [*_objects_in(wanted.json), *_objects_in(wanted.structural_tag)]
         quota.check_grammar(characters + _beyond_its_length(found), any(map(_is_free, found)))
-    except InputError as error:
-        raise VLLMValidationError(str(error)) from error
 
 
 def _objects_in(schema: Any) -> Iterator[Mapping[str, Any]]:

@@ -138,14 +138,10 @@ class ServedTenants(PerNamespace[Served]):
         max_chunks: int,
         quotas: Mapping[str, Quota] = MappingProxyType({}),
     ) -> ServedTenants:
-        """Open each tenant's chunks in ``directory``.
+        """Open each tenant's chunks in the store ``directory`` (None keeps nothing); ``client`` is the default tenant's.
 
-        Args:
-            client: The default tenant's.
-            directory: The store directory; None keeps nothing.
-            tenants: Each once, and with them those that they read.
-            max_chunks: How many chunks a tenant may register whose quota says nothing of it.
-            quotas: By the tenants' names.
+        The ``tenants`` are each there once, and with them those that they read. One whose quota, by its name, says nothing of it
+        may register ``max_chunks``.
 
         Raises:
             StoreError: A file there cannot be used.

@@ -115,7 +115,21 @@ class TierOptions(TypedDict, total=False):
     writes: Writes
 
 
-class KVStore(ABC):
+class Closing(ABC):
+    """Is closed at the end of a ``with`` block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what it holds open; it must not be used afterwards."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class KVStore(Closing):
     """Keeps one canonical, immutable copy of KV per key: what every tier must do.
 
     All methods may be called from several threads. ``put`` is atomic: a reader sees a whole entry or none. A damaged or
@@ -193,14 +207,8 @@ class KVStore(ABC):
     def entry(self, key: KVKey) -> EntryInfo | None:
         """Describe one entry; None where there is none. It does not count as a use."""
 
-    def close(self) -> None:  # noqa: B027 - not every tier holds something open
+    def close(self) -> None:  # not every tier holds something open
         """Release handles. The store must not be used afterwards."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _fits(self, nbytes: int) -> bool:
         return self.budget is None or nbytes <= self.budget

@@ -32,12 +32,9 @@ class RemoteCalls:
     """
 
     def __init__(self, name: str, failures: tuple[type[Exception], ...], timeout_s: float):
-        """Call the tier that messages call ``name``.
+        """Call the tier that messages call ``name`` (``redis tier redis://host:6379/0``); a call is given up after ``timeout_s``.
 
-        Args:
-            name: As ``redis tier redis://host:6379/0``.
-            failures: What the client raises when the tier is to blame; other exceptions pass.
-            timeout_s: Seconds until a call is given up.
+        ``failures`` are what the client raises when the tier is to blame; other exceptions pass.
         """
         self.name, self.timeout_s = name, timeout_s
         self._failures = failures

@@ -83,11 +83,7 @@ class Codec:
         return {_PACKED: torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)}
 
     def decode(self, tensors: Mapping[str, torch.Tensor], take: Take) -> LayerKV:
-        """Return the layer that was encoded, in memory from ``take`` unless :attr:`in_place`.
-
-        Args:
-            tensors: They have passed their checksum.
-            take: Where the layer shall lie.
+        """Return the layer of ``tensors`` that have passed their checksum, in memory from ``take`` unless :attr:`in_place`.
 
         Raises:
             ValueError: They are none of this codec.

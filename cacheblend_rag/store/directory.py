@@ -66,11 +66,9 @@ class EntryDirectory:
             OSError: The lock file cannot be written.
         """
         # A new FileLock each time: one that was made before a fork cannot be used after it.
-        with self.mutex, self._lock():
+        mode = file_mode(self.path)
+        with self.mutex, FileLock(self.path / "lock", timeout=LOCK_TIMEOUT_S, mode=mode, poll_interval=0.005):
             yield
-
-    def _lock(self) -> FileLock:
-        return FileLock(self.path / "lock", timeout=LOCK_TIMEOUT_S, mode=file_mode(self.path), poll_interval=0.005)
 
     def claim(self, keys: Keyring | None) -> None:
         """See that the entries are encrypted by these keys, and note in an empty directory that they are from now on.

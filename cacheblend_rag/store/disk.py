@@ -236,10 +236,7 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
             )
 
     def _file(self, path: Path, key: KVKey, on_damage: Callable[[KVFile, DamagedKVError], None]) -> KVFile:
-        return self.format.open(self._source(path), key, self.tier, on_damage, self._events)
-
-    def _source(self, path: Path) -> FileSource:
-        return FileSource(path)
+        return self.format.open(FileSource(path), key, self.tier, on_damage, self._events)
 
     def _writing(self) -> AbstractContextManager[None]:
         return explained(self.root, LOCK_TIMEOUT_S)

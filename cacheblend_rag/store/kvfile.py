@@ -22,7 +22,7 @@ from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableEr
 from cacheblend_rag.store.codec import RAW, Codec, get_codec
 from cacheblend_rag.store.events import Events
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV, Take, plain
-from cacheblend_rag.store.source import SEALED, Keyring, LayerSource, SealedSource, seal
+from cacheblend_rag.store.source import SEALED, Keyring, LayerSource, SealedSource, read_bytes, seal
 
 _log = logging.getLogger(__name__)
 
@@ -256,16 +256,9 @@ class KVFile(StoredKV):
         self._on_damage(self, damage)
         return damage
 
-    def _read_bytes(self, offset: int, nbytes: int) -> bytes:
-        if offset + nbytes > self._data.nbytes:
-            raise ValueError(f"{self._data.nbytes} bytes, which is too few")
-        buffer = plain(nbytes)
-        self._data.read(offset, buffer)
-        return buffer.numpy().tobytes()
-
     def _parse(self) -> tuple[dict[str, str], list[_Place]]:
         """Read the header ourselves: the library would map the file, see the class. Raises what a broken one causes."""
-        first = self._read_bytes(0, 8)
+        first = read_bytes(self._data, 0, 8)
         if first.startswith(SEALED):
             raise UnknownKeyError(
                 f"KV entry {self.key} counts as missing, and stays: it is encrypted, and no keys are given ({self.source.place})"
@@ -273,7 +266,7 @@ class KVFile(StoredKV):
         (length,) = struct.unpack("<Q", first)
         if length > min(_MAX_HEADER, self._data.nbytes - 8):
             raise ValueError(f"header of {length} bytes in an entry of {self._data.nbytes}")
-        header = json.loads(self._read_bytes(8, length))
+        header = json.loads(read_bytes(self._data, 8, length))
         metadata = header.pop("__metadata__")
         if metadata.pop("checksum") != _metadata_checksum(metadata):
             raise ValueError("checksum mismatch")

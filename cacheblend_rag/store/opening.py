@@ -167,10 +167,9 @@ def plugged_in(scheme: str) -> EntryPoint | None:
 
 
 def _writes(text: str) -> Writes:
-    for known in get_args(Writes):
-        if text == known:
-            return cast("Writes", known)
-    raise InputError(f"write={text!r} is none of {', '.join(get_args(Writes))}.")
+    if text not in get_args(Writes):
+        raise InputError(f"write={text!r} is none of {', '.join(get_args(Writes))}.")
+    return cast("Writes", text)
 
 
 def with_keys(urls: str, keys: Path) -> str:

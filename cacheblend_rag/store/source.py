@@ -44,6 +44,15 @@ class LayerSource(Protocol):
         """
 
 
+def read_bytes(source: LayerSource, offset: int, nbytes: int) -> bytes:
+    """Return some of the bytes of ``source``; raises as it does."""
+    if offset + nbytes > source.nbytes:
+        raise ValueError(f"{source.nbytes} bytes, which is too few")
+    data = plain(nbytes)
+    source.read(offset, data)
+    return data.numpy().tobytes()
+
+
 class BytesSource:
     """Holds an entry's bytes in memory."""
 
@@ -183,13 +192,8 @@ def seal(data: bytes, ends: Sequence[int], name: KVKey, keys: Keyring) -> Iterat
     """Yield an entry encrypted, piece by piece; each piece is good until the next.
 
     Each entry has a key of its own, made from the namespace's, a random salt and the entry's name; under it every part has its
-    number as nonce. So a nonce would come twice under one key only if a salt of 128 bits did, for the same name.
-
-    Args:
-        data: The entry's file.
-        ends: Where its parts end; the last is the end of the file.
-        name: The key that it is stored under.
-        keys: The namespaces' keys.
+    number as nonce. So a nonce would come twice under one key only if a salt of 128 bits did, for the same name. The parts of
+    ``data``, the entry's file, end at ``ends``, of which the last is its own.
     """
     cuts = [0]
     for end in ends:
@@ -232,14 +236,14 @@ class SealedSource:
             ) from error
 
     def _open(self, key: bytes, name: KVKey) -> None:
-        first = self._bytes(0, _FIRST)
+        first = read_bytes(self._sealed, 0, _FIRST)
         count: int
         (count,) = _COUNT.unpack(first[-_COUNT.size :])
         if first.startswith(SEALED) and not first.startswith(MAGIC):
             raise InputError("it is encrypted in another version's way")
         if not first.startswith(MAGIC) or not 0 < count <= _MOST_PARTS:
             raise ValueError("not an encrypted entry")
-        table = self._bytes(_FIRST, 8 * count)
+        table = read_bytes(self._sealed, _FIRST, 8 * count)
         sizes = struct.unpack(f"<{count}Q", table)
         self._prefix = first + table
         self._begins = [0, *accumulate(sizes)]
@@ -279,13 +283,6 @@ class SealedSource:
             self._cipher.decrypt_into(_nonce(number), data.numpy().data, self._prefix, into.numpy().data)
         except InvalidTag:
             raise ValueError("it is not genuine: changed, or encrypted by another key") from None
-
-    def _bytes(self, offset: int, nbytes: int) -> bytes:
-        if offset + nbytes > self._sealed.nbytes:
-            raise ValueError(f"{self._sealed.nbytes} bytes, which is too few")
-        data = plain(nbytes)
-        self._sealed.read(offset, data)
-        return data.numpy().tobytes()
 
 
 def _room(nbytes: int) -> torch.Tensor:

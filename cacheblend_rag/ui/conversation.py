@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.ui.collection import Collection
@@ -27,19 +28,10 @@ Outcome = Literal["answering", "done", "stopped", "failed"]
 
 @dataclass
 class Exchange:
-    """A question, and all that is known of its answer so far.
+    """A question, and all that is known of its answer so far; where there was an error its words are the text.
 
-    Attributes:
-        question: The question.
-        text: The answer so far; the error's words where there was one.
-        outcome: How it stands.
-        hits: The chunks in the prompt, in its order.
-        prompt: The prompt, tokenised; None before retrieval.
-        engine: What answered.
-        generation: What the engine reports; None before the answer's end.
-        fate: What became of the prompt's tokens, likewise.
-        retrieve_s: Seconds of retrieval.
-        notes: What the user should know besides.
+    There is no prompt before retrieval, whose ``hits`` it holds in its order; before the answer's end there is no ``generation``,
+    as the engine reports it, and no ``fate`` of the prompt's tokens. The user should know the ``notes`` besides.
     """
 
     question: str
@@ -110,8 +102,7 @@ class Conversation:
         exchange.prompt, exchange.hits, exchange.notes = asked
         exchange.retrieve_s = found.seconds
         yield exchange
-        stream = engine.stream(exchange.prompt, choices.sampling, choices.settings)
-        try:
+        with closing(cast(Any, engine.stream(exchange.prompt, choices.sampling, choices.settings))) as stream:
             for event in stream:
                 if event.generation is None and self._current is not exchange:
                     return
@@ -119,10 +110,6 @@ class Conversation:
                 exchange.generation = event.generation
                 if event.text:
                     yield exchange
-        finally:
-            close = getattr(stream, "close", None)
-            if close is not None:
-                close()
         assert exchange.generation is not None
         exchange.fate = prompt_fate(engine, exchange.prompt, exchange.generation, choices.settings)
         exchange.outcome = "done"

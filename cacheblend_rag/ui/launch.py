@@ -11,14 +11,9 @@ _LARGEST_FILE = "512mb"
 def serve(choices: Choices, port: int = 7860, browser: bool = True, block: bool = True) -> tuple[str, Workspace]:
     """Serve the page at ``127.0.0.1``; the model is loaded meanwhile.
 
-    Args:
-        choices: What the command line has chosen.
-        port: Port to listen at.
-        browser: Open the page in the browser.
-        block: Return only when the user interrupts; else at once, for tests.
-
     Returns:
-        The page's address, and the workspace, for the caller to close where ``block`` is off.
+        The page's address and the workspace, when the user interrupts; without ``block``, as in tests, at once: then the caller
+        closes the workspace.
 
     Raises:
         InputError: Gradio is missing, or the port is taken.

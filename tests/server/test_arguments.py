@@ -300,7 +300,7 @@ def test_a_file_of_keys_takes_the_place_of_all_others(tmp_path: Path, monkeypatc
     file.write_text("[[key]]\nvalue = 'asks'\nrole = 'ask'\n")
     args, _ = parsed(tmp_path, "--host", "0.0.0.0", keys=file)
     limits = guard(ServeOptions(store=tmp_path, keys=file), args)
-    key = key_of("asks", limits.keys)
+    key = key_of("asks", limits.keys.keys)
     assert key is not None
     assert (key.role, args.api_key, limits.local) == ("ask", [], False)
     with pytest.raises(InputError, match="one of them"):

@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from cacheblend_rag.server import middleware
-from cacheblend_rag.server.keys import Admission, Key
+from cacheblend_rag.server.keys import Admission, Key, Keys
 from cacheblend_rag.server.middleware import NAMES, RequestLimits
 
 
@@ -30,7 +30,7 @@ class App:
         routes = [Route(path, self._serve, methods=["GET", "POST"]) for path in ("/health", "/metrics", "/v1/chunks")]
         self.app = Starlette(routes=routes)
         self.app.state.limits = RequestLimits(
-            tuple(key if isinstance(key, Key) else Key.of(key) for key in keys), limit, **limits
+            Keys(tuple(key if isinstance(key, Key) else Key.of(key) for key in keys)), limit, **limits
         )
         for name in NAMES:
             module, _, attribute = name.rpartition(".")

@@ -20,7 +20,7 @@ from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
-from cacheblend_rag.server.keys import Key, Quota
+from cacheblend_rag.server.keys import Key, Keys, Quota
 from cacheblend_rag.server.middleware import NAMES, RequestLimits, answer_errors
 from cacheblend_rag.server.observing import ReuseMetrics
 from cacheblend_rag.server.routes import chunk_router
@@ -46,7 +46,7 @@ class Server:
         self.app.include_router(chunk_router(self.tenants, ReuseMetrics(CollectorRegistry()), INFO))
         keys = [Key.of(tenant.name) for tenant in tenants]
         self.app.state.limits = RequestLimits(
-            tuple(Key(key.digest, "admin", tenant.name) for key, tenant in zip(keys, tenants, strict=True))
+            Keys(tuple(Key(key.digest, "admin", tenant.name) for key, tenant in zip(keys, tenants, strict=True)))
         )
         for name in NAMES:
             self.app.add_middleware(resolve_name(name))

@@ -25,12 +25,9 @@ _BATCH_ITEMS, _BATCH_BYTES = 64, 4 << 20
 
 
 def completion_request(model: str, request: Request, prefix: str = "") -> dict[str, Any]:
-    """Return the arguments of a streamed completion.
+    """Return the arguments of a streamed completion by the model that the server has under a name.
 
-    Args:
-        model: Name the server has it under.
-        request: What to ask.
-        prefix: What the server's tokenizer puts before a text by itself: a text that spells it is sent without.
+    ``prefix`` is what the server's tokenizer puts before a text by itself: a text that spells it is sent without.
 
     Raises:
         InputError: The JSON schema is no JSON.
@@ -105,13 +102,9 @@ class ServerAnswer:
     """Collects one answer. Feed it every piece of the stream, then ask for the end."""
 
     def __init__(self, url: str, fingerprint: str, tokenizer: Any, top_logprobs: int = 0):
-        """Begin now: time to first token counts from here.
+        """Begin now, from where time to first token counts, to expect an answer of the model with that fingerprint.
 
-        Args:
-            url: The server, for messages.
-            fingerprint: The model that is expected to answer.
-            tokenizer: The model's.
-            top_logprobs: How many of the likeliest tokens to keep for every token.
+        So many of the likeliest tokens are kept for every token as ``top_logprobs`` says.
         """
         self._url, self._fingerprint, self._tokenizer, self._top = url, fingerprint, tokenizer, top_logprobs
         self._begin = time.perf_counter()

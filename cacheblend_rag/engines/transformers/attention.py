@@ -203,7 +203,7 @@ class Queries:
     def _mask(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         if (begin, end) not in self._masks:
             visible = self.visible(begin, end, self._at[begin], self._at[end - 1] + 1)
-            self._masks[begin, end] = _additive(visible, dtype)
+            self._masks[begin, end] = additive(visible, dtype)
         return self._masks[begin, end]
 
     def _attend_masked(
@@ -220,7 +220,7 @@ class Queries:
                 query[:, :, begin:end],
                 key[:, :, first:last],
                 value[:, :, first:last],
-                attn_mask=_additive(self.visible(begin, end, first, last, window), query.dtype),
+                attn_mask=additive(self.visible(begin, end, first, last, window), query.dtype),
                 scale=scale,
             )
             out[begin:end] = part.permute(2, 0, 1, 3)
@@ -288,8 +288,8 @@ def _kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
     return same and attention_works(query.device, query.dtype, query.shape[0], key.shape[0], key.shape[2])
 
 
-def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # SDPA would make a boolean mask additive anew in every call.
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the mask to add to scores: eager attention takes no other, and SDPA would make one of booleans in every call."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 

@@ -37,7 +37,9 @@ class Guide:
             )
         from llguidance import LLMatcher
 
-        self._matcher = LLMatcher(_tokenizer(tokenizer, vocab_size, tuple(sorted(end_tokens))), _grammar(schema))
+        # Without free white space a model of little mind never ends: it may write blanks for ever.
+        grammar = LLMatcher.grammar_from_json_schema(_closed(schema), overrides={"whitespace_flexible": False})
+        self._matcher = LLMatcher(_tokenizer(tokenizer, vocab_size, tuple(sorted(end_tokens))), str(grammar))
         self._check("json_schema cannot be followed")
 
     def allowed(self, logits: torch.Tensor) -> torch.Tensor:
@@ -58,13 +60,6 @@ class Guide:
     def _check(self, what: str) -> None:
         if self._matcher.is_error():
             raise InputError(f"{what}: {self._matcher.get_error()}")
-
-
-def _grammar(schema: Mapping[str, Any]) -> str:
-    from llguidance import LLMatcher
-
-    # Without free white space a model of little mind never ends: it may write blanks for ever.
-    return str(LLMatcher.grammar_from_json_schema(_closed(schema), overrides={"whitespace_flexible": False}))
 
 
 def _closed(schema: Any) -> Any:
@@ -209,14 +204,12 @@ class AnswerBuilder:
         if self._params.logprobs is not None:
             self.logprobs.append(token_logprob(logits, token, self._params.logprobs))
         piece = self._stream.push(token)
-        if self._stream.stopped or (self._guide is not None and self._guide.take(token)) or self._repeating():
+        repeating = self._params.stop_repeating and repeats(self.tokens)
+        if self._stream.stopped or (self._guide is not None and self._guide.take(token)) or repeating:
             self._finish("stop")
         elif len(self.tokens) == self._params.max_tokens:
             self._finish("length")
         return piece if piece or not self._has_text else None
-
-    def _repeating(self) -> bool:
-        return self._params.stop_repeating and repeats(self.tokens)
 
     def flush(self) -> str:
         """Return what is still held back, at the end."""

@@ -14,7 +14,7 @@ from cacheblend_rag.blending.rope import CosSin, Move, Rope, differ, rope_of_run
 from cacheblend_rag.blending.target import BlendTarget, StopForward, Watch
 from cacheblend_rag.blending.transfer import sent, whole_numbers
 from cacheblend_rag.engines.models import longest_blendable
-from cacheblend_rag.engines.transformers.attention import NAME, Looks, looking, scattered
+from cacheblend_rag.engines.transformers.attention import NAME, Looks, additive, looking, scattered
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.graphs import Graphs
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
@@ -66,15 +66,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def append(self, ids: torch.Tensor, cache: PositionedCache | ModelsOwnCache, offset: int = 0) -> torch.Tensor:
-        """Run the next tokens ``[batch, tokens]`` with the model's own masks.
+        """Run the next tokens ``[batch, tokens]`` with the model's own masks; return the last one's logits ``[batch, vocab]``.
 
-        Args:
-            ids: Token ids.
-            cache: Cache of the tokens before them.
-            offset: Added to all positions (attention between the tokens stays as it is).
-
-        Returns:
-            The last token's logits ``[batch, vocab]``.
+        ``offset`` is added to all positions: attention between the tokens stays as it is.
         """
         if isinstance(cache, ModelsOwnCache):
             return cache.run(self.model, ids, self._says_positions, **self._kept(1))
@@ -112,14 +106,8 @@ class ModelRunner:
     ) -> LayerKV | torch.Tensor:
         """Run the tokens ``ids``, ``[tokens]``, on the device, at ascending ``positions``, ``[tokens]``, in host memory.
 
-        Args:
-            ids: Token ids.
-            positions: Where they stand.
-            at: The same on the device.
-            visible: How many slots of the cache are looked at; more than the last position.
-            cache: The sequence's.
-            before_layer: Called with each layer's index before it writes or reads KV.
-            stop_layer: Layer at which to stop.
+        ``at`` are the same on the device. The first ``visible`` slots of the cache, more than the last position, are seen.
+        ``before_layer`` is called with each layer's index before it writes or reads KV.
 
         Returns:
             The stop layer's fresh KV, or without a stop layer the last token's logits ``[vocab]``.
@@ -162,9 +150,7 @@ class ModelRunner:
             allowed = causal
             if kind == "sliding_attention" and self.window is not None:
                 allowed = causal & (keys > positions[:, None] - self.window)
-            # Additive, since eager attention adds it.
-            mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
-            return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)[None, None]
+            return additive(allowed, self.dtype)[None, None]
 
         if self._layer_types is None:
             return build("sliding_attention")

@@ -143,13 +143,7 @@ def step_size(given: Mapping[str, Any]) -> dict[str, Any]:
 def _cpu_kv_memory(directory: Path, dtype: torch.dtype, arguments: Mapping[str, Any]) -> int | None:
     """Return the bytes to reserve for the KV cache: four prompts of full length, at most half of the free memory.
 
-    Args:
-        directory: The model's files.
-        dtype: Of its KV.
-        arguments: vLLM's, as the user gave them.
-
-    Returns:
-        None where the user has chosen already, by an argument or by ``VLLM_CPU_KVCACHE_SPACE``, and for models without attention.
+    None where the user has chosen already, by an argument or by ``VLLM_CPU_KVCACHE_SPACE``, and for models without attention.
     """
     if any(arguments.get(name) is not None for name in _CHOSEN_BY) or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return None

@@ -71,14 +71,10 @@ async def ask_gate(llm: EngineClient, launch: Launch) -> GateReport:
 def vllm_sampling(
     sampling: SamplingParams, params: dict[str, Any], end_tokens: Iterable[int], has_text: bool, whole: bool
 ) -> VLLMSampling:
-    """Return vLLM's form of how to decode.
+    """Return vLLM's form of how to decode, with the request's ``kv_transfer_params``.
 
-    Args:
-        sampling: Ours.
-        params: ``kv_transfer_params`` of the request; empty for none.
-        end_tokens: At which an answer ends.
-        has_text: Whether there is a tokenizer.
-        whole: Whether the prompt is to be computed whole: as the reference, it must not be served from the prefix cache.
+    ``has_text`` says that there is a tokenizer. What is computed ``whole``, as the reference, must not be served from the prefix
+    cache.
 
     Raises:
         InputError: The JSON schema is no JSON.

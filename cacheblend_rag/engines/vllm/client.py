@@ -130,12 +130,8 @@ class BlendClient:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return vLLM's prompt and the ``kv_transfer_params`` for it (empty: nothing to blend).
 
-        Args:
-            prompt: Token ids and chunks.
-            settings: How to treat stored KV.
-            salt: A salt of the caller's own.
-            traced: Whether the outcome is to have a trace.
-            unasked: How many tokens at its end are an answer to be scored.
+        ``salt`` is the caller's own; the outcome is to have a trace if it is ``traced``; so many tokens at the end as are
+        ``unasked`` are an answer to be scored.
 
         Raises:
             InputError: A check layer beyond the model.
@@ -176,14 +172,9 @@ class BlendClient:
     def report(
         self, params: dict[str, Any] | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int, asked: bool
     ) -> FinishReport:
-        """Say what became of a prompt.
+        """Say what became of a prompt, by the ``kv_transfer_params`` of vLLM's output; ``asked`` says that it was to be blended.
 
-        Args:
-            params: ``kv_transfer_params`` of vLLM's finished output.
-            prompt_tokens: Tokens in the prompt.
-            cached_tokens: vLLM's ``num_cached_tokens``: from its prefix cache and from blending.
-            completion_tokens: Tokens generated.
-            asked: Whether blending was asked for.
+        ``cached_tokens`` is vLLM's count of those from its prefix cache and from blending.
         """
         report = read_report(params)
         if report is None:

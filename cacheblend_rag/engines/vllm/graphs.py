@@ -48,12 +48,8 @@ class Given(NamedTuple):
 class _Captured:
     """Holds what a graph reads, what runs it, and what it leaves.
 
-    Attributes:
-        tokens: Token ids, positions and slots, ``[3, tokens]``.
-        where: The sequence's pages, int32; for a question the slots of all its keys.
-        shares: ``[tokens]``, fp32.
-        left: What it leaves.
-        replay: Runs it.
+    ``tokens`` are ids, positions and slots, ``[3, tokens]``; ``where`` is the sequence's pages, int32, or of a question the slots
+    of all its keys; ``shares`` is ``[tokens]``, fp32.
     """
 
     tokens: torch.Tensor
@@ -75,15 +71,10 @@ class PagedGraphs:
         pages: tuple[int, int],
         device: torch.device,
     ):
-        """Capture nothing yet: a pass is captured when one of its width has run a second time.
+        """Capture nothing yet: a pass (the model's ``scatter`` or ``look``) is captured when one of its width has run twice.
 
-        Args:
-            scatter: See :meth:`~cacheblend_rag.engines.vllm.paged.PagedModel.scatter`.
-            look: See :meth:`~cacheblend_rag.engines.vllm.paged.PagedModel.look`.
-            arrived: Lets the stream wait for the stored KV of a layer; captured along.
-            agree: Says whether something holds on every tensor-parallel rank.
-            pages: How many a sequence has at the most, and tokens in one.
-            device: The model's.
+        ``arrived`` lets the stream wait for a layer's stored KV, and is captured along; ``agree`` says whether something holds on
+        every tensor-parallel rank; ``pages`` are how many a sequence has at the most, and the tokens in one.
         """
         self._scatter, self._look, self._arrived, self._device = scatter, look, arrived, device
         self._most_pages, self._keys = pages[0], min(pages[0] * pages[1], _MOST_LOOKED_AT)

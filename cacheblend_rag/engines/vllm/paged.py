@@ -196,14 +196,8 @@ class PagedModel:
     ) -> LayerKV | torch.Tensor:
         """Run tokens ``ids``, ``[tokens]``, at ascending ``positions``, ``[tokens]``, of a sequence; both are in host memory.
 
-        Args:
-            ids: Token ids.
-            positions: Where they stand; they see the sequence's keys up to their own position.
-            pages: The sequence's.
-            before_layer: Called with each layer's index before it writes or reads KV.
-            stop_layer: Layer at which to stop.
-            rotate_by: Added to the positions for RoPE alone.
-            compiled: Whether compiled code may run, which calls no hooks of modules.
+        They see the sequence's keys up to their own position. ``before_layer`` is called with each layer's index before it writes
+        or reads KV; ``rotate_by`` is added to the positions for RoPE alone; ``compiled`` code calls no hooks of modules.
 
         Returns:
             The stop layer's fresh KV (not written to the cache), or the hidden states ``[tokens, hidden]``.
@@ -227,12 +221,7 @@ class PagedModel:
     ) -> Gave:
         """Run tokens with the kernels' attention and nothing but what is on the device: this may be captured.
 
-        Args:
-            ids: Token ids, ``[tokens]``.
-            positions: Where they stand, ``[tokens]``.
-            slots: Where their KV goes, ``[tokens]``, in all layers.
-            table: The sequence's pages, int32.
-            before_layer: As in :meth:`forward`.
+        Ids, positions and ``slots``, where KV goes in all layers, are ``[tokens]``; ``table`` is the sequence's pages, int32.
         """
         assert self.kernels is not None
         with self.kernels.attending():
@@ -249,12 +238,8 @@ class PagedModel:
     ) -> Gave:
         """Run a question's tokens over a copy of the sequence's KV and see what they attend to; nothing is written.
 
-        Args:
-            ids: As in :meth:`scatter`.
-            positions: Likewise.
-            slots: For each group where the KV of the positions from 0 on is, ``[keys]``; anywhere for what no token sees.
-            shares: ``[tokens]``, fp32: how much each token's attention counts.
-            before_layer: As in :meth:`forward`.
+        ``slots`` say for each group where the KV of the positions from 0 on is, ``[keys]``: anywhere for what no token sees.
+        ``shares``, ``[tokens]``, fp32, say how much each token's attention counts; the rest is as in :meth:`scatter`.
         """
         sums = torch.zeros(max(int(x.num_kv_heads) for x in self.attention), len(slots[0]), device=self.device)
 

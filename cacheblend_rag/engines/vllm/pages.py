@@ -287,10 +287,7 @@ def read_page(pages: LayerKV | TiledPages, page: int, first: int, end: int) -> L
 def pages_of(cache: torch.Tensor, on_cpu: bool, isa: str | None = None) -> LayerKV | TiledPages:
     """Return views of a layer's paged cache, each ``[pages, kv_heads, page_tokens, head_dim]``, or its tiles.
 
-    Args:
-        cache: ``[pages, kv_heads, page_tokens, 2 * head_dim]``.
-        on_cpu: Whether CPU kernels keep it.
-        isa: Their instruction set, as vLLM names it.
+    The cache is ``[pages, kv_heads, page_tokens, 2 * head_dim]``; CPU kernels keep it by their instruction set ``isa``.
     """
     pages, heads, size, width = cache.shape
     dim = width // 2

@@ -48,11 +48,9 @@ class Saver:
         self._paged, self._rope = paged, rope
 
     def save(self, saves: Sequence[Save], refusal: str) -> None:
-        """Begin to copy prompts out of the paged cache, and hand them to the writer.
+        """Begin to copy prompts, or parts of them, out of the paged cache; hand those to the writer whose last part it is.
 
-        Args:
-            saves: The prompts, or parts of them: a prompt is complete with its last part.
-            refusal: Why this model's KV is not stored; empty if it is.
+        ``refusal`` says why this model's KV is not stored; it is empty if it is.
         """
         for save in saves:
             tokens = save.token_ids[save.job.start :] if save.job.start or not self._entries.header_ids else ()
@@ -163,10 +161,7 @@ class Saver:
 
     def take_written(self) -> dict[str, str]:
         """Return the receipts since the last call."""
-        written: dict[str, str] = {}
-        for name in list(self._written):
-            written[name] = self._written.pop(name)
-        return written
+        return {name: self._written.pop(name) for name in list(self._written)}
 
     def close(self) -> None:
         """Finish what is being written."""

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from cacheblend_rag.errors import ModelError
@@ -181,12 +180,7 @@ def _end() -> None:
 
 
 class StartError(ModelError):
-    """vLLM did not start.
-
-    Attributes:
-        model: The model's name.
-        cause: What vLLM raised.
-    """
+    """vLLM did not start with a model; ``cause`` is what it raised."""
 
     def __init__(self, model: str, cause: BaseException, why: str):
         super().__init__(f"vLLM does not start with {model!r}: {why}")
@@ -231,9 +225,7 @@ class StartLog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Give them back; vLLM's processes keep theirs, and all they write is shown from now on."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

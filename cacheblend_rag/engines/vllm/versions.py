@@ -79,12 +79,8 @@ def key_blocks(request: Request, keys: Sequence[tuple[int, str]], block_size: in
     """Make the hashes of a request's blocks depend on keys, each from its position on; return whether that can be done.
 
     vLLM has a salt for whole prompts alone. A block's hash is made of that of the block before, so a key that goes into one is
-    in all behind it, those of the answer included.
-
-    Args:
-        request: A request that vLLM has just taken in.
-        keys: Positions, ascending, and keys.
-        block_size: How many tokens each hash stands for; None: not known, and the whole prompt depends on all keys.
+    in all behind it, those of the answer included. Positions ascend; without a known ``block_size`` (tokens of a hash) the whole
+    prompt depends on all keys. The request is one that vLLM has just taken in.
     """
     hasher = getattr(request, "_block_hasher", None)
     if hasher is None or not isinstance(getattr(request, "block_hashes", None), list):
@@ -119,8 +115,7 @@ def key_blocks(request: Request, keys: Sequence[tuple[int, str]], block_size: in
 def connector_output(output: Any) -> KVConnectorOutput | None:
     """Return the part of a step's output that the connector fills; None where the runner made none.
 
-    Args:
-        output: What the worker's ``execute_model`` or ``sample_tokens`` returned: plain, or with tokens still on their way.
+    The worker's ``execute_model`` or ``sample_tokens`` returned it: plain, or with tokens still on their way.
     """
     if (take := getattr(output, "get_kv_connector_output", None)) is not None:  # since 0.33
         found: KVConnectorOutput | None = take()

@@ -52,11 +52,9 @@ def writing_on(model: Any, name: WrittenBy, dtype: torch.dtype, device: torch.de
 
 
 def _joined(module: Any, parts: Sequence[Part | None]) -> Part | None:
-    """Return what is to be added to this rank's share of a module, with ``b`` turned; None where the sizes do not fit.
+    """Return what is to be added to this rank's share of vLLM's module, with ``b`` turned; None where the sizes do not fit.
 
-    Args:
-        module: vLLM's.
-        parts: What is added to each of the modules that it consists of; one in transformers may be several here.
+    ``parts`` go to each of the modules that it consists of; one in transformers may be several here.
     """
     rows = _rows(module)
     if len(parts) == 1 and len(rows) > 1 and parts[0] is not None and len(parts[0].b) == sum(r.total for r in rows):

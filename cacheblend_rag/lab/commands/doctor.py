@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -132,7 +132,7 @@ def doctor(
 
         with status("Examining") as say:
             diagnosis = diagnose(opened, store, say)
-    print_json(diagnosis.as_json()) if as_json else print_diagnosis(diagnosis)
+    print_json(asdict(diagnosis)) if as_json else print_diagnosis(diagnosis)
 
 
 def _diagnose_vllm(model: ModelOptions, store: Path | None, calibrate: bool, as_json: bool) -> None:
@@ -146,7 +146,7 @@ def _diagnose_vllm(model: ModelOptions, store: Path | None, calibrate: bool, as_
 
         with status("Examining") as say:
             found = diagnose_vllm(opened, say)
-    print_json(found.as_json()) if as_json else print_vllm(found)
+    print_json(asdict(found)) if as_json else print_vllm(found)
 
 
 def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptions, as_json: bool) -> None:
@@ -171,7 +171,7 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
             raise
     if plot is not None:
         plot_calibration(found, plot)
-    print_json({**found.as_json(), "file": str(file)}) if as_json else print_calibration(found, file)
+    print_json({**asdict(found), "file": str(file)}) if as_json else print_calibration(found, file)
 
 
 def _standard(wanted: CalibrationOptions) -> Standard:

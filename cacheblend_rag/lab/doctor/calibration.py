@@ -119,10 +119,6 @@ class Calibration:
     layers: list[LayerFinding]
     stopped: bool = False
 
-    def as_json(self) -> dict[str, Any]:
-        """Return everything as plain data."""
-        return asdict(self)
-
 
 def calibrate(
     subject: TransformersSubject,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +90,6 @@ class Diagnosis:
     compute: ComputeCost
     estimate: Estimate | None
     machine: dict[str, Any]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything as plain data."""
-        return asdict(self)
 
 
 def diagnose(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +72,6 @@ class VLLMDiagnosis:
     gate_errors: dict[str, float]
     gate_limit: float | None
     cost: BlendCost | None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything as plain data."""
-        return asdict(self)
 
 
 def diagnose_vllm(engine: VLLMEngine, progress: Callable[[str], None] | None = None) -> VLLMDiagnosis:

@@ -19,12 +19,13 @@ from cacheblend_rag.lab.evaluation.prepare import Preparer
 from cacheblend_rag.lab.samples import EvalCase, Sample
 from cacheblend_rag.lab.stats.metrics import exact_match, f1, f1_of_tokens, rouge_l
 from cacheblend_rag.prompts.chunk import encoder_for
+from cacheblend_rag.store.base import Closing
 
 Row = dict[str, Any]
 Progress = Callable[[int, int, str], None]
 
 
-class AnswersFile:
+class AnswersFile(Closing):
     """Answers as JSON lines: a header with the settings, then one line per case and method.
 
     A run that was interrupted goes on where it stopped: lines of the same settings are not computed again.
@@ -68,14 +69,6 @@ class AnswersFile:
         """Close the file."""
         if self._file is not None:
             self._file.close()
-
-    def __enter__(self) -> AnswersFile:
-        """Use as a context manager that closes."""
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        """Close."""
-        self.close()
 
 
 def _read(path: Path, settings: dict[str, Any]) -> list[Row]:

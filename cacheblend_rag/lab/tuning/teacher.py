@@ -18,6 +18,7 @@ from cacheblend_rag.lab.spelling import answer_ids
 from cacheblend_rag.lab.tuning.questions import TuningQuestion
 from cacheblend_rag.prompts.prompt import rag_prompt
 from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.store.base import Closing
 
 NOT_RELEVANT: Final = -20.0
 """Log-likelihood that stands for "no" where the relevant chunks are known and there is no answer to score."""
@@ -55,7 +56,7 @@ def reader_logprobs(
     return [float(np.logaddexp.reduce([each.logprob for each in score(engine, prompt, answers)])) for prompt in prompts]
 
 
-class Teacher:
+class Teacher(Closing):
     """Judges questions; what it has found is in a file, so that an interrupted run loses one question at the most."""
 
     def __init__(
@@ -106,14 +107,6 @@ class Teacher:
     def close(self) -> None:
         """Close the file."""
         self._kept.close()
-
-    def __enter__(self) -> Teacher:
-        """Use as a context manager that closes."""
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        """Close."""
-        self.close()
 
 
 def _key(question: TuningQuestion, chunks: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -225,7 +225,7 @@ def test_a_model_of_noise_is_not_blended_and_the_profile_says_so(model):
     assert {each.policy for each in found.measured} == {"full-reuse", "static", "query", "static-query", "hkvd"}
     assert all(each.agreement.low <= each.agreement.value <= each.agreement.high for each in found.measured)
     assert steps
-    json.dumps(found.as_json())
+    json.dumps(asdict(found))
 
 
 def test_on_few_prompts_the_least_that_holds_is_taken_and_marked():
