@@ -189,6 +189,24 @@ def test_a_chunk_that_a_prompt_has_twice_says_nothing_of_who_wrote_the_store(dir
         assert (set(done.missing), done.own_missing) == ({chunk.id}, (chunk.id,))
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_what_is_forgotten_while_its_prompt_runs_is_not_stored_behind_it(
+    directory: Path, model: Any, stored: bool
+) -> None:
+    with engine_for(model, SCENE, writer=directory) as engine:
+        engine.registry.add(SCENE.chunks)
+        if stored:
+            engine.precompute(SCENE.chunks)
+        stream = engine.stream(SCENE.prompt, SamplingParams(max_tokens=2))
+        next(stream)
+        engine.forget(SCENE.chunks[:2])
+        *_, last = stream
+        assert last.generation.own_missing == (SCENE.chunks[0].id,)
+        assert stored_by(engine) == ([False, False, True, True], [False] * 4)
+        assert {chunk.id for chunk in engine.registry} == {chunk.id for chunk in SCENE.chunks[2:]}
+        assert engine.generate(SCENE.prompt, ONE).usage.kept_tokens == 0
+
+
 def stored_by(engine: TransformersEngine) -> tuple[list[bool], ...]:
     """Return which of the chunks are stored as the writer, and as the model itself writes them."""
     hands = (engine.entries, engine.entries.by(None))
