@@ -149,10 +149,11 @@ class WriterNotice:
 
         Of a single one that says nothing: it may have come first in an earlier prompt, and the writer's KV of it be evicted.
         """
-        if self._given or entries.writer is None or len(missing) < 2:
+        texts = {chunk.token_ids for chunk in missing}
+        if self._given or entries.writer is None or len(texts) < 2:
             return
         own = entries.by(None)
-        if all(own.contains(ids) and not entries.contains(ids) for ids in (chunk.token_ids for chunk in missing)):
+        if all(own.contains(token_ids) and not entries.contains(token_ids) for token_ids in texts):
             self._given = True
             warnings.warn(
                 f"The store has KV that was written without the KV writer in {entries.writer.directory}. But for a prompt's "

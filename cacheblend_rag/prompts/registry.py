@@ -156,6 +156,15 @@ class ChunkRegistry:
         """
         return _named(self._sources, chunk_id)
 
+    def unknown(self, chunk_ids: set[str]) -> set[str]:
+        """Return which of these ids are not known; where a source cannot be read, all."""
+        asked = list(chunk_ids)
+        try:
+            return chunk_ids.difference(*(source.known(asked) for source in self._sources)) if asked else set()
+        except StoreError as error:
+            _log.warning("Whether chunks are still known cannot be told: %s", error)
+            return chunk_ids
+
     def is_lent(self, chunk_id: str) -> bool:
         """Say whether the chunk that :meth:`get` returns is a lent source's."""
         holder = next((source for source in self._sources if source.known([chunk_id])), None)

@@ -8,7 +8,7 @@ from typing import Literal
 from cacheblend_rag.blending.settings import BlendSettings, Reuse
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation
-from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 
 Fate = Literal["exact", "reused", "recomputed", "missing"]
 
@@ -60,14 +60,14 @@ def prompt_fate(
     wanted = engine.profile.resolve(settings or BlendSettings(), engine.num_layers)
     reuse: Reuse = wanted.reuse if done.mode == "blend" else "off"
     kept = done.usage.kept_tokens
-    lacked = {*done.missing, *done.own_missing}
-    missing = {span.chunk.id for span in prompt.spans if span.chunk.id in lacked and span.end > kept}
+    missing = [span for span in prompt.spans if span.end > kept and _lacks(engine, prompt, done, span)]
     exact = _exact_prefix(engine, prompt, done, reuse)
     behind = max(exact, kept)
-    stale = [span for span in prompt.spans if span.end > behind and span.chunk.id not in missing and reuse == "chunks"]
+    whole = [span for span in prompt.spans if span in missing or span.chunk.id in done.in_place]
+    stale = [span for span in prompt.spans if span.end > behind and span not in whole and reuse == "chunks"]
     chunks = []
     for span in prompt.spans:
-        fate: Fate = "missing" if span.chunk.id in missing else "exact" if span.end <= exact else "recomputed"
+        fate: Fate = "missing" if span in missing else "exact" if span.end <= exact else "recomputed"
         if span in stale or exact < span.end <= kept:  # the latter as an earlier turn has left it
             fate = "reused"
         chunks.append(ChunkFate(span.chunk.id, fate, span.start, span.end - span.start))
@@ -75,10 +75,23 @@ def prompt_fate(
     counts = {
         name: sum(max(0, computed[c.start]) for c in chunks if c.fate == name) for name in ("missing", "recomputed")
     }
-    recomputed = done.usage.recomputed_tokens if reuse == "chunks" else counts["recomputed"]
+    recomputed = done.usage.recomputed_tokens + counts["recomputed"]
     text = done.usage.computed_tokens - recomputed - counts["missing"]
     reused = done.usage.reused_tokens - exact
     return PromptFate(exact, reused, recomputed, counts["missing"], text, tuple(chunks))
+
+
+def _begins(engine: BlendEngine, prompt: TokenizedPrompt, span: ChunkSpan) -> bool:
+    """Say whether a chunk is the prompt's first and stands right behind the header."""
+    header = tuple(engine.header_ids)
+    return span is prompt.spans[0] and span.start == len(header) and prompt.token_ids[: len(header)] == header
+
+
+def _lacks(engine: BlendEngine, prompt: TokenizedPrompt, done: Generation, span: ChunkSpan) -> bool:
+    """Say whether what a chunk takes where it stands was not stored: the same one may stand there twice, first and later."""
+    if _begins(engine, prompt, span) and (done.own_missing or engine.writer is not None):
+        return bool(done.own_missing)
+    return span.chunk.id in done.missing
 
 
 def _exact_prefix(engine: BlendEngine, prompt: TokenizedPrompt, done: Generation, reuse: Reuse) -> int:
@@ -91,5 +104,6 @@ def _exact_prefix(engine: BlendEngine, prompt: TokenizedPrompt, done: Generation
     if not prompt.spans or prompt.token_ids[:header] != tuple(engine.header_ids):
         return 0
     first = prompt.spans[0]
-    behind_header = first.start == header and first.chunk.id not in (*done.missing, *done.own_missing)
-    return min(first.end if behind_header else header, done.usage.reused_tokens)
+    computed = first.chunk.id in done.in_place or _lacks(engine, prompt, done, first)
+    exact = _begins(engine, prompt, first) and not computed
+    return min(first.end if exact else header, done.usage.reused_tokens)

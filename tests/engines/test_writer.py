@@ -20,6 +20,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.writer import KVWriter, Writing, describe
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.retrieval.database import IndexConfig
 from cacheblend_rag.store import open_store
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
@@ -175,6 +176,35 @@ def test_chunks_that_a_prompt_found_missing_are_written_back_by_the_writer(direc
         again = engine.generate(SCENE.prompt, ONE, BlendSettings(ratio=0.5))
         assert (again.mode, again.missing, again.own_missing) == ("blend", (), ())
         assert stored_by(engine) == ([True] * 4, [True, False, False, False])
+
+
+@pytest.mark.filterwarnings("error:The store has KV")
+def test_a_chunk_that_a_prompt_has_twice_says_nothing_of_who_wrote_the_store(directory: Path, model: Any) -> None:
+    chunk, header = SCENE.chunks[0], SCENE.header
+    twice = [
+        ChunkSpan(chunk, at, at + len(chunk.token_ids)) for at in (len(header), len(header) + len(chunk.token_ids))
+    ]
+    with engine_for(model, SCENE, writer=directory) as engine:
+        done = engine.generate(TokenizedPrompt((*header, *chunk.token_ids * 2, 7), tuple(twice)), ONE)
+        assert (set(done.missing), done.own_missing) == ({chunk.id}, (chunk.id,))
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_what_is_forgotten_while_its_prompt_runs_is_not_stored_behind_it(
+    directory: Path, model: Any, stored: bool
+) -> None:
+    with engine_for(model, SCENE, writer=directory) as engine:
+        engine.registry.add(SCENE.chunks)
+        if stored:
+            engine.precompute(SCENE.chunks)
+        stream = engine.stream(SCENE.prompt, SamplingParams(max_tokens=2))
+        next(stream)
+        engine.forget(SCENE.chunks[:2])
+        *_, last = stream
+        assert last.generation.own_missing == (SCENE.chunks[0].id,)
+        assert stored_by(engine) == ([False, False, True, True], [False] * 4)
+        assert {chunk.id for chunk in engine.registry} == {chunk.id for chunk in SCENE.chunks[2:]}
+        assert engine.generate(SCENE.prompt, ONE).usage.kept_tokens == 0
 
 
 def stored_by(engine: TransformersEngine) -> tuple[list[bool], ...]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from cacheblend_rag.blending.costs import Costs, TierCost
 from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
 from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.lab.inspection import PromptInspector
-from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.rag.fates import PromptFate, prompt_fate
 from cacheblend_rag.rag.pipeline import RagPipeline
+from tests.blending.families import BLENDED, make_model
+from tests.blending.prompts import Scene, engine_for
+from tests.blending.test_control import AUTO, COMPUTE, chunk_bytes, controlled_engine
+from tests.blending.writers import write_writer
 
 pytestmark = pytest.mark.slow
 
@@ -93,3 +99,39 @@ def test_a_prompt_of_nothing_stored_is_missing_whole(engine: TransformersEngine,
     fate = fate_of(engine, prompt, BLEND)
     assert {chunk.fate for chunk in fate.chunks} == {"missing"}
     assert fate.recomputed == fate.reused == 0
+
+
+def test_a_first_chunk_that_stands_in_the_prompt_again_has_a_fate_at_each_of_its_places(tmp_path: Path) -> None:
+    scene, llama = Scene(), BLENDED["llama"]
+    first, second = scene.chunks[:2]
+    ids, spans = list(scene.header), []
+    for chunk in (first, second, first):
+        spans.append(ChunkSpan(chunk, len(ids), len(ids) + len(chunk.token_ids)))
+        ids += [*chunk.token_ids, 7, 8]
+    prompt, tokens = TokenizedPrompt((*ids, *scene.question), tuple(spans)), len(first.token_ids)
+    write_writer(tmp_path, llama())
+    with engine_for(make_model(llama()), scene, writer=tmp_path) as engine:
+        engine.precompute(scene.chunks)
+        for own, again in (("missing", "reused"), ("exact", "reused"), ("exact", "missing")):
+            if again == "missing":  # the writer's alone is evicted
+                engine.store.delete(engine.entries.own_key(first.token_ids))
+            fate = fate_of(engine, prompt, BLEND)
+            assert [chunk.fate for chunk in fate.chunks] == [own, "reused", again]
+            assert fate.missing == tokens * (own, again).count("missing")
+            assert fate.text == 3 * 2 + len(scene.question)
+            assert fate.exact == len(scene.header) + tokens * (own == "exact")
+
+
+def test_a_chunk_that_was_sooner_computed_than_loaded_is_recomputed_whole() -> None:
+    engine, _ = controlled_engine(1.0)
+    engine.costs = Costs(1000, COMPUTE, {"device": TierCost(0.0, chunk_bytes(engine) / 0.1)})
+    prompt = Scene().prompt
+    done = engine.generate(prompt, ONE, AUTO)
+    fate = prompt_fate(engine, prompt, done, BLEND)
+    assert 0 < len(done.in_place) < 4
+    assert {chunk.id for chunk in fate.chunks if chunk.fate == "recomputed"} == set(done.in_place)
+    in_place = sum(chunk.tokens for chunk in fate.chunks if chunk.fate == "recomputed")
+    assert fate.recomputed == in_place + done.usage.recomputed_tokens
+    text = len(prompt.token_ids) - sum(chunk.tokens for chunk in fate.chunks)
+    assert text - len(engine.header_ids) <= fate.text <= text
+    assert fate.exact + fate.reused + fate.recomputed + fate.missing + fate.text == len(prompt.token_ids)

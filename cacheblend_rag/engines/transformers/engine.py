@@ -56,6 +56,8 @@ class PromptRun:
         self._lead = turn_lead(model.tokenizer)
         self._turn_ends = turn_ends(request.prompt.token_ids, self._lead)
         self._said = self._as_said()
+        names = {span.chunk.id for span in request.prompt.spans}
+        self._known = names - model.registry.unknown(names)
         self._tokens: list[int] = []  # of the answer
         self._fed = 0  # how many of them are in the cache
 
@@ -67,12 +69,14 @@ class PromptRun:
         if self.cache is None:
             return
         said, cache, self.cache = self._said, self.cache, None
+        gone = self._model.registry.unknown(self._known)  # forgotten meanwhile: nothing of them is to stay
+        own, missing = ([c for c in each if c.id not in gone] for each in (self.plan.own_missing, self.plan.missing))
         # Not where a conversation has left the beginning: it may have been blended.
-        if self.plan.own_missing and not self.plan.start and isinstance(cache, PositionedCache):
-            (chunk,), begin = self.plan.own_missing, self._request.prompt.spans[0].start
-            own = [cache.view(n, 0, begin, begin + len(chunk.token_ids)) for n in range(self._model.num_layers)]
-            self._model.keep_first(chunk, own)
-        if said is not None and isinstance(cache, PositionedCache):
+        if own and not self.plan.start and isinstance(cache, PositionedCache):
+            (chunk,), begin = own, self._request.prompt.spans[0].start
+            layers = [cache.view(n, 0, begin, begin + len(chunk.token_ids)) for n in range(self._model.num_layers)]
+            self._model.keep_first(chunk, layers)
+        if said is not None and not gone and isinstance(cache, PositionedCache):
             said = replace(said, token_ids=(*said.token_ids, *self._tokens[: self._fed]))
             if cache.length == len(said.token_ids):  # not where a token was on its way
                 graphs = self._model.runner.graphs
@@ -80,8 +84,9 @@ class PromptRun:
         del cache
         for span in (*self.plan.exact, *self.plan.stale):
             span.kv.finish()
-        unranked = [span.chunk for span in self.plan.stale if span.chunk and span.chunk.id in self.outcome.unranked]
-        self._model.write_back(self.plan.missing, unranked)
+        lacking = set(self.outcome.unranked) - gone
+        unranked = [span.chunk for span in self.plan.stale if span.chunk and span.chunk.id in lacking]
+        self._model.write_back(missing, unranked)
 
     def prefill(self, trace: Trace | None) -> None:
         """Make the prompt's KV and its last token's logits, from stored KV where there is some that helps."""

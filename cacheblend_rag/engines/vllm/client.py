@@ -233,6 +233,8 @@ class BlendClient:
     async def _answer(self, request: Request, spans: RequestSpans) -> AsyncGenerator[StreamEvent, None]:
         begin = time.perf_counter()
         prompt, sampling, settings = request.prompt, request.sampling, request.settings
+        names = {span.chunk.id for span in prompt.spans}
+        known = names - self.registry.unknown(names)
         tokens, params = self.tokens_prompt(prompt, settings.asked, traced=spans.trace is not None)
         await self.before(prompt.token_ids, params, prompt)
         wanted = vllm_sampling(sampling, params, self._end_tokens, self.tokenizer is not None, settings.reuse == "off")
@@ -270,7 +272,8 @@ class BlendClient:
         if spans.trace is not None:
             record(spans.trace, report, begin, arrived)
         spans.answered(report.outcome)
-        self.finished(report, prompt)
+        gone = self.registry.unknown(known)  # forgotten meanwhile: nothing of them is to stay
+        self.finished(report, replace(prompt, spans=tuple(s for s in prompt.spans if s.chunk.id not in gone)))
         timings = Timings(ttft, time.perf_counter() - begin)
         finish: Literal["stop", "length"] = "length" if final.finish_reason == "length" else "stop"
         yield StreamEvent(final.text, Generation.of(report.outcome, text, ids, finish, timings, logprobs))

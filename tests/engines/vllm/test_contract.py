@@ -12,7 +12,7 @@ import transformers as hf
 
 from cacheblend_rag.engines.base import BlendEngine
 from tests.conftest import tokenizer_named
-from tests.engines.contract import EngineContract
+from tests.engines.contract import SHORT, EngineContract
 from tests.engines.contract_controller import ControllerContract
 from tests.engines.contract_conversation import ConversationContract
 from tests.engines.contract_spans import SpansContract
@@ -61,3 +61,19 @@ class TestVLLMEngine(EngineContract, ControllerContract, ConversationContract, S
     @pytest.fixture
     def root(self, shared: Any) -> Path:
         return shared.root
+
+    def test_what_is_forgotten_while_its_prompt_runs_is_not_stored_behind_it(
+        self, engine, chunks, prompt, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        report = engine.report
+
+        def forget_and_report(*given: Any, **options: Any) -> Any:
+            engine.forget(chunks[:2])
+            return report(*given, **options)
+
+        monkeypatch.setattr(engine, "report", forget_and_report)
+        engine.registry.add(chunks)
+        engine.generate(prompt, SHORT)
+        engine.flush()
+        assert [engine.entries.contains(chunk.token_ids) for chunk in chunks] == [False, False, True, True]
+        assert {chunk.id for chunk in engine.registry} == {chunk.id for chunk in chunks[2:]}
