@@ -308,7 +308,7 @@ def test_a_file_of_keys_takes_the_place_of_all_others(tmp_path: Path, monkeypatc
     monkeypatch.setenv("CACHEBLEND_API_KEY", "another")
     with pytest.raises(InputError, match="one of them"):
         parsed(tmp_path, keys=file)
-    assert guard(ServeOptions(store=tmp_path), parsed(tmp_path)[0]).keys == (Key.of("another"),)
+    assert guard(ServeOptions(store=tmp_path), parsed(tmp_path)[0]).keys.keys == (Key.of("another"),)
     file.write_text("[[key]]\nvalue = 'asks'\n")
     monkeypatch.delenv("CACHEBLEND_API_KEY")
     with pytest.raises(InputError, match="role"):
