@@ -1,6 +1,6 @@
 """Predicts a prompt's cost on a GPU from counted launches, bytes and FLOPs. Nothing here is measured on one.
 
-python benchmarks/predict.py [--shape llama-3.1-8b] [--chunks N] [--flops F] [--memory B] [--bus B] [--launch-us T] [--json]
+python benchmarks/predict.py [--shape llama-3.1-8b] [--chunks N] [--codec int8] [--flops F] [--memory B] [--bus B] [--json]
 
 - FLOPs and bytes follow from the model's shape and the positions each pass computes, in bf16.
 - Launches and synchronisations are counted: the transformers engine itself runs the prompt with a model of the same layers'
@@ -169,18 +169,19 @@ class Replayed:
         return torch.zeros(self._runner.model.config.vocab_size, device=self._runner.device)
 
 
-def _engine(layers: int) -> TransformersEngine:
+def _engine(layers: int, codec: str) -> TransformersEngine:
     config = LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=32768,
     )  # fmt: skip
     torch.manual_seed(0)
-    return TransformersEngine(LlamaForCausalLM(config).eval(), device=simulated.NAME, header=(1, 2))
+    model = LlamaForCausalLM(config).eval()
+    return TransformersEngine(model, device=simulated.NAME, header=(1, 2), store=f"ram://?codec={codec}")
 
 
-def count_launches(chunks: int, chunk_tokens: int, layers: int) -> dict[str, Counted]:
+def count_launches(chunks: int, chunk_tokens: int, layers: int, codec: str = "none") -> dict[str, Counted]:
     """Return what every method asks for in a model of ``layers`` layers, without graphs."""
-    two, four = (_counted(chunks, chunk_tokens, few, replayed=False)[0] for few in (2, 4))
+    two, four = (_counted(chunks, chunk_tokens, few, codec, replayed=False)[0] for few in (2, 4))
     return {
         name: Counted(
             a.launches + (four[name].launches - a.launches) * (layers - 2) // 2,
@@ -191,9 +192,11 @@ def count_launches(chunks: int, chunk_tokens: int, layers: int) -> dict[str, Cou
     }
 
 
-def _counted(chunks: int, chunk_tokens: int, layers: int, replayed: bool) -> tuple[dict[str, Counted], list[int]]:
+def _counted(
+    chunks: int, chunk_tokens: int, layers: int, codec: str, replayed: bool
+) -> tuple[dict[str, Counted], list[int]]:
     """Return what every method asks for, and how many layers are waited for together where passes are replayed."""
-    engine, found = _engine(layers), {}
+    engine, found = _engine(layers, codec), {}
     place = Workbench(engine, "", None, torch.device(simulated.NAME), torch.float32, 256)
     prompt = place.prompt(place.random_chunks(chunks, chunk_tokens, 0), QUESTION, 0)
     rank_for(engine, METHODS["static 5%"])
@@ -249,6 +252,7 @@ class Shape:
     other_weights: int
     query_width: int
     kv_width: int
+    head_dim: int
 
     @classmethod
     def of(cls, spec: str) -> Shape:
@@ -256,7 +260,14 @@ class Shape:
         dim = config.hidden_size // config.num_attention_heads
         kv = 2 * config.num_key_value_heads * dim
         weights = config.hidden_size * (2 * config.hidden_size + kv) + 3 * config.hidden_size * config.intermediate_size
-        return cls(config.num_hidden_layers, weights, config.vocab_size * config.hidden_size, config.hidden_size, kv)
+        return cls(
+            config.num_hidden_layers, weights, config.vocab_size * config.hidden_size, config.hidden_size, kv, dim
+        )
+
+    def kv_bytes(self, codec: str) -> float:
+        """Return the bytes of a token's KV in host memory."""
+        each = BF16 if codec == "none" else 1 + BF16 / self.head_dim  # a scale for each head's numbers
+        return self.layers * self.kv_width * each
 
     def a_pass(self, tokens: int, keys: float, layers: int, ends: bool) -> tuple[float, float]:
         """Return FLOPs and device bytes of ``tokens`` queries with ``keys`` visible keys each on average through ``layers``."""
@@ -266,12 +277,12 @@ class Shape:
         return flops + 2 * self.other_weights * ends, moved + BF16 * self.other_weights * ends
 
 
-def predict(shape: Shape, device: Device, chunks: int, chunk_tokens: int) -> dict[str, Cost]:
+def predict(shape: Shape, device: Device, chunks: int, chunk_tokens: int, codec: str = "none") -> dict[str, Cost]:
     """Predict every method."""
     prompt = chunks * chunk_tokens + QUESTION
     stale = (chunks - 1) * chunk_tokens
-    counts = count_launches(chunks, chunk_tokens, shape.layers)
-    replays, groups = _counted(chunks, chunk_tokens, shape.layers, replayed=True)
+    counts = count_launches(chunks, chunk_tokens, shape.layers, codec)
+    replays, groups = _counted(chunks, chunk_tokens, shape.layers, codec, replayed=True)
     costs = {}
     for name, settings in METHODS.items():
         launches, syncs, computed = counts[name].launches, counts[name].synchronisations, counts[name].computed
@@ -281,7 +292,7 @@ def predict(shape: Shape, device: Device, chunks: int, chunk_tokens: int) -> dic
             passes.insert(0, shape.a_pass(stale, prompt / 2, 1, False))
         if settings.policy == "static-query":
             passes.insert(0, shape.a_pass(QUESTION, prompt, shape.layers, True))
-        host = 0 if whole else BF16 * shape.kv_width * chunks * chunk_tokens * shape.layers
+        host = 0 if whole else shape.kv_bytes(codec) * chunks * chunk_tokens
         computing = [max(f / device.flops, b / device.memory) for f, b in passes]
         times = {
             "compute": sum(computing) + 4 * host / device.memory,
@@ -309,6 +320,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b", help="as --random-weights of `cacheblend bench`")
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--codec", default="none", choices=["none", "int8"], help="as host memory holds KV")
     parser.add_argument("--flops", type=float, default=770e12)
     parser.add_argument("--memory", type=float, default=4.3e12)
     parser.add_argument("--bus", type=float, default=50e9)
@@ -317,7 +329,7 @@ def main() -> None:
     options = parser.parse_args()
     device = Device(options.flops, options.memory, options.bus, options.launch_us / 1e6)
     with _quiet():
-        costs = predict(Shape.of(options.shape), device, options.chunks, options.chunk_tokens)
+        costs = predict(Shape.of(options.shape), device, options.chunks, options.chunk_tokens, options.codec)
     if options.json:
         print(json.dumps({name: asdict(cost) for name, cost in costs.items()}, indent=2))
         return

@@ -12,7 +12,6 @@ import torch
 from cacheblend_rag.blending.plan import StoredSpan, counted
 from cacheblend_rag.blending.rope import Move
 from cacheblend_rag.blending.transfer import Step, Transfer
-from cacheblend_rag.store.kv import ChunkKV
 
 # Layers that are waited for together: few at first, so that computing begins soon, then enough that waiting costs nothing.
 _FIRST, _MOST = 1, 8
@@ -26,7 +25,7 @@ class StoredLayers:
 
     Attributes:
         first: The layer.
-        spans: Whose KV: each a :class:`ChunkKV` in page-locked memory, every layer of it one block.
+        spans: Whose KV: each held in page-locked memory, every layer of it one block, all of one dtype.
         moves: What each layer's keys need, from layer 0 on: one object for all layers that rotate alike, None for nothing.
         positions: ``[tokens]``, on the device: where they belong, span after span.
     """
@@ -37,9 +36,20 @@ class StoredLayers:
     positions: torch.Tensor
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """Return that of keys and values; None where nothing is stored, or of several."""
+        found = {span.kv.dtype for span in self.spans}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def in_rows(self) -> bool:
+        """Return whether they come in rows of bytes (:func:`~cacheblend_rag.store.codec.coded`)."""
+        return any(span.kv.held is not None and span.kv.held.dtype != span.kv.dtype for span in self.spans)
+
+    @property
     def layer_bytes(self) -> int:
         """Return the size of one layer of the whole entries."""
-        return sum(span.kv.nbytes // span.kv.num_layers for span in self.spans)
+        return sum(span.kv.stored_nbytes // span.kv.num_layers for span in self.spans)
 
     def alike(self, begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
         """Yield those of the layers ``begin`` to before ``end`` that are stored, in runs of up to ``most`` that rotate alike."""
@@ -65,8 +75,8 @@ class StoredLayers:
         """Return the layers ``begin`` to before ``end`` of each entry, ``[elements]``; what is one block stays one."""
         found: list[torch.Tensor] = []
         for span in self.spans:
-            assert isinstance(span.kv, ChunkKV)
-            blocks = span.kv.blocks(begin, end)
+            assert span.kv.held is not None
+            blocks = span.kv.held.blocks(begin, end)
             assert blocks is not None
             found += blocks
         return found
@@ -124,5 +134,5 @@ def bring(
             steps.append(Step(stored.sources(a, b), partial(place, a, b), event if b == end else None))
         if not parts:  # what waits for it must not wait for an earlier prompt's
             steps.append(Step((), lambda memory: None, event))
-    dtype = stored.spans[0].kv.layer(0).k.dtype if stored.spans else torch.uint8
-    transfer.bring(steps, dtype, used)
+    sources = [source for step in steps for source in step.sources]
+    transfer.bring(steps, sources[0].dtype if sources else torch.uint8, used)

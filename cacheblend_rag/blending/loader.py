@@ -16,7 +16,7 @@ from cacheblend_rag.blending.rope import Move, Rope, moved
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.store.events import TierReads
-from cacheblend_rag.store.kv import ChunkKV, LayerKV
+from cacheblend_rag.store.kv import LayerKV
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,8 @@ class LayerLoader:
         spans = self._all if first >= self._stale_from_layer else ()
         if not self._reads.in_place or (self._all and not spans):
             return None
-        for span in spans:
-            kv = span.kv
-            if not isinstance(kv, ChunkKV) or kv.blocks(0, kv.num_layers) is None:
-                return None
+        if any((held := span.kv.held) is None or held.blocks(0, held.num_layers) is None for span in spans):
+            return None
         rope, fixed, made = self._rope, self._exact_tokens, {}
         kinds = list(zip(rope.table_of_layer, rope.layout_of_layer, strict=True))
         for layer, kind in enumerate(kinds if len(self._positions) > fixed else ()):

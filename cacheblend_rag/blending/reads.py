@@ -15,6 +15,7 @@ from cacheblend_rag.blending.plan import StoredSpan
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.blending.transfer import Slot, Staged, Transfer, transfer_to
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
+from cacheblend_rag.store.codec import numbers
 from cacheblend_rag.store.events import ReadClock, TierReads
 from cacheblend_rag.store.kv import LayerKV, StoredKV, join_tokens
 
@@ -172,7 +173,9 @@ class _DeviceReads:
         self._transfer, self.until = transfer, num_layers
         every = spans(num_layers - 1)
         self._tokens = sum(span.kv.num_tokens for span in every)
-        self.in_place = all(span.kv.tier == "ram" and span.kv.layer(0).k.is_pinned() for span in every)
+        held = [(span.kv.held or span.kv).layer(0).k for span in every if span.kv.tier == "ram"]
+        alike = len({k.dtype for k in held}) <= 1  # as they are held
+        self.in_place = alike and len(held) == len(every) and all(k.is_pinned() for k in held)
         threads = max(_DEVICE_THREADS, _at_once(every))
         self._pool = (
             None if self.in_place else ThreadPoolExecutor(threads, "cacheblend-load", initializer=transfer.enter_thread)
@@ -196,7 +199,7 @@ class _DeviceReads:
             self._fill()
         staged = _within(most_s, self._pending[layer][1])
         self._transfer.wait(staged)
-        return [span.cut(part) for span, part in zip(self._spans(layer), staged.parts, strict=True)]
+        return [_decoded(span, part) for span, part in zip(self._spans(layer), staged.parts, strict=True)]
 
     def joined(self, layer: int, parts: Sequence[LayerKV]) -> LayerKV:
         kv = LayerKV(*(torch.cat(side, dim=1) for side in zip(*parts, strict=True)))
@@ -232,7 +235,8 @@ class _DeviceReads:
         # Whole entries, since only those lie in one piece; what is not wanted of them is left out on the device.
         take = self._transfer.buffer
         whole: Iterable[LayerKV] = (
-            self._one(span, layer, partial(span.kv.layer_in, layer, take)) for span in self._spans(layer)
+            self._one(span, layer, partial(((self.in_place and span.kv.held) or span.kv).layer_in, layer, take))
+            for span in self._spans(layer)
         )
         if layer in self._host:
             whole = self._host[layer].result()
@@ -240,6 +244,12 @@ class _DeviceReads:
 
     def _read(self, layer: int) -> list[LayerKV]:
         return [self._one(span, layer, partial(span.kv.layer, layer)) for span in self._spans(layer)]
+
+
+def _decoded(span: StoredSpan, part: LayerKV) -> LayerKV:
+    """Return what is wanted of a span's layer, which may have come as it is held."""
+    wanted, dtype = span.cut(part), span.kv.dtype
+    return wanted if dtype is None or part.k.dtype == dtype else numbers(wanted, dtype)
 
 
 def _within(most_s: float | None, future: Future[_T]) -> _T:

@@ -6,7 +6,7 @@ encoding what was decoded gives the same bytes again: an entry that moves betwee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.kv import LayerKV, Take, laid_out, nbytes_of, plain
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, StoredKV, Take, laid_out, nbytes_of, plain
 
 _LARGEST = 127.0  # half of it is rounded up, to 64: the scale of rounded numbers is then that of the numbers
 
@@ -97,15 +97,80 @@ class Codec:
             parts = [(stored[name], stored.get(name + _SCALE)) for name in "kv"]
         except (KeyError, SafetensorError) as error:
             raise ValueError(f"no layer of the codec {self.name}: {error!r}") from error
-        k, v = (torch.empty(x.shape, dtype=(x if s is None else s).dtype, device="meta") for x, s in parts)
-        like = LayerKV(k, v)
-        (layer,) = laid_out([like], take(nbytes_of([like])))
-        for into, (codes, scales) in zip(layer, parts, strict=True):
-            if scales is None:
-                into.copy_(codes)
-            else:
-                torch.mul(codes, scales, out=into)
-        return layer
+        return _decoded(parts, take)
+
+
+def _decoded(parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]], take: Take) -> LayerKV:
+    """Return keys and values, of each the numbers and their scales, in one block from ``take``."""
+    k, v = (torch.empty(x.shape, dtype=(x if s is None else s).dtype, device="meta") for x, s in parts)
+    like = LayerKV(k, v)
+    (layer,) = laid_out([like], take(nbytes_of([like])))
+    for into, (codes, scales) in zip(layer, parts, strict=True):
+        if scales is None:
+            into.copy_(codes)
+        else:
+            torch.mul(codes, scales, out=into)
+    return layer
+
+
+class CodedKV(StoredKV):
+    """Holds a whole entry in memory in whole numbers of one byte, to be decoded where it is used: on a device, say."""
+
+    dtype: torch.dtype
+
+    def __init__(self, held: ChunkKV, dtype: torch.dtype):
+        """Hold what :func:`coded` has made of an entry's layers, which were in ``dtype``."""
+        self._held, self.dtype = held, dtype
+        self.num_layers, self.num_tokens, self.start, self.tier = (
+            held.num_layers,
+            held.num_tokens,
+            held.start,
+            held.tier,
+        )
+        rows = (side.shape for layer in held.layers for side in layer)
+        self.nbytes = sum(h * tokens * (width - dtype.itemsize) * dtype.itemsize for h, tokens, width in rows)
+        self.stored_nbytes = held.nbytes
+
+    @property
+    def held(self) -> ChunkKV:
+        return self._held
+
+    def layer(self, index: int) -> LayerKV:
+        return self.layer_in(index, plain)
+
+    def layer_in(self, index: int, take: Take) -> LayerKV:
+        """See :meth:`StoredKV.layer_in`; it is decoded there."""
+        return _decoded([_parts(side, self.dtype) for side in self._held.layer(index)], take)
+
+    def static_deviation(self) -> torch.Tensor | None:
+        return self._held.static_deviation()
+
+
+def coded(kv: ChunkKV) -> list[LayerKV] | None:
+    """Return layers of rows: what is :func:`quantised` and its scale, ``[kv_heads, tokens, head_dim + bytes of a scale]``, uint8.
+
+    None for what must stay as it is: numbers that are not KV of each token, of several dtypes, or that one byte cannot hold.
+    """
+    layers, dtypes = [], {side.dtype for layer in kv.layers for side in layer}
+    for layer in kv.layers if len(dtypes) == 1 else ():
+        rows = []
+        for side in layer:
+            fits = side.dim() == 3 and side.shape[1] == kv.num_tokens and not side.shape[2] % side.element_size()
+            if not fits or (parts := quantised(side.detach().cpu())) is None:
+                return None
+            rows.append(torch.cat([part.view(torch.uint8) for part in parts], 2))
+        layers.append(LayerKV(*rows))
+    return layers or None
+
+
+def numbers(rows: LayerKV, dtype: torch.dtype) -> LayerKV:
+    """Return what the rows of a layer stand for, in the ``dtype`` that it had, on their device."""
+    k, v = (torch.mul(*_parts(side, dtype)) for side in rows)
+    return LayerKV(k, v)
+
+
+def _parts(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return rows[..., : -dtype.itemsize].view(torch.int8), rows[..., -dtype.itemsize :].view(dtype)
 
 
 def get_codec(name: str) -> Codec:

@@ -79,6 +79,7 @@ class StoredKV(ABC):
         stored_nbytes: Size of what is stored of them, which a tier's codec makes smaller.
         tier: ``"ram"``, ``"disk"`` or a later tier's name: where :meth:`layer` reads from.
         at_once: How many reads of layers are worth having on the way side by side.
+        dtype: Of keys and values, where they lie in memory; None where only reading tells.
     """
 
     num_layers: int
@@ -88,6 +89,12 @@ class StoredKV(ABC):
     stored_nbytes: int
     tier: str
     at_once: int = 1
+    dtype: torch.dtype | None = None
+
+    @property
+    def held(self) -> ChunkKV | None:
+        """Return what of it lies in memory, as it lies there: a coded entry's layers are rows of bytes. None for nothing."""
+        return None
 
     @abstractmethod
     def layer(self, index: int) -> LayerKV:
@@ -129,9 +136,14 @@ class ChunkKV(StoredKV):
         self._static = static
         self.num_layers = len(self.layers)
         self.num_tokens = self.layers[0].k.shape[1] if self.layers else 0
+        self.dtype = self.layers[0].k.dtype if self.layers else None
         self.nbytes = sum(t.numel() * t.element_size() for layer in self.layers for t in layer)
         self.stored_nbytes = self.nbytes
         self._blocks: dict[tuple[int, int], list[torch.Tensor] | None] = {}
+
+    @property
+    def held(self) -> ChunkKV:
+        return self
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer; never fails."""

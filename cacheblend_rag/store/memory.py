@@ -26,6 +26,7 @@ from cacheblend_rag.store.base import (
     TierOptions,
     VerifyReport,
 )
+from cacheblend_rag.store.codec import CodedKV, coded
 from cacheblend_rag.store.kv import ALIGNMENT, ChunkKV, KVKey, LayerKV, Pieces, can_page_lock, flat, nbytes_of, packed
 
 _log = logging.getLogger(__name__)
@@ -147,12 +148,12 @@ class PageLockedMemory:
 
 @dataclass
 class _Held:
-    kv: ChunkKV
+    kv: ChunkKV | CodedKV
     last_used: float
 
 
 class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
-    """Keeps KV entries in host memory under a byte budget, least recently used out first.
+    """Keeps KV entries in host memory under a byte budget, least recently used out first, as they are or in whole numbers.
 
     Every layer is one contiguous block. Where a device reads them (:meth:`page_lock_for`), the blocks are page-locked.
     """
@@ -179,11 +180,11 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
             return
         self._page_locked = PageLockedMemory(device, self.budget)
         with self._lock:
-            held = list(self._held.items())
-        for key, entry in held:
-            if (room := self.room(nbytes_of(entry.kv.layers), wait=True)) is not None:
-                layers = packed(entry.kv.layers, Pieces(room))
-                self.put(key, ChunkKV(layers, entry.kv.start, static=entry.kv.static_deviation()), replace=True)
+            every = list(self._held.items())
+        for key, entry in every:
+            held = entry.kv.held
+            if (room := self.room(nbytes_of(held.layers), wait=True)) is not None:
+                self._keep(key, _like(entry.kv, packed(held.layers, Pieces(room))), replace=True)
         self._page_locked.grow_ahead()
 
     def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
@@ -198,8 +199,8 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
                 block = self._page_locked.take(nbytes)
         return block
 
-    def get(self, key: KVKey) -> ChunkKV | None:
-        """See :meth:`KVStore.get`. Every caller gets the same tensors."""
+    def get(self, key: KVKey) -> ChunkKV | CodedKV | None:
+        """See :meth:`KVStore.get`. Every caller gets the same memory."""
         with self._lock:
             held = self._use(key)
         self._events.add("misses" if held is None else "hits")
@@ -210,20 +211,26 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         with self._lock:
             if not replace and self._use(key):
                 return True
-        if not self._fits(kv.nbytes):
+        rows = None if self.format.codec.in_place else coded(kv)
+        new = (
+            kv if rows is None else CodedKV(ChunkKV(rows, kv.start, static=kv.static_deviation()), kv.layers[0].k.dtype)
+        )
+        if not self._fits(new.stored_nbytes):
             return False
-        owned = ChunkKV(self._owned(kv), kv.start, static=kv.static_deviation())
+        self._keep(key, _like(new, self._owned(new.held)), replace)
+        return True
+
+    def _keep(self, key: KVKey, kv: ChunkKV | CodedKV, replace: bool) -> None:
         with self._lock:
             if not replace and self._use(key):
-                return True
+                return
             self._remove(key)
             if self.budget is not None:
-                self._evict(self.budget - owned.nbytes)
-            self._held[key] = _Held(owned, time.time())
-            self._nbytes += owned.nbytes
-            self._on_change(key, owned.nbytes)
+                self._evict(self.budget - kv.stored_nbytes)
+            self._held[key] = _Held(kv, time.time())
+            self._nbytes += kv.stored_nbytes
+            self._on_change(key, kv.stored_nbytes)
         self._events.add("puts")
-        return True
 
     def contains(self, key: KVKey) -> bool:
         with self._lock:
@@ -240,12 +247,14 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
     def entry(self, key: KVKey) -> EntryInfo | None:
         with self._lock:
             held = self._held.get(key)
-            return None if held is None else EntryInfo(key, held.kv.nbytes, self.tier, held.last_used)
+            return None if held is None else EntryInfo(key, held.kv.stored_nbytes, self.tier, held.last_used)
 
     def entries(self) -> Iterator[EntryInfo]:
         """See :meth:`Listing.entries`; a snapshot."""
         with self._lock:
-            snapshot = [EntryInfo(key, held.kv.nbytes, self.tier, held.last_used) for key, held in self._held.items()]
+            snapshot = [
+                EntryInfo(key, held.kv.stored_nbytes, self.tier, held.last_used) for key, held in self._held.items()
+            ]
         return iter(snapshot)
 
     def evict(self, to_bytes: int) -> int:
@@ -290,7 +299,7 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
     def _remove(self, key: KVKey) -> _Held | None:
         held = self._held.pop(key, None)
         if held:
-            self._nbytes -= held.kv.nbytes
+            self._nbytes -= held.kv.stored_nbytes
             self._on_change(key, 0)
         return held
 
@@ -300,3 +309,9 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
             self._remove(next(iter(self._held)))
             self._events.add("evictions")
         return before - self._nbytes
+
+
+def _like(kv: ChunkKV | CodedKV, layers: Sequence[LayerKV]) -> ChunkKV | CodedKV:
+    """Return an entry of the same numbers, whose memory is ``layers``."""
+    held = ChunkKV(layers, kv.start, static=kv.static_deviation())
+    return CodedKV(held, kv.dtype) if isinstance(kv, CodedKV) else held

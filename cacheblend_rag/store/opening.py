@@ -79,7 +79,7 @@ class TierURL:
         budget: Bytes to hold; None: no limit, of RAM and of the disk the usual share.
         ttl_s: Seconds after which an entry is gone; None: never.
         timeout_s: Seconds that a look-up or a read may take.
-        codec: How new entries are encoded (:func:`~cacheblend_rag.store.codec.get_codec`); RAM holds them as they are.
+        codec: How new entries are encoded (:func:`~cacheblend_rag.store.codec.get_codec`).
         write: When the tier is given entries; see :attr:`KVStore.writes`.
         encrypt: Directory of the keys that entries are encrypted with (:meth:`Keyring.read`); empty: not encrypted.
         config: Further options, of an object store or a tier of another package.
@@ -141,10 +141,12 @@ def _parse(url: str) -> TierURL:
         raise InputError(f"{url!r} names a host: a directory takes three slashes, as file:///nvme/kv.")
     if ours and scheme not in {"ram", "file", "unix"} and not parts.netloc:
         raise InputError(f"{url!r} lacks a {'bucket' if scheme in OBJECTS else 'host'}; {_EXAMPLE}.")
-    taken: dict[str, Callable[[str], object]] = {"budget": parse_size}
+    # A plus sign in an address stands for a space.
+    taken: dict[str, Callable[[str], object]] = {
+        "budget": parse_size, "codec": lambda text: get_codec(text.replace(" ", "+")).name,
+    }  # fmt: skip
     if scheme != "ram":
-        # A plus sign in an address stands for a space.
-        taken |= {"codec": lambda text: get_codec(text.replace(" ", "+")).name, "encrypt": str, "write": _writes}
+        taken |= {"encrypt": str, "write": _writes}
     if scheme in {*REDIS, *OBJECTS}:
         taken |= {"ttl": parse_duration, "timeout": parse_duration}
     for name, parse in taken.items():
@@ -267,7 +269,7 @@ def _open_tier(tier: TierURL, name: str, home: Path | None) -> KVStore:
         StoreError: A directory cannot be used.
     """
     if tier.scheme == "ram":
-        return MemoryStore(tier.budget)
+        return MemoryStore(tier.budget, format=EntryFormat(tier.codec))
     keys = Keyring.read(tier.encrypt) if tier.encrypt else None
     options: TierOptions = {"tier": name, "format": EntryFormat(tier.codec, keys), "writes": tier.write}
     if tier.scheme == "file":

@@ -25,6 +25,7 @@ from cacheblend_rag.engines.transformers.engine import planned
 from cacheblend_rag.engines.transformers.graphs import Graphs
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.store import open_store
+from cacheblend_rag.store.codec import numbers
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, join_tokens
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
@@ -59,8 +60,11 @@ def place_in_torch(memory: torch.Tensor, staged: Any, move: Move | None, layers:
         rows = [
             [2 * heads * ahead + (side * heads + head) * length + within for head in range(heads)] for side in (0, 1)
         ]
-        k, v = (torch.stack([memory.view(-1, dim).index_select(0, row) for row in side]) for side in rows)
-        for cache, tensor in zip(layers.caches[layer], moved(LayerKV(k, v), move), strict=True):
+        dtype = layers.caches[layer].k.dtype
+        width = dim + dtype.itemsize if memory.dtype == torch.uint8 else dim
+        kv = LayerKV(*(torch.stack([memory.view(-1, width).index_select(0, row) for row in side]) for side in rows))
+        kv = kv if width == dim else numbers(kv, dtype)
+        for cache, tensor in zip(layers.caches[layer], moved(kv, move), strict=True):
             cache[0].index_copy_(1, slots, tensor)
 
 
@@ -91,7 +95,8 @@ def at_once(sim: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     interpret(monkeypatch)  # whatever imports the kernels first decides how they run
     from cacheblend_rag.engines.kernels import place
 
-    monkeypatch.setattr(graphs, "placing_works", lambda *_: True)
+    for asked in ("placing_works", "rows_work"):
+        monkeypatch.setattr(graphs, asked, lambda *_: True)
     monkeypatch.setattr(graphs, "total_memory", lambda device: 1 << 30)
     monkeypatch.setattr(place, "place_layers", place_in_torch)
     monkeypatch.setattr(place.Layers, "of", lambda caches: Places(caches, torch.arange(len(caches), device=sim)))
@@ -137,16 +142,24 @@ def on(device: str, scene: Scene, family: str = "llama", config: Any = None, **o
 @pytest.mark.slow
 @pytest.mark.device
 @pytest.mark.parametrize(
-    ("family", "policy"),
-    [("llama", "static"), ("llama", "hkvd"), ("llama", "static-query"), ("gemma3", "static"), ("gemma3", "hkvd")],
+    ("family", "policy", "codec"),
+    [
+        ("llama", "static", "none"),
+        ("llama", "hkvd", "none"),
+        ("llama", "static-query", "none"),
+        ("gemma3", "static", "none"),
+        ("gemma3", "hkvd", "none"),
+        ("llama", "static", "int8"),
+        ("gemma3", "hkvd", "int8"),
+    ],
 )
 def test_layers_that_are_placed_at_once_give_the_same_logits(
-    sim: str, at_once: Callable[[Any], Any], family: str, policy: str
+    sim: str, at_once: Callable[[Any], Any], family: str, policy: str, codec: str
 ) -> None:
     scene = Scene()
     found = []
     for turn in (lambda engine: engine, at_once):
-        engine = turn(on(sim, scene, family, store=open_store(None, ram_budget=1 << 22)))
+        engine = turn(on(sim, scene, family, store=open_store(f"ram://4MiB?codec={codec}")))
         engine.precompute(scene.chunks)
         copies = simulated.SimulatedTensor.copies
         logits, recomputed, outcome = blended_logits(engine, scene, BlendSettings(0.25, policy))

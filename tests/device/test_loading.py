@@ -24,7 +24,9 @@ from cacheblend_rag.blending.transfer import Transfer, transfer_to
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.errors import DamagedKVError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore
+from cacheblend_rag.store.codec import CodedKV
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint, StoredKV
+from cacheblend_rag.store.kvfile import EntryFormat
 from tests.device import simulated
 from tests.store.samples import key_of, kv_of
 
@@ -94,8 +96,8 @@ def entries() -> list[ChunkKV]:
     return [kv_of(number, layers=LAYERS, tokens=tokens) for number, tokens in enumerate(TOKENS)]
 
 
-def page_locked_ram(sim: str, budget: int | None = 1 << 16) -> MemoryStore:
-    store = MemoryStore(budget)
+def page_locked_ram(sim: str, budget: int | None = 1 << 16, codec: str = "none") -> MemoryStore:
+    store = MemoryStore(budget, format=EntryFormat(codec))
     store.page_lock_for(torch.device(sim))
     for thread in threading.enumerate():
         if thread.name == "cacheblend-page-lock":
@@ -156,10 +158,12 @@ def test_what_the_processor_copies_is_seen() -> None:
     assert [name.split(".")[1] for name in host.copies] == ["cat", "clone", "clone"]
 
 
-def test_from_page_locked_ram_every_span_is_one_copy_without_thread_pin_or_host_copy(sim: str) -> None:
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_from_page_locked_ram_every_span_is_one_copy_without_thread_pin_or_host_copy(sim: str, codec: str) -> None:
     transfer_to(torch.device(sim))
-    spans = stored_spans(filled(page_locked_ram(sim)))
-    want = load(spans_of(entries()), "cpu")
+    spans = stored_spans(filled(page_locked_ram(sim, codec=codec)))
+    assert [type(span.kv) for span in spans] == [ChunkKV if codec == "none" else CodedKV] * SPANS
+    want = load(spans_of(entries()), "cpu")  # of numbers that the codec keeps
     counts = Counts()
     with own_stream():
         with HostWork() as host:
@@ -191,6 +195,26 @@ def test_from_disk_kv_is_read_straight_into_page_locked_memory(
         assert_same(got, want)
     assert ram.stats().entries == (SPANS if promotes else 0)
     assert all(ram.get(key_of(n)).layer(i).v.is_pinned() for n in range(SPANS * promotes) for i in range(LAYERS))
+
+
+def test_what_was_in_ram_before_a_device_came_is_page_locked_as_it_was_held(sim: str) -> None:
+    store = MemoryStore(1 << 16, format=EntryFormat("int8"))
+    filled(store)
+    before = store.stats().nbytes
+    store.page_lock_for(torch.device(sim))
+    spans = stored_spans(store)
+    assert all(isinstance(span.kv, CodedKV) and span.kv.held.layer(0).k.is_pinned() for span in spans)
+    assert store.stats().nbytes == before
+    with own_stream():
+        assert_same(load(spans, sim), load(spans_of(entries()), "cpu"))
+
+
+@pytest.mark.parametrize("codecs", [("none", "int8", "int8"), ("int8", "none", "int8")])
+def test_entries_that_are_held_in_different_ways_are_loaded_side_by_side(sim: str, codecs: tuple[str, ...]) -> None:
+    stores = {codec: filled(page_locked_ram(sim, codec=codec)) for codec in set(codecs)}
+    with own_stream():
+        spans = spans_of([stores[codec].get(key_of(number)) for number, codec in enumerate(codecs)])
+        assert_same(load(spans, sim), load(spans_of(entries()), "cpu"))
 
 
 def test_threads_that_read_and_copy_side_by_side_mix_nothing_up(device: str, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_an_int8_tier_is_blended_as_a_reference_does_that_rounds_in_plain_torch(
     assert (got - unrounded).abs().max() > 1e-3, "the scene is too easy to tell int8 from exact KV"
 
 
-def test_a_blend_from_disk_is_that_of_the_decoded_numbers_in_ram_bit_for_bit(model: Any, tmp_path: Path) -> None:
+def test_a_blend_of_coded_kv_is_that_of_the_decoded_numbers_in_ram_bit_for_bit(model: Any, tmp_path: Path) -> None:
     ram, decoded = MemoryStore(), MemoryStore()
     with engine_for(
         model, SCENE, store=TieredStore([ram, DiskStore(tmp_path, format=EntryFormat("int8"))]), ranking="now"
@@ -60,14 +60,17 @@ def test_a_blend_from_disk_is_that_of_the_decoded_numbers_in_ram_bit_for_bit(mod
             kv = ram.get(entry.key)
             layers = [through("int8", layer) for layer in kv.layers]
             decoded.put(entry.key, ChunkKV(layers, kv.start, static=kv.static_deviation()))
-    with (
-        engine_for(model, SCENE, store=DiskStore(tmp_path)) as far,
-        engine_for(model, SCENE, store=decoded) as near,
-    ):
-        for policy in ("hkvd", "static"):
-            for ratio in (0.0, 0.15):
-                settings = BlendSettings(ratio=ratio, policy=policy)
-                assert torch.equal(first_logits(far, settings), first_logits(near, settings)), settings
+        rows = MemoryStore(format=EntryFormat("int8"))
+        for entry in ram.entries():
+            rows.put(entry.key, ram.get(entry.key))
+        assert rows.stats().nbytes < 0.4 * ram.stats().nbytes  # a byte of four, and a scale for each head's sixteen
+    with engine_for(model, SCENE, store=decoded) as near:
+        for store in (DiskStore(tmp_path), rows):
+            with engine_for(model, SCENE, store=store) as far:
+                for policy in ("hkvd", "static"):
+                    for ratio in (0.0, 0.15):
+                        settings = BlendSettings(ratio=ratio, policy=policy)
+                        assert torch.equal(first_logits(far, settings), first_logits(near, settings)), settings
 
 
 def test_without_loss_ratio_1_is_the_full_prefill_and_ratio_0_the_reference(model: Any, tmp_path: Path) -> None:

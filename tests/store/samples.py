@@ -42,7 +42,7 @@ def kv_of(number: int, layers: int = 2, tokens: int = 3, dtype: torch.dtype = to
     def tensor(*shape: int) -> torch.Tensor:
         return numbers(*shape, generator=generator).to(dtype)
 
-    return ChunkKV([LayerKV(tensor(2, tokens, 4), tensor(2, tokens, 6)) for _ in range(layers)], start=number % 7)
+    return ChunkKV([LayerKV(tensor(2, tokens, 4), tensor(2, tokens, 8)) for _ in range(layers)], start=number % 7)
 
 
 def ranked(kv: ChunkKV) -> ChunkKV:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from cacheblend_rag.errors import DamagedKVError, InputError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, kvfile, open_store
-from cacheblend_rag.store.codec import get_codec
+from cacheblend_rag.store.codec import CodedKV, get_codec, numbers, through
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, flat, plain
 from cacheblend_rag.store.kvfile import EntryFormat
 from cacheblend_rag.store.opening import parse_tiers
@@ -82,6 +82,50 @@ def steps(x: torch.Tensor) -> torch.Tensor:
     """The scale of each head and token: the smallest power of two of which 127 reach the largest number."""
     largest = x.double().abs().amax(2, keepdim=True)
     return torch.exp2((largest / 127).log2().ceil()).where(largest > 0, 0.0)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(layer=layers(), other=layers())
+def test_ram_holds_what_the_codec_gives_back_in_rows_of_bytes(layer: LayerKV, other: LayerKV) -> None:
+    kv = ChunkKV([layer, other], 3, static=torch.ones(layer.k.shape[1]))
+    store = MemoryStore(format=EntryFormat("int8"))
+    assert store.put(key_of(1), kv)
+    found = store.get(key_of(1))
+    assert found is not None
+    sides = [side for each in kv.layers for side in each]
+    alike = len({(side.dtype, side.shape[1]) for side in sides}) == 1
+    whole = alike and not any(side.shape[2] % side.element_size() for side in sides)
+    assert isinstance(found, CodedKV) == whole
+    assert (found.dtype, found.nbytes, found.static_deviation() is None) == (kv.dtype, kv.nbytes, False)
+    for index, each in enumerate(kv.layers):
+        want = through("int8", each) if whole else each
+        assert [bits(side) for side in found.layer(index)] == [bits(side) for side in want]
+        if isinstance(found, CodedKV):
+            assert [bits(side) for side in numbers(found.held.layer(index), found.dtype)] == [bits(s) for s in want]
+    assert (
+        store.stats().nbytes
+        == found.stored_nbytes
+        == sum(
+            side.numel() * side.element_size()
+            if not whole
+            else side.numel() + side.numel() // side.shape[2] * side.element_size()
+            for side in sides
+        )
+    )
+
+
+def test_ram_in_whole_numbers_holds_twice_as_much_of_a_16_bit_model_and_leaves_states_as_they_are() -> None:
+    store = MemoryStore(2 * 34 * 2 * 8 * 66, format=EntryFormat("int8"))
+    kv = ChunkKV([LayerKV(*torch.randn(2, 8, 34, 64).bfloat16())], 0)
+    for number in range(3):
+        assert store.put(key_of(number), kv)
+    assert [store.contains(key_of(number)) for number in range(3)] == [False, True, True]
+    snapshot = ChunkKV([kv.layers[0], LayerKV(torch.randn(1, 3, 8), torch.randn(1, 4, 4))], 0)
+    store.put(key_of(4), snapshot)
+    found = store.get(key_of(4))
+    assert found is not None
+    assert same(found, snapshot)
 
 
 @pytest.mark.slow
@@ -250,8 +294,9 @@ def test_each_tiers_address_says_its_codec(tmp_path: Path) -> None:
     ram, disk, redis, s3 = parse_tiers(urls)
     assert [tier.codec for tier in (ram, disk, redis, s3)] == ["raw", "int8", "int8", "raw"]
     assert (redis.url, s3.config) == ("redis://host:6379/0?db=1", ())
-    with open_store(f"ram://,file://{tmp_path}?codec=int8") as store:
-        assert [(tier.tier, tier.codec) for tier in store.stats().tiers] == [("ram", "raw"), ("disk", "int8")]
+    for codec in ("raw", "int8"):
+        with open_store(f"ram://?codec={codec},file://{tmp_path}?codec=int8") as store:
+            assert [(tier.tier, tier.codec) for tier in store.stats().tiers] == [("ram", codec), ("disk", "int8")]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +305,7 @@ def test_each_tiers_address_says_its_codec(tmp_path: Path) -> None:
         ("file:///kv?codec=int3", "unknown KV codec 'int3': use none or int8"),
         ("file:///kv?codec=int8+zstd", r"unknown KV codec 'int8\+zstd': use none or int8"),
         ("file:///kv?codec=none%2Bzstd", r"unknown KV codec 'none\+zstd': use none or int8"),
-        ("ram://1GiB?codec=int8", "codec is no option of this tier"),
+        ("ram://1GiB?codec=int4", "unknown KV codec 'int4': use none or int8"),
     ],
 )
 def test_an_address_with_a_codec_that_cannot_be_is_refused(url: str, why: str) -> None:

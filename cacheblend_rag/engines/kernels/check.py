@@ -11,7 +11,8 @@ from importlib.util import find_spec
 import torch
 
 from cacheblend_rag.blending.rope import Move, Rotation, moved
-from cacheblend_rag.store.kv import LayerKV
+from cacheblend_rag.store.codec import coded, numbers
+from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 _log = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -21,6 +22,11 @@ _PAGES, _SIZE, _TOKENS = 8, 16, 100
 def placing_works(device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int) -> bool:
     """Return whether the kernel that places KV serves this shape on ``device``; where it fails, the log says how."""
     return _at_home(device, dtype) and _passes(_placing_differs, device, dtype, kv_heads, head_dim)
+
+
+def rows_work(device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int) -> bool:
+    """Return whether it places rows (:func:`~cacheblend_rag.store.codec.coded`); where it fails, the log says how."""
+    return _at_home(device, dtype) and _passes(_rows_differ, device, dtype, kv_heads, head_dim)
 
 
 def attention_works(
@@ -78,6 +84,17 @@ class _Trial:
             for got, side in zip(layer, want, strict=True)
         )
 
+    def places(self, stored: list[LayerKV], numbers: list[LayerKV], move: Move | None) -> bool:
+        """Say whether two layers come in one launch to where they belong, if caches that lie so can be placed in at once."""
+        from cacheblend_rag.engines.kernels.place import Layers, TokenTable, place_layers
+
+        if (layers := Layers.of(self.layers)) is None:
+            return True
+        slots = self.pages * _SIZE + self.rows
+        table = TokenTable(torch.zeros_like(self.at), self.at, torch.full_like(self.at, _TOKENS), slots)
+        place_layers(torch.cat([side.reshape(-1) for layer in stored for side in layer]), table, move, layers)
+        return all(self.placed(*both) for both in zip(self.layers, (moved(kv, move) for kv in numbers), strict=True))
+
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
 
@@ -99,7 +116,7 @@ class _Trial:
 
 
 def _placing_differs(trial: _Trial) -> str | None:
-    from cacheblend_rag.engines.kernels.place import Layers, TokenTable, place, place_layers
+    from cacheblend_rag.engines.kernels.place import place
 
     angles = trial.random(_TOKENS - 10, trial.kv.k.shape[2] // 2).float()
     move, slots = Move(Rotation(angles.cos(), angles.sin()), "half", 10), trial.pages * _SIZE + trial.rows
@@ -107,17 +124,19 @@ def _placing_differs(trial: _Trial) -> str | None:
     place(trial.kv, move, slots, trial.keys, trial.values)
     if not trial.placed(trial.layers[0], want):
         return "it does not place keys and values as torch does"
-    if (layers := Layers.of(trial.layers)) is None:
-        return None
     trial.keys.zero_()
     # One entry of two layers, the second the first's negative.
-    memory = torch.cat([sign * side.reshape(-1) for sign in (1, -1) for side in trial.kv])
-    table = TokenTable(torch.zeros_like(trial.at), trial.at, torch.full_like(trial.at, _TOKENS), slots)
-    place_layers(memory, table, move, layers)
-    other = moved(LayerKV(-trial.kv.k, -trial.kv.v), move)
-    if not (trial.placed(trial.layers[0], want) and trial.placed(trial.layers[1], other)):
-        return "it does not place several layers as torch does"
-    return None
+    entry = [trial.kv, LayerKV(-trial.kv.k, -trial.kv.v)]
+    return None if trial.places(entry, entry, move) else "it does not place several layers as torch does"
+
+
+def _rows_differ(trial: _Trial) -> str | None:
+    rows = coded(ChunkKV([trial.kv, LayerKV(-trial.kv.k, -trial.kv.v)], 0))
+    if rows is None:
+        return "its heads cannot be held in rows"
+    stored = [LayerKV(*(side.to(trial.at.device) for side in layer)) for layer in rows]
+    decoded = [numbers(layer, trial.kv.k.dtype) for layer in stored]
+    return None if trial.places(stored, decoded, None) else "it does not place rows as torch does"
 
 
 def _attention_differs(trial: _Trial, heads: int, with_sinks: bool) -> str | None:

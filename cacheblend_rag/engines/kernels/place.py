@@ -74,18 +74,21 @@ def place_layers(memory: torch.Tensor, staged: TokenTable, move: Move | None, la
     """Write the tokens of several layers, moved, in one launch.
 
     Args:
-        memory: ``[elements]``, what ``staged`` speaks of, on the cache's device and in its dtype.
+        memory: ``[elements]``, what ``staged`` speaks of, on the cache's device: in its dtype, or in rows
+            (:func:`~cacheblend_rag.store.codec.coded`), ``[bytes]``, uint8.
         staged: Where each token lies, and where it belongs.
         move: What the keys still need, the same in all these layers; None for nothing.
         layers: Which ``memory`` holds of each entry.
     """
     keys, values, offsets = layers
     _, heads, size, dim = keys.shape
-    tokens = len(staged.slots)
-    assert memory.dtype == keys.dtype == values.dtype
+    tokens, coded = len(staged.slots), memory.dtype == torch.uint8
+    assert keys.dtype == values.dtype
+    assert coded or memory.dtype == keys.dtype
     cos, sin = _turn(move, memory)
     _place_layers[triton.cdiv(tokens, _TOKENS), heads, len(offsets)](
-        memory,
+        memory.view(torch.int8) if coded else memory,
+        memory.view(keys.dtype),
         *staged,
         cos,
         sin,
@@ -98,6 +101,7 @@ def place_layers(memory: torch.Tensor, staged: TokenTable, move: Move | None, la
         *values.stride(),
         PAGE=size if keys.shape[0] > 1 else 0,
         HEADS=heads,
+        SCALE=keys.element_size() if coded else 0,
         **_constants(move, dim),
     )
 
@@ -233,14 +237,15 @@ def _place(
     values += (page * values_page + head * values_head + row * values_token)[:, None]
 
     _move(
-        from_keys, from_values, cos, sin, keys, values, token, real, first, keys_dim, values_dim, DIM, DIM_UP, HALF, HALF_UP,
-        REST_UP, INTERLEAVED,
+        from_keys, from_values, 1, 1, cos, sin, keys, values, token, real, first, keys_dim, values_dim, False, DIM, DIM_UP, HALF,
+        HALF_UP, REST_UP, INTERLEAVED,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "first"])
 def _place_layers(
     memory,
+    scales,
     before,
     within,
     length,
@@ -262,6 +267,7 @@ def _place_layers(
     values_dim,
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
+    SCALE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_UP: tl.constexpr,
     HALF: tl.constexpr,
@@ -270,16 +276,22 @@ def _place_layers(
     INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Move ``TOKENS`` tokens of one head of one layer."""
+    """Move ``TOKENS`` tokens of one head of one layer; of rows that end with a scale of ``SCALE`` bytes, if it is not 0."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     there = token < tokens
     slot = tl.load(slots + token, mask=there, other=0)
     rows = tl.load(length + token, mask=there, other=0)
     ahead = tl.load(before + token, mask=there, other=0) * tl.num_programs(2) + layer * rows  # whole rows of all heads
-    begin = (2 * HEADS * ahead + head * rows + tl.load(within + token, mask=there, other=0)) * DIM
-    from_keys = memory + begin[:, None]
-    from_values = memory + (begin + HEADS * rows * DIM)[:, None]
+    begin = 2 * HEADS * ahead + head * rows + tl.load(within + token, mask=there, other=0)
+    from_keys = memory + (begin * (DIM + SCALE))[:, None]
+    from_values = memory + ((begin + HEADS * rows) * (DIM + SCALE))[:, None]
+    if SCALE > 0:
+        last = ((begin + 1) * (DIM + SCALE) // SCALE - 1)[:, None]
+        keys_by = tl.load(scales + last, mask=there[:, None])
+        values_by = tl.load(scales + last + HEADS * rows[:, None] * (DIM + SCALE) // SCALE, mask=there[:, None])
+    else:
+        keys_by, values_by = 1, 1
     if PAGE > 0:
         page, row = slot // PAGE, slot % PAGE
     else:
@@ -288,15 +300,26 @@ def _place_layers(
     keys += (offset + page * keys_page + head * keys_head + row * keys_token)[:, None]
     values += (offset + page * values_page + head * values_head + row * values_token)[:, None]
     _move(
-        from_keys, from_values, cos, sin, keys, values, token, there[:, None], first, keys_dim, values_dim, DIM, DIM_UP, HALF,
-        HALF_UP, REST_UP, INTERLEAVED,
+        from_keys, from_values, keys_by, values_by, cos, sin, keys, values, token, there[:, None], first, keys_dim, values_dim,
+        SCALE > 0, DIM, DIM_UP, HALF, HALF_UP, REST_UP, INTERLEAVED,
     )  # fmt: skip
+
+
+@triton.jit
+def _load(at, by, mask, CODED: tl.constexpr):
+    """Load numbers; ``CODED`` ones are whole, and ``by`` is what each counts: a power of 2, so that nothing is rounded."""
+    found = tl.load(at, mask=mask)
+    if CODED:
+        found = (found.to(tl.float32) * by.to(tl.float32)).to(by.dtype)
+    return found
 
 
 @triton.jit
 def _move(
     from_keys,
     from_values,
+    keys_by,
+    values_by,
     cos,
     sin,
     keys,
@@ -306,6 +329,7 @@ def _move(
     first,
     keys_dim,
     values_dim,
+    CODED: tl.constexpr,
     DIM: tl.constexpr,
     DIM_UP: tl.constexpr,
     HALF: tl.constexpr,
@@ -316,7 +340,7 @@ def _move(
     """Copy the values and turn the keys of the ``real`` tokens; pointers are each token's, ``[tokens, 1]``."""
     dim = tl.arange(0, DIM_UP)[None, :]
     inside = real & (dim < DIM)
-    tl.store(values + dim * values_dim, tl.load(from_values + dim, mask=inside), mask=inside)
+    tl.store(values + dim * values_dim, _load(from_values + dim, values_by, inside, CODED), mask=inside)
 
     if HALF > 0:
         pair = tl.arange(0, HALF_UP)[None, :]
@@ -325,8 +349,8 @@ def _move(
         else:
             left, right = pair, pair + HALF
         inside = real & (pair < HALF)
-        a = tl.load(from_keys + left, mask=inside)
-        b = tl.load(from_keys + right, mask=inside)
+        a = _load(from_keys + left, keys_by, inside, CODED)
+        b = _load(from_keys + right, keys_by, inside, CODED)
         # The tokens before the first keep their bits.
         turned = inside & (token >= first)[:, None]
         at = (token - first)[:, None] * HALF + pair
@@ -338,4 +362,4 @@ def _move(
     if 2 * HALF < DIM:
         rest = 2 * HALF + tl.arange(0, REST_UP)[None, :]
         inside = real & (rest < DIM)
-        tl.store(keys + rest * keys_dim, tl.load(from_keys + rest, mask=inside), mask=inside)
+        tl.store(keys + rest * keys_dim, _load(from_keys + rest, keys_by, inside, CODED), mask=inside)

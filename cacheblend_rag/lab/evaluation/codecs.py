@@ -45,7 +45,7 @@ def measure_agreement(engine: TransformersEngine, samples: Sequence[Sample], chu
         cases = [preparer.case(sample) for sample in group]
         exact = engine.store = MemoryStore()
         engine.precompute(cases[0].chunks)
-        entries = [(entry.key, kv) for entry in exact.entries() if (kv := exact.get(entry.key)) is not None]
+        entries = [(entry.key, kv) for entry in exact.entries() if isinstance(kv := exact.get(entry.key), ChunkKV)]
         tokens += sum(kv.num_tokens for _, kv in entries)
         for name in ALL:
             written = EntryFormat(name)
@@ -89,7 +89,7 @@ def measure_time(
         keys = [entry.key for entry in exact.entries()]
         for store in stores.values():
             for key in keys:
-                if (kv := exact.get(key)) is not None:
+                if isinstance(kv := exact.get(key), ChunkKV):
                     store.put(key, kv)
         for number in range(rounds + 1):  # the first warms up
             for name, store in stores.items():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.engines.kernels.check import _passes, attention_works, placing_works, shares_work
+from cacheblend_rag.engines.kernels.check import _passes, attention_works, placing_works, rows_work, shares_work
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +22,7 @@ def _afresh() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_they_are_found_right(device: str, dtype: torch.dtype) -> None:
     assert placing_works(torch.device(device), dtype, 2, 64)
+    assert rows_work(torch.device(device), dtype, 2, 64)
     assert attention_works(torch.device(device), dtype, 8, 2, 64)
     assert attention_works(torch.device(device), dtype, 8, 2, 64, sinks=True)
     assert shares_work(torch.device(device), dtype, 8, 2, 64)
@@ -53,6 +54,25 @@ def test_a_kernel_that_is_wrong_is_not_used_and_the_log_says_so(
     with caplog.at_level(logging.WARNING):
         assert both_work(device) == (fault == "attend", fault != "attend")
     assert says in caplog.text
+
+
+def test_rows_that_are_placed_wrong_are_decoded_before(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cacheblend_rag.engines.kernels import place
+
+    right = place.place_layers
+
+    def wrong(memory: torch.Tensor, *more: Any) -> None:
+        right(memory, *more)
+        more[-1].values.mul_(1.5 if memory.dtype == torch.uint8 else 1.0)
+
+    monkeypatch.setattr(place, "place_layers", wrong)
+    where = torch.device(device), torch.float32, 2, 32
+    with caplog.at_level(logging.WARNING):
+        assert (placing_works(*where), rows_work(*where)) == (True, False)
+    assert "does not place rows" in caplog.text
+    assert not rows_work(where[0], torch.float32, 2, 30)  # whose scales would not be where four bytes may be read
 
 
 def test_sums_of_weights_that_are_wrong_are_not_used_and_the_log_says_so(

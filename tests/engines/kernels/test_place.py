@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cacheblend_rag.blending.rope import Move, Rotation, moved
-from cacheblend_rag.store.kv import LayerKV
+from cacheblend_rag.store.codec import coded, numbers
+from cacheblend_rag.store.kv import ChunkKV, LayerKV
 from tests.engines.kernels.pages import ORDERS, columns_first, paged_cache
 
 HEADS, TOKENS, SIZE, PAGES = 2, 77, 16, 8
@@ -89,11 +90,12 @@ def test_one_page_may_be_of_any_length(device: str) -> None:
     check(device, kv, move, *cache, equal_to=moved(kv, move))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["half", "interleaved", None])
 @pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("in_rows", [True, False])
 def test_several_layers_of_several_entries_are_placed_in_one_launch(
-    device: str, dtype: torch.dtype, layout: str | None, paged: bool
+    device: str, dtype: torch.dtype, layout: str | None, paged: bool, in_rows: bool
 ) -> None:
     from cacheblend_rag.engines.kernels.place import Layers, TokenTable, place_layers
 
@@ -102,6 +104,11 @@ def test_several_layers_of_several_entries_are_placed_in_one_launch(
     wanted = sum(end - begin for begin, end in cuts)
     generator = torch.Generator().manual_seed(3)
     entries = [torch.randn(layers, 2, HEADS, n, dim, generator=generator).to(dtype) for n in lengths]
+    memory = torch.cat([entry.reshape(-1) for entry in entries])
+    if in_rows:
+        made = [coded(ChunkKV([LayerKV(*layer) for layer in entry], 0)) or [] for entry in entries]
+        memory = torch.cat([side.reshape(-1) for rows in made for layer in rows for side in layer])
+        entries = [torch.stack([torch.stack(numbers(layer, dtype)) for layer in rows]) for rows in made]
     before = [sum(lengths[:i]) for i in range(3)]
     columns = [(before[i], token, lengths[i]) for i, (a, b) in enumerate(cuts) for token in range(a, b)]
     slots = torch.randperm(room, generator=generator)[:wanted]
@@ -114,7 +121,7 @@ def test_several_layers_of_several_entries_are_placed_in_one_launch(
     staged = TokenTable(*(column.to(device) for column in torch.tensor(columns).T.contiguous()), slots.to(device))
     where = Layers.of(caches)
     assert where is not None
-    place_layers(torch.cat([e.reshape(-1) for e in entries]).to(device), staged, there, where)
+    place_layers(memory.to(device), staged, there, where)
     for layer in range(layers):
         parts = [LayerKV(e[layer, 0, :, a:b], e[layer, 1, :, a:b]) for e, (a, b) in zip(entries, cuts, strict=True)]
         want = moved(LayerKV(*(torch.cat(side, 1) for side in zip(*parts, strict=True))), move)

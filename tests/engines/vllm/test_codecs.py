@@ -31,7 +31,7 @@ def test_an_int8_tier_is_blended_as_the_reference_does_and_the_other_engine(tmp_
         assert engine.precompute(SCENE.chunks).failed == {}
         want = reference.reuse_int8(model, SCENE.parts(), entries_of(engine, DiskStore(tmp_path / "exact"), SCENE))
     want = want.float().log_softmax(-1)
-    store = f"ram://16MiB,file://{tmp_path}/kv?codec=int8"
+    store = f"ram://16MiB?codec=int8,file://{tmp_path}/kv?codec=int8"
     with start(tmp_path / "model", store, header=SCENE.header) as engine:
         assert engine.gate.passed, engine.gate.reason
         assert 0 < engine.gate.codecs["int8"] < CODEC_LIMIT

@@ -88,6 +88,12 @@ def test_predicted_work_follows_the_shape() -> None:
     assert moved == pytest.approx(flops, rel=0.01)  # one token: each weight, two bytes, is read for two FLOPs
 
 
+def test_kv_that_is_held_in_whole_numbers_takes_half_of_the_bus() -> None:
+    shape = predict.Shape.of("llama-3.1-8b")
+    assert shape.kv_bytes("none") == 131_072
+    assert shape.kv_bytes("int8") == 131_072 * 130 / 256
+
+
 def test_a_replayed_pass_begins_behind_its_launches_and_waits_for_each_group_of_layers() -> None:
     device = predict.Device(flops=1.0, memory=1e30, bus=10.0, launch_s=0.01)
     once = predict.Counted(11, 1, 1, marks=(3, 8, 9))
