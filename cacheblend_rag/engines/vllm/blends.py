@@ -17,6 +17,7 @@ from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.rope import Rope
+from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries, SideBySide
 from cacheblend_rag.engines.vllm.messages import BlendJob, LoadOrder, Save, SaveJob, WorkerMeta
@@ -244,8 +245,11 @@ class _Blend:
         assert isinstance(load.job, BlendJob)
         part = plan.within(load.start, load.end)
         part = replace(part, behind=max(0, part.behind - load.job.unasked))
-        self._filled = PagedTarget(self._paged, self._rope, load.token_ids, self._pages())
-        return fuse_stepwise(part, self._filled, options)
+        return fuse_stepwise(part, self._target(), options)
+
+    def _target(self) -> BlendTarget:
+        self._filled = PagedTarget(self._paged, self._rope, self.load.token_ids, self._pages())
+        return self._filled
 
     def _pages(self) -> Pages:
         load = self.load

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,21 @@ def test_kv_that_is_held_in_whole_numbers_takes_half_of_the_bus() -> None:
     shape = predict.Shape.of("llama-3.1-8b")
     assert shape.kv_bytes("none") == 131_072
     assert shape.kv_bytes("int8") == 131_072 * 130 / 256
+
+
+def test_gains_follow_the_bus_and_how_many_gpus_share_the_work() -> None:
+    device = predict.Device(770e12, 4.3e12, 50e9, 20e-6)
+    slow = predict.Device(770e12, 4.3e12, 1e9, 20e-6)
+    large = replace(predict.Shape.of("llama-3.1-8b"), layers=4)
+    with predict._quiet():
+        ram, rows, disk, four = (
+            predict.gains(large, each, 3, 4096, codec, ranks)
+            for each, codec, ranks in ((device, "none", 1), (device, "int8", 1), (slow, "none", 1), (slow, "none", 4))
+        )
+    assert set(ram) == {"static-query 15%", "static 15%", "static 5%", "full KV reuse"}
+    for name in ram:
+        assert disk[name] < four[name] < ram[name] <= rows[name]
+    assert disk["full KV reuse"] < 1 < ram["static 15%"] < ram["static 5%"] <= ram["full KV reuse"]
 
 
 def test_a_replayed_pass_begins_behind_its_launches_and_waits_for_each_group_of_layers() -> None:
