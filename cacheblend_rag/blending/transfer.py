@@ -146,7 +146,7 @@ class Transfer:
             sizes = [[each.numel() for each in step.sources] for step in steps]
             memory = torch.empty(max(map(sum, sizes), default=0), dtype=dtype, device=self._device)
             for step, parts in zip(steps, sizes, strict=True):
-                for into, source in zip(torch.split(memory[: sum(parts)], parts), step.sources, strict=True):
+                for into, source in zip(memory[: sum(parts)].split_with_sizes(parts), step.sources, strict=True):
                     into.copy_(source, non_blocking=True)
                 sources += step.sources
                 step.use(memory)

@@ -59,7 +59,7 @@ class Graphs:
         self._lent: weakref.ref[PositionedCache] | None = None
         self.replays: Replays[_Pass] = Replays()
         self._pool: Any = None
-        self.replays.refused = runner.model.config.get_text_config()._attn_implementation != NAME
+        self.replays.refused = runner.config._attn_implementation != NAME
         self._layers: Layers | None = None  # of the block
         try:
             self._placed = Arrivals(runner.device, runner.num_layers, external=True)

@@ -27,6 +27,7 @@ class ModelRunner:
     """Runs a causal LM's own forward over positions of one sequence. No modelling code per architecture.
 
     Attributes:
+        config: Of its text model.
         latent_first: Whether the model caches a latent and a rotary key (MLA), in this order; measured with its rotation.
         longest: Length up to which prompts are blended; None if all are.
         layer_shape: KV heads and head dimension, where keys and values of all layers are alike; measured with the rotation.
@@ -36,7 +37,7 @@ class ModelRunner:
     def __init__(self, model: Any):
         """Wrap a loaded ``AutoModelForCausalLM``."""
         self.model = model
-        config = model.config.get_text_config()
+        self.config = config = model.config.get_text_config()
         self.num_layers = int(config.num_hidden_layers)
         self.latent_first = False
         self.longest = longest_blendable(config)
@@ -141,7 +142,7 @@ class ModelRunner:
 
     def _mask(self, positions: torch.Tensor, visible: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """Return what eager attention needs: the exact causal mask ``[1, 1, tokens, visible]``, one per kind of layer."""
-        if self.model.config.get_text_config()._attn_implementation == NAME:
+        if self.config._attn_implementation == NAME:
             return None
         keys = torch.arange(visible, device=self.device)
         causal = keys <= positions[:, None]
@@ -238,7 +239,7 @@ class TransformersTarget(BlendTarget):
     @property
     def shows_attention(self) -> bool:
         """Return whether the model runs an attention of ours: one that runs eager attention of its own cannot be watched."""
-        return bool(self._runner.model.config.get_text_config()._attn_implementation != "eager")
+        return bool(self._runner.config._attn_implementation != "eager")
 
     def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> _Watch:
         return _Watch(self, watch_from, before_layer, len(self._ids))
@@ -279,7 +280,7 @@ class TransformersSubject(GateSubject):
     def __init__(self, runner: ModelRunner):
         self.runner = runner
         self.num_layers, self.dtype = runner.num_layers, runner.dtype
-        self.vocab_size = int(runner.model.config.get_text_config().vocab_size)
+        self.vocab_size = int(runner.config.vocab_size)
 
     @property
     def window(self) -> int | None:

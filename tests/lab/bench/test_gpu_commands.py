@@ -78,7 +78,7 @@ def test_the_hosts_time_is_measured_of_prompts_whose_kv_is_placed_at_once() -> N
     size = ["--layers", "3", "--chunks", "2", "--chunk-tokens", "8", "--rounds", "2"]
     run = [sys.executable, "benchmarks/host_time.py", *size]  # it fakes CUDA in its whole process
     lines = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert [line[:18].strip() for line in lines[2:]] == ["static-query 15%", "static 15%", "static 5%", "full KV reuse"]
+    assert [line[:18].strip() for line in lines[3:]] == ["static-query 15%", "static 15%", "static 5%", "full KV reuse"]
 
 
 def test_predicted_work_follows_the_shape() -> None:
