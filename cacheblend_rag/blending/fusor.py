@@ -166,7 +166,7 @@ class _Fusor:
             whole=options.whole,
             most_wait_s=options.most_wait_s,
         )
-        if self.checks and not self._watches and trace is None:
+        if self.checks and not self._watches:
             self.loader.expect_rest(self.checks[-1][0] + 1)
         self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, trace)
         self._trace = trace
@@ -296,9 +296,9 @@ class _Placer:
 
     def place_rest(self) -> None:
         """Begin to place all layers that are left at once, where their KV and the target allow it."""
-        if self._trace is not None or self._await is not None:  # a trace tells of each read; all is on its way
+        if self._await is not None:  # all is on its way
             return
-        stored = waiting = None
+        stored, waiting, begin = None, None, time.perf_counter()
         try:
             if (stored := self._loader.rest(self._next)) is not None:
                 waiting = self._target.place_layers(stored)
@@ -308,6 +308,10 @@ class _Placer:
         if self._target.agree(waiting is not None) and waiting is not None and stored is not None:
             self._await, self._target.placed = waiting, True
             self._loader.brought(stored)
+            if self._trace is not None:
+                layers = self._target.num_layers - self._next
+                name = f"layers {self._next} to {self._target.num_layers - 1}"
+                self._trace.add("loading", name, begin, tier="ram", bytes=stored.layer_bytes * layers)
             self._next = self._target.num_layers
         elif waiting is not None:  # what has begun must not come later than what is computed
             waiting(self._target.num_layers - 1)

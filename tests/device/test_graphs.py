@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from opentelemetry.trace import INVALID_SPAN_CONTEXT, NonRecordingSpan
 
 from cacheblend_rag.blending import reads
 from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
@@ -19,6 +20,7 @@ from cacheblend_rag.blending.policies import Candidates
 from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.rope import Move, moved
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines import spans as engine_spans
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine, graphs
 from cacheblend_rag.engines.transformers.engine import planned
@@ -87,6 +89,16 @@ class LayerByLayer:
         if isinstance(layer, int):
             return self._layers[layer][side][None]
         return [each[side][None] for each in self._layers[layer]]
+
+
+class RecordingSpan(NonRecordingSpan):
+    """A span of a request that is sampled, and goes nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__(INVALID_SPAN_CONTEXT)
+
+    def is_recording(self) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -173,6 +185,26 @@ def test_layers_that_are_placed_at_once_give_the_same_logits(
         family == "llama"
     ):  # a copy for each entry and group of layers, up to a check of each layer; and ids, positions, tables
         assert copies <= (1 + len(scene.chunks)) * (1 + len(engine.runner.graphs._placed.groups)) + 10
+
+
+@pytest.mark.device
+def test_a_request_that_is_traced_has_its_layers_placed_at_once_too(
+    sim: str, at_once: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_spans.spans, "begin", lambda *_, **__: RecordingSpan())
+    traced: list[Any] = []
+    monkeypatch.setattr(engine_spans, "_add_parts", lambda span, events: traced.append(events))
+    scene = Scene()
+    engine = at_once(on(sim, scene, store=open_store(None, ram_budget=1 << 22)))
+    engine.precompute(scene.chunks)
+    for settings, first in ((STATIC, 0), (BlendSettings(0.25, "hkvd", check_layers=(1,)), 2)):
+        before = engine.runner.graphs.brought
+        done = engine.generate(scene.prompt, ANSWER, settings)
+        assert engine.runner.graphs.brought == before + 1
+        loads = [event for event in traced[-1] if event.kind == "loading"]
+        assert loads[-1].name == f"layers {first} to {engine.num_layers - 1}"
+        assert {event.details["tier"] for event in loads} == {"ram"}
+        assert sum(event.details["bytes"] for event in loads) == sum(load.nbytes for load in done.loads)
 
 
 @pytest.mark.device
