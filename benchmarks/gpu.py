@@ -52,6 +52,7 @@ def measurements(engine: str) -> dict[str, Measurement]:
     }
     found[f"ttft-{engine}-8b-static-05-24-chunks"] = _ttft(engine, "static", "0.05", 24)
     found[f"ttft-{engine}-8b-static-05-disk"] = _ttft(engine, "static", "0.05", 6, "--kv", "disk")
+    found[f"ttft-{engine}-8b-static-05-int8"] = _ttft(engine, "static", "0.05", 6, "--kv", "int8")
     found[f"index-{engine}-8b"] = _bench("index", engine, "--chunks", "12", "--repeat", "3")
     if engine == "transformers":
         found["profile-transformers-8b"] = Measurement(

@@ -248,7 +248,7 @@ def _print_ttft(result: dict[str, Any]) -> None:
     echo(_heading(result))
     echo(
         f"{settings['chunks']} chunks of {settings['chunk_tokens']} tokens, a question of {settings['question_tokens']}; "
-        f"{size(result['chunk_kv_bytes'])} of KV {'in RAM' if settings['kv'] == 'ram' else 'on disk'}"
+        f"{size(result['chunk_kv_bytes'])} of KV {'on disk' if settings['kv'] == 'disk' else 'in RAM'}"
         f"{', page cache cold' if settings['cold'] else ''}; medians of {settings['repeat']} interleaved rounds\n"
     )
     echo(table(rows))

@@ -24,7 +24,9 @@ RandomWeights = Annotated[
         rich_help_panel="Model",
     ),
 ]
-KV = Annotated[Literal["ram", "disk"], typer.Option(help="Where the chunks' KV is kept.")]
+KV = Annotated[
+    Literal["ram", "int8", "disk"], typer.Option(help="Where the chunks' KV is kept; int8 is RAM, of half the bytes.")
+]
 Directory = Annotated[
     Path | None,
     typer.Option("--dir", help="Directory on the disk to measure, for --kv disk (default: a temporary one)."),

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,12 +23,15 @@ from cacheblend_rag.lab.doctor.random_models import random_config, random_model
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
+from cacheblend_rag.store.codec import LOSSY, RAW
+from cacheblend_rag.store.kvfile import EntryFormat
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm import VLLMEngine
 
-KVPlace = Literal["ram", "disk"]
+KVPlace = Literal["ram", "int8", "disk"]
 EngineName = Literal["transformers", "vllm"]
+_CODECS = {"ram": RAW, "disk": RAW, "int8": LOSSY}
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Workbench:
         dtype: What it computes in.
         vocab_size: Its vocabulary.
         name: Of the engine.
+        kv: Where stored KV lies.
     """
 
     engine: TransformersEngine | VLLMEngine
@@ -86,6 +90,7 @@ class Workbench:
     dtype: torch.dtype
     vocab_size: int
     name: EngineName = "transformers"
+    kv: KVPlace = "ram"
 
     @classmethod
     def of(
@@ -98,11 +103,6 @@ class Workbench:
             return cls(engine, label, directory, runner.device, runner.dtype, vocab_size)
         vocab_size = engine.llm.model_config.get_vocab_size()
         return cls(engine, label, directory, engine.device, engine.dtype, vocab_size, "vllm")
-
-    @property
-    def kv(self) -> KVPlace:
-        """Return where stored KV lies."""
-        return "ram" if self.directory is None else "disk"
 
     @property
     def model(self) -> Any:
@@ -149,7 +149,7 @@ class Workbench:
 
         Args:
             model: What to load.
-            kv: Where the chunks' KV is read from: RAM, or a disk without a RAM tier in front.
+            kv: Where the chunks' KV is read from: RAM, RAM that holds it by that codec, or a disk without a RAM tier in front.
             directory: Where to make the temporary directory of a disk store: it decides which disk is measured.
             context: Most tokens of a prompt, for engines that must know it beforehand.
             pages: Blocks of vLLM's paged cache; None for as many as fit in the memory it takes.
@@ -194,7 +194,7 @@ class Workbench:
 def _on_transformers(model: BenchModel, kv: KVPlace, root: Path) -> Workbench:
     if model.threads is not None:
         torch.set_num_threads(model.threads)
-    store: KVStore = DiskStore(root) if kv == "disk" else MemoryStore()
+    store: KVStore = DiskStore(root) if kv == "disk" else MemoryStore(format=EntryFormat(_CODECS[kv]))
     dtype = dtype_named(model.dtype) if model.dtype else None
     if model.random_weights is None:
         engine = TransformersEngine(model.model, store=store, device=model.device, dtype=dtype, writer=model.writer)
@@ -202,7 +202,7 @@ def _on_transformers(model: BenchModel, kv: KVPlace, root: Path) -> Workbench:
         device = device_named(model.device)
         dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         engine = TransformersEngine(random_model(model.random_weights, device, dtype), store=store, device=device)
-    return Workbench.of(engine, model.random_weights, root if kv == "disk" else None)
+    return replace(Workbench.of(engine, model.random_weights, root if kv == "disk" else None), kv=kv)
 
 
 def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: int | None) -> Workbench:
@@ -214,7 +214,8 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: in
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from cacheblend_rag.engines.vllm import VLLMEngine
 
-    options: dict[str, Any] = {"store": root / "store", "dtype": model.dtype, "ram_budget": 0 if kv == "disk" else None}
+    store = f"ram://?codec={_CODECS[kv]},file://{root / 'store'}"
+    options: dict[str, Any] = {"store": store, "dtype": model.dtype, "ram_budget": 0 if kv == "disk" else None}
     options["num_gpu_blocks_override"] = pages
     if model.random_weights is None:
         engine = VLLMEngine(model.model, writer=model.writer, **options)
@@ -225,7 +226,7 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: in
         options |= {"load_format": LOAD_FORMAT, "skip_tokenizer_init": True, "max_model_len": context}
         extension = f"{RandomWeights.__module__}.{RandomWeights.__qualname__}"
         engine = VLLMEngine(root / "model", worker_extension_cls=extension, **options)
-    return Workbench.of(engine, model.random_weights, root if kv == "disk" else None)
+    return replace(Workbench.of(engine, model.random_weights, root if kv == "disk" else None), kv=kv)
 
 
 def blend_by(

@@ -81,6 +81,15 @@ def test_cold_runs_report_the_disks_own_limit(on_disk):
     assert result["settings"]["kv"] == "disk"
 
 
+def test_kv_in_whole_numbers_takes_a_third_of_an_fp32_models_ram(in_ram):
+    settings = TTFTSettings(CHUNKS, TOKENS, QUESTION, repeat=1)
+    with Workbench.open(TINY, "int8") as place:
+        result = bench_ttft(place, settings)
+    assert result["settings"]["kv"] == "int8"
+    whole = bench_ttft(in_ram, settings)["chunk_kv_bytes"]
+    assert result["chunk_kv_bytes"] == whole * (64 + 4) / (4 * 64)
+
+
 def test_cold_without_a_disk_is_refused(in_ram):
     with pytest.raises(InputError, match="--kv disk"):
         bench_ttft(in_ram, TTFTSettings(CHUNKS, TOKENS, QUESTION, cold=True))
