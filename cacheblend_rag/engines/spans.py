@@ -31,7 +31,7 @@ class RequestSpans:
     """
 
     def __init__(self, namespace: str, side: spans.Side = "internal"):
-        """Begin a request to an engine within ``namespace``; of another process it is the client's ``side``."""
+        """Begin a request to the engine of a ``namespace``; ``side`` says whether another process answers it."""
         self._span = spans.begin("cacheblend.generate", side)
         self.trace = Trace() if self._span.is_recording() else None
         if self.trace is not None:
