@@ -197,24 +197,24 @@ def test_from_disk_kv_is_read_straight_into_page_locked_memory(
     assert all(ram.get(key_of(n)).layer(i).v.is_pinned() for n in range(SPANS * promotes) for i in range(LAYERS))
 
 
-def test_what_was_in_ram_before_a_device_came_is_page_locked_as_it_was_held(sim: str) -> None:
+def test_what_was_in_ram_before_a_device_came_is_page_locked_as_it_was_held(device: str) -> None:
     store = MemoryStore(1 << 16, format=EntryFormat("int8"))
     filled(store)
     before = store.stats().nbytes
-    store.page_lock_for(torch.device(sim))
+    store.page_lock_for(torch.device(device))
     spans = stored_spans(store)
     assert all(isinstance(span.kv, CodedKV) and span.kv.held.layer(0).k.is_pinned() for span in spans)
     assert store.stats().nbytes == before
-    with own_stream():
-        assert_same(load(spans, sim), load(spans_of(entries()), "cpu"))
+    with own_stream(device):
+        assert_same(load(spans, device), load(spans_of(entries()), "cpu"))
 
 
 @pytest.mark.parametrize("codecs", [("none", "int8", "int8"), ("int8", "none", "int8")])
-def test_entries_that_are_held_in_different_ways_are_loaded_side_by_side(sim: str, codecs: tuple[str, ...]) -> None:
-    stores = {codec: filled(page_locked_ram(sim, codec=codec)) for codec in set(codecs)}
-    with own_stream():
+def test_entries_that_are_held_in_different_ways_are_loaded_side_by_side(device: str, codecs: tuple[str, ...]) -> None:
+    stores = {codec: filled(page_locked_ram(device, codec=codec)) for codec in set(codecs)}
+    with own_stream(device):
         spans = spans_of([stores[codec].get(key_of(number)) for number, codec in enumerate(codecs)])
-        assert_same(load(spans, sim), load(spans_of(entries()), "cpu"))
+        assert_same(load(spans, device), load(spans_of(entries()), "cpu"))
 
 
 def test_threads_that_read_and_copy_side_by_side_mix_nothing_up(device: str, tmp_path: Path) -> None:

@@ -71,6 +71,9 @@ class _Trial:
         self.table = torch.randperm(_PAGES, generator=self._generator).to(device, torch.int32)
         self.at = torch.arange(_TOKENS, device=device)
         self.pages, self.rows = self.table[self.at // _SIZE].long(), self.at % _SIZE
+        self.slots = self.pages * _SIZE + self.rows
+        angles = self.random(_TOKENS - 10, dim // 2).float()
+        self.move = Move(Rotation(angles.cos(), angles.sin()), "half", 10)
 
     def _pages(self, kv_heads: int, dim: int) -> LayerKV:
         cache = torch.zeros(_PAGES, _SIZE, kv_heads, 2 * dim, dtype=self._dtype, device=self._device).transpose(1, 2)
@@ -84,16 +87,16 @@ class _Trial:
             for got, side in zip(layer, want, strict=True)
         )
 
-    def places(self, stored: list[LayerKV], numbers: list[LayerKV], move: Move | None) -> bool:
+    def places(self, stored: list[LayerKV], numbers: list[LayerKV]) -> bool:
         """Say whether two layers come in one launch to where they belong, if caches that lie so can be placed in at once."""
         from cacheblend_rag.engines.kernels.place import Layers, TokenTable, place_layers
 
         if (layers := Layers.of(self.layers)) is None:
             return True
-        slots = self.pages * _SIZE + self.rows
-        table = TokenTable(torch.zeros_like(self.at), self.at, torch.full_like(self.at, _TOKENS), slots)
-        place_layers(torch.cat([side.reshape(-1) for layer in stored for side in layer]), table, move, layers)
-        return all(self.placed(*both) for both in zip(self.layers, (moved(kv, move) for kv in numbers), strict=True))
+        table = TokenTable(torch.zeros_like(self.at), self.at, torch.full_like(self.at, _TOKENS), self.slots)
+        place_layers(torch.cat([side.reshape(-1) for layer in stored for side in layer]), table, self.move, layers)
+        wanted = [moved(kv, self.move) for kv in numbers]
+        return all(self.placed(*both) for both in zip(self.layers, wanted, strict=True))
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
@@ -118,16 +121,13 @@ class _Trial:
 def _placing_differs(trial: _Trial) -> str | None:
     from cacheblend_rag.engines.kernels.place import place
 
-    angles = trial.random(_TOKENS - 10, trial.kv.k.shape[2] // 2).float()
-    move, slots = Move(Rotation(angles.cos(), angles.sin()), "half", 10), trial.pages * _SIZE + trial.rows
-    want = moved(trial.kv, move)
-    place(trial.kv, move, slots, trial.keys, trial.values)
-    if not trial.placed(trial.layers[0], want):
+    place(trial.kv, trial.move, trial.slots, trial.keys, trial.values)
+    if not trial.placed(trial.layers[0], moved(trial.kv, trial.move)):
         return "it does not place keys and values as torch does"
     trial.keys.zero_()
     # One entry of two layers, the second the first's negative.
     entry = [trial.kv, LayerKV(-trial.kv.k, -trial.kv.v)]
-    return None if trial.places(entry, entry, move) else "it does not place several layers as torch does"
+    return None if trial.places(entry, entry) else "it does not place several layers as torch does"
 
 
 def _rows_differ(trial: _Trial) -> str | None:
@@ -136,7 +136,7 @@ def _rows_differ(trial: _Trial) -> str | None:
         return "its heads cannot be held in rows"
     stored = [LayerKV(*(side.to(trial.at.device) for side in layer)) for layer in rows]
     decoded = [numbers(layer, trial.kv.k.dtype) for layer in stored]
-    return None if trial.places(stored, decoded, None) else "it does not place rows as torch does"
+    return None if trial.places(stored, decoded) else "it does not place rows as torch does"
 
 
 def _attention_differs(trial: _Trial, heads: int, with_sinks: bool) -> str | None:
