@@ -1,7 +1,6 @@
 """Predicts a prompt's cost on a GPU from counted launches, bytes and FLOPs. Nothing here is measured on one.
 
 python benchmarks/predict.py [--shape llama-3.1-8b] [--chunks N] [--codec int8] [--flops F] [--memory B] [--bus B] [--json]
-python benchmarks/predict.py --grid       # with graphs: two GPUs, 8B and 70B, prompts of 3k to 32k tokens, four places of KV
 
 - FLOPs and bytes follow from the model's shape and the positions each pass computes, in bf16.
 - Launches and synchronisations are counted: the transformers engine itself runs the prompt with a model of the same layers'
@@ -15,10 +14,6 @@ over PCIe 5. 20 us is what a launch takes that machine through Python, hooks and
 "With graphs" is a blend whose stored KV is brought at once and whose passes are replayed (docs/performance.md): copies begin
 behind the launches in front of them, and go on beside further launches and the first pass that reads all layers, which waits for
 each group of layers. A second pass begins behind the first, and the launches between them behind both.
-
-In the grid an H100 differs from an H200 by its memory, 3.0e12 bytes/s; four GPUs halve and halve again what each computes, reads
-and loads, and add up what they have twice a layer, at 300e9 bytes/s and 10 us. KV "in the GPU" is the bound: no tier of ours is
-there. A disk gives 2.7e9 bytes/s, as four threads have read and checked it beside that H200, to all GPUs together.
 """
 
 from __future__ import annotations
@@ -192,7 +187,7 @@ def _engine(layers: int, codec: str) -> TransformersEngine:
 
 def count_launches(chunks: int, chunk_tokens: int, layers: int, codec: str = "none") -> dict[str, Counted]:
     """Return what every method asks for in a model of ``layers`` layers, without graphs."""
-    two, four = (_counted(chunks, chunk_tokens, few, codec, replayed=False)[0] for few in (2, 4))
+    two, four = (counted(chunks, chunk_tokens, few, codec, replayed=False)[0] for few in (2, 4))
     return {
         name: Counted(
             a.launches + (four[name].launches - a.launches) * (layers - 2) // 2,
@@ -204,7 +199,7 @@ def count_launches(chunks: int, chunk_tokens: int, layers: int, codec: str = "no
 
 
 @cache
-def _counted(
+def counted(
     chunks: int, chunk_tokens: int, layers: int, codec: str, replayed: bool
 ) -> tuple[dict[str, Counted], list[int]]:
     """Return what every method asks for, and how many layers are waited for together where passes are replayed."""
@@ -294,7 +289,7 @@ def predict(shape: Shape, device: Device, chunks: int, chunk_tokens: int, codec:
     prompt = chunks * chunk_tokens + QUESTION
     stale = (chunks - 1) * chunk_tokens
     counts = count_launches(chunks, chunk_tokens, shape.layers, codec)
-    replays, groups = _counted(chunks, chunk_tokens, shape.layers, codec, replayed=True)
+    replays, groups = counted(chunks, chunk_tokens, shape.layers, codec, replayed=True)
     costs = {}
     for name, settings in METHODS.items():
         launches, syncs, computed = counts[name].launches, counts[name].synchronisations, counts[name].computed
@@ -321,61 +316,8 @@ def predict(shape: Shape, device: Device, chunks: int, chunk_tokens: int, codec:
     return costs
 
 
-_LINK, _REDUCE_S, _DISK = 300e9, 10e-6, 2.7e9
-_70B = Shape(80, 8192 * (2 * 8192 + 2048) + 3 * 8192 * 28672, 128256 * 8192, 8192, 2048, 128)
-
-
-def gains(shape: Shape, device: Device, chunks: int, chunk_tokens: int, codec: str, ranks: int = 1) -> dict[str, float]:
-    """Return how much sooner than full recompute each method's first token is, passes replayed, on ``ranks`` GPUs together."""
-    # What is launched does not depend on how long chunks are.
-    counts, groups = _counted(chunks, 16, shape.layers, codec, replayed=True)
-    prompt, stale = chunks * chunk_tokens + QUESTION, (chunks - 1) * chunk_tokens
-
-    def seconds(tokens: int, keys: float, layers: int, ends: bool) -> float:
-        flops, moved = shape.a_pass(tokens, keys, layers, ends)
-        reduced = 2 * layers * (_REDUCE_S + 2 * BF16 * tokens * shape.query_width / _LINK) if ranks > 1 else 0.0
-        return max(flops / device.flops, moved / device.memory) / ranks + reduced
-
-    full = seconds(prompt, prompt / 2, shape.layers, True)
-    host = shape.kv_bytes(codec) * chunks * chunk_tokens / ranks
-    found = {}
-    for name, settings in METHODS.items():
-        if settings.reuse == "off" or settings.policy == "hkvd":
-            continue
-        ratio = settings.ratio
-        assert isinstance(ratio, float)
-        passes = [seconds(round(ratio * stale) + QUESTION, (prompt + chunk_tokens) / 2, shape.layers, True)]
-        if settings.policy == "static-query":
-            passes.insert(0, seconds(QUESTION, prompt, shape.layers, True))
-        found[name] = full / with_graphs(device, counts[name], groups, passes, host)
-    return found
-
-
-def print_grid(chunk_tokens: int) -> None:
-    """Print the gains of every case."""
-    places = {
-        "in the GPU": (float("inf"), "none"),
-        "RAM": (50e9, "none"),
-        "RAM, int8": (50e9, "int8"),
-        "disk": (_DISK, "none"),
-    }
-    gpus = {"H100": 3.0e12, "H200": 4.3e12}
-    print("| model | prompt | blend |" + "".join(f" {gpu}: {place} |" for gpu in gpus for place in places))
-    print("|---|--:|---|" + "--:|" * len(gpus) * len(places))
-    for model, shape, ranks in (("8B", Shape.of("llama-3.1-8b"), 1), ("70B, four GPUs", _70B, 4)):
-        for chunks in (6, 20, 64):
-            cells = [
-                gains(shape, Device(770e12, memory, bus, 20e-6), chunks, chunk_tokens, codec, ranks)
-                for memory in gpus.values()
-                for bus, codec in {**places, "disk": (_DISK / ranks, "none")}.values()
-            ]
-            for name in list(cells[0])[:-1]:  # full reuse is no blend
-                row = "".join(f" {cell[name]:.1f}x |" for cell in cells)
-                print(f"| {model} | {chunks * chunk_tokens + QUESTION:,} | {name} |{row}")
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     with simulated.usable(), torch.inference_mode():
         yield
 
@@ -391,14 +333,9 @@ def main() -> None:
     parser.add_argument("--bus", type=float, default=50e9)
     parser.add_argument("--launch-us", type=float, default=20.0)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--grid", action="store_true", help="gains in many cases")
     options = parser.parse_args()
-    if options.grid:
-        with _quiet():
-            print_grid(options.chunk_tokens)
-        return
     device = Device(options.flops, options.memory, options.bus, options.launch_us / 1e6)
-    with _quiet():
+    with quiet():
         costs = predict(Shape.of(options.shape), device, options.chunks, options.chunk_tokens, options.codec)
     if options.json:
         print(json.dumps({name: asdict(cost) for name, cost in costs.items()}, indent=2))

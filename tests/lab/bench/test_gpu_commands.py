@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 
-from benchmarks import gpu, predict
+from benchmarks import gains, gpu, predict
 from cacheblend_rag.cli import app
 from tests.device import simulated
 
@@ -99,9 +99,9 @@ def test_gains_follow_the_bus_and_how_many_gpus_share_the_work() -> None:
     device = predict.Device(770e12, 4.3e12, 50e9, 20e-6)
     slow = predict.Device(770e12, 4.3e12, 1e9, 20e-6)
     large = replace(predict.Shape.of("llama-3.1-8b"), layers=4)
-    with predict._quiet():
+    with predict.quiet():
         ram, rows, disk, four = (
-            predict.gains(large, each, 3, 4096, codec, ranks)
+            gains.gains(large, each, 3, 4096, codec, ranks)
             for each, codec, ranks in ((device, "none", 1), (device, "int8", 1), (slow, "none", 1), (slow, "none", 4))
         )
     assert set(ram) == {"static-query 15%", "static 15%", "static 5%", "full KV reuse"}
