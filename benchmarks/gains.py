@@ -33,7 +33,7 @@ def gains(shape: Shape, device: Device, chunks: int, chunk_tokens: int, codec: s
         reduced = 2 * layers * (_REDUCE_S + 2 * BF16 * tokens * shape.query_width / _LINK) if ranks > 1 else 0.0
         return max(flops / device.flops, moved / device.memory) / ranks + reduced
 
-    full = seconds(prompt, prompt / 2, shape.layers, True)
+    (full,) = (seconds(*each) for each in shape.passes(METHODS["full recompute"], prompt, chunks, chunk_tokens))
     host = shape.kv_bytes(codec) * chunks * chunk_tokens / ranks
     found = {}
     for name, settings in METHODS.items():
@@ -41,9 +41,8 @@ def gains(shape: Shape, device: Device, chunks: int, chunk_tokens: int, codec: s
             continue
         ratio = settings.ratio
         assert isinstance(ratio, float)
-        passes = [seconds(round(ratio * stale) + QUESTION, (prompt + chunk_tokens) / 2, shape.layers, True)]
-        if settings.policy == "static-query":
-            passes.insert(0, seconds(QUESTION, prompt, shape.layers, True))
+        asked = shape.passes(settings, round(ratio * stale) + QUESTION, chunks, chunk_tokens)
+        passes = [seconds(*each) for each in asked]
         found[name] = full / with_graphs(device, counts[name], groups, passes, host)
     return found
 

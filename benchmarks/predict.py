@@ -276,6 +276,19 @@ class Shape:
         each = BF16 if codec == "none" else 1 + BF16 / self.head_dim  # a scale for each head's numbers
         return self.layers * self.kv_width * each
 
+    def passes(
+        self, settings: BlendSettings, computed: int, chunks: int, chunk_tokens: int
+    ) -> list[tuple[int, float, int, bool]]:
+        """Return what :meth:`a_pass` is asked for each pass of a prompt, the one that gives its logits last."""
+        prompt, stale = chunks * chunk_tokens + QUESTION, (chunks - 1) * chunk_tokens
+        keys = prompt / 2 if settings.reuse == "off" else (prompt + chunk_tokens) / 2
+        last = (computed, keys, self.layers, True)
+        if settings.policy == "hkvd":
+            return [(stale, prompt / 2, 1, False), last]
+        if settings.policy == "static-query":
+            return [(QUESTION, prompt, self.layers, True), last]
+        return [last]
+
     def a_pass(self, tokens: int, keys: float, layers: int, ends: bool) -> tuple[float, float]:
         """Return FLOPs and device bytes of ``tokens`` queries with ``keys`` visible keys each on average through ``layers``."""
         flops = layers * (2 * self.layer_weights * tokens + 4 * self.query_width * tokens * keys)
@@ -286,19 +299,13 @@ class Shape:
 
 def predict(shape: Shape, device: Device, chunks: int, chunk_tokens: int, codec: str = "none") -> dict[str, Cost]:
     """Predict every method."""
-    prompt = chunks * chunk_tokens + QUESTION
-    stale = (chunks - 1) * chunk_tokens
     counts = count_launches(chunks, chunk_tokens, shape.layers, codec)
     replays, groups = counted(chunks, chunk_tokens, shape.layers, codec, replayed=True)
     costs = {}
     for name, settings in METHODS.items():
         launches, syncs, computed = counts[name].launches, counts[name].synchronisations, counts[name].computed
         whole = settings.reuse == "off"
-        passes = [shape.a_pass(computed, prompt / 2 if whole else (prompt + chunk_tokens) / 2, shape.layers, True)]
-        if settings.policy == "hkvd":
-            passes.insert(0, shape.a_pass(stale, prompt / 2, 1, False))
-        if settings.policy == "static-query":
-            passes.insert(0, shape.a_pass(QUESTION, prompt, shape.layers, True))
+        passes = [shape.a_pass(*each) for each in shape.passes(settings, computed, chunks, chunk_tokens)]
         host = 0 if whole else shape.kv_bytes(codec) * chunks * chunk_tokens
         computing = [max(f / device.flops, b / device.memory) for f, b in passes]
         times = {

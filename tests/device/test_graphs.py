@@ -21,6 +21,7 @@ from cacheblend_rag.blending.policies import policy as policy_named
 from cacheblend_rag.blending.rope import Move, moved
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines import spans as engine_spans
+from cacheblend_rag.engines.kernels import check
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine, graphs
 from cacheblend_rag.engines.transformers.engine import planned
@@ -107,8 +108,8 @@ def at_once(sim: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     interpret(monkeypatch)  # whatever imports the kernels first decides how they run
     from cacheblend_rag.engines.kernels import place
 
-    for asked in ("placing_works", "rows_work"):
-        monkeypatch.setattr(graphs, asked, lambda *_: True)
+    monkeypatch.setattr(graphs, "placing_works", lambda *_: True)
+    monkeypatch.setattr(check, "rows_work", lambda *_: True)
     monkeypatch.setattr(graphs, "total_memory", lambda device: 1 << 30)
     monkeypatch.setattr(place, "place_layers", place_in_torch)
     monkeypatch.setattr(place.Layers, "of", lambda caches: Places(caches, torch.arange(len(caches), device=sim)))

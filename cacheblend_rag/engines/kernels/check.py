@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
+from cacheblend_rag.blending.bulk import StoredLayers
 from cacheblend_rag.blending.rope import Move, Rotation, moved
 from cacheblend_rag.store.codec import coded, numbers
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
@@ -27,6 +28,13 @@ def placing_works(device: torch.device, dtype: torch.dtype, kv_heads: int, head_
 def rows_work(device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int) -> bool:
     """Return whether it places rows (:func:`~cacheblend_rag.store.codec.coded`); where it fails, the log says how."""
     return _at_home(device, dtype) and _passes(_rows_differ, device, dtype, kv_heads, head_dim)
+
+
+def can_place(stored: StoredLayers, device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int) -> bool:
+    """Return whether what is stored can be placed as it lies, where :func:`placing_works`: in its own dtype, or in rows."""
+    if stored.spans and stored.dtype != dtype:
+        return False
+    return not stored.in_rows or rows_work(device, dtype, kv_heads, head_dim)
 
 
 def attention_works(

@@ -19,7 +19,7 @@ import torch
 
 from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
 from cacheblend_rag.blending.transfer import transfer_to
-from cacheblend_rag.engines.kernels.check import placing_works, rows_work
+from cacheblend_rag.engines.kernels.check import can_place, placing_works
 from cacheblend_rag.engines.replay import Replays, capture, padded
 from cacheblend_rag.engines.transformers.attention import NAME, Looks, looking
 from cacheblend_rag.engines.transformers.cache import PositionedCache
@@ -96,11 +96,10 @@ class Graphs:
     def place(self, cache: PositionedCache, stored: StoredLayers) -> Callable[[int], None] | None:
         """Begin to place all of ``stored``; return what to call before a layer reads it. None where this is not possible."""
         block, transfer = cache.block, transfer_to(self._runner.device)
-        if block is None or transfer is None or not placing_works(block.device, block.dtype, *block.shape[2::2]):
+        if block is None or transfer is None:
             return None
-        if stored.spans and stored.dtype != block.dtype:
-            return None
-        if stored.in_rows and not rows_work(block.device, block.dtype, *block.shape[2::2]):
+        where = block.device, block.dtype, *block.shape[2::2]
+        if not (placing_works(*where) and can_place(stored, *where)):
             return None
         from cacheblend_rag.engines.kernels.place import Layers, place_in_bulk
 

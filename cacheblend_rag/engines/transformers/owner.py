@@ -234,7 +234,7 @@ class ModelOwner(BlendEngine):
     def _judge(self) -> None:
         """Run the parity gate in front of the store; it decides what the model is served by."""
         self.rope: Rope | None = None
-        refusal = why_not_blendable(self.runner.model.config.get_text_config())
+        refusal = why_not_blendable(self.runner.config)
         if refusal:
             self.gate = GateReport(False, refusal)
         else:

@@ -32,7 +32,7 @@ _HEADER, _CHUNK, _REST = 7, 21, 9  # of the check's prompt: no multiple of the b
 
 def snapshots_of(runner: ModelRunner) -> Snapshots | None:
     """Return the snapshots of a model with recurrent layers; None for other models, and where going on from one is not exact."""
-    kinds = set(getattr(runner.model.config.get_text_config(), "layer_types", None) or ())
+    kinds = set(getattr(runner.config, "layer_types", None) or ())
     # Older versions of transformers have a cache of its own for each such model.
     native = hasattr(cache_utils, "LinearAttentionLayer")
     if not (native and kinds & _RECURRENT and kinds & _ATTENTION and kinds <= _KNOWN):
@@ -130,7 +130,7 @@ class Snapshots:
 
     def are_exact(self) -> bool:
         """Run a prompt of random tokens whole, and from a snapshot of each of its parts; say whether the logits agree."""
-        vocabulary = int(self._runner.model.config.get_text_config().vocab_size)
+        vocabulary = int(self._runner.config.vocab_size)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, vocabulary, (_HEADER + _CHUNK + _REST,), generator=generator).tolist()
         want, whole = self._run(ids, [])

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
 from cacheblend_rag.blending.rope import Move
 from cacheblend_rag.blending.transfer import sent, transfer_to
-from cacheblend_rag.engines.kernels.check import attention_works, placing_works, rows_work, shares_work
+from cacheblend_rag.engines.kernels.check import attention_works, can_place, placing_works, shares_work
 from cacheblend_rag.engines.vllm.pages import gaps
 from cacheblend_rag.store.kv import LayerKV
 
@@ -155,10 +155,10 @@ class Kernels:
         None where layers differ, or what is stored is of another dtype.
         """
         transfer, layers = transfer_to(slots.device), self._alike
-        if transfer is None or layers is None or (stored.spans and stored.dtype != layers.keys.dtype):
+        if transfer is None or layers is None:
             return None
         keys = layers.keys
-        if stored.in_rows and not rows_work(keys.device, keys.dtype, keys.shape[1], keys.shape[3]):
+        if not can_place(stored, keys.device, keys.dtype, *keys.shape[1::2]):
             return None
         from cacheblend_rag.engines.kernels.place import place_in_bulk
 

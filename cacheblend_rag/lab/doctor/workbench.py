@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,13 +25,13 @@ from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.codec import LOSSY, RAW
 from cacheblend_rag.store.kvfile import EntryFormat
+from cacheblend_rag.store.opening import record_tiers
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm import VLLMEngine
 
 KVPlace = Literal["ram", "int8", "disk"]
 EngineName = Literal["transformers", "vllm"]
-_CODECS = {"ram": RAW, "disk": RAW, "int8": LOSSY}
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,19 @@ class Workbench:
 
     @classmethod
     def of(
-        cls, engine: TransformersEngine | VLLMEngine, label: str | None = None, directory: Path | None = None
+        cls,
+        engine: TransformersEngine | VLLMEngine,
+        label: str | None = None,
+        directory: Path | None = None,
+        kv: KVPlace = "ram",
     ) -> Workbench:
         """Return an open engine as measurements use it."""
         label = label or engine.fingerprint.name
         if isinstance(engine, TransformersEngine):
             runner, vocab_size = engine.runner, engine.subject().vocab_size
-            return cls(engine, label, directory, runner.device, runner.dtype, vocab_size)
+            return cls(engine, label, directory, runner.device, runner.dtype, vocab_size, kv=kv)
         vocab_size = engine.llm.model_config.get_vocab_size()
-        return cls(engine, label, directory, engine.device, engine.dtype, vocab_size, "vllm")
+        return cls(engine, label, directory, engine.device, engine.dtype, vocab_size, "vllm", kv)
 
     @property
     def model(self) -> Any:
@@ -194,7 +198,9 @@ class Workbench:
 def _on_transformers(model: BenchModel, kv: KVPlace, root: Path) -> Workbench:
     if model.threads is not None:
         torch.set_num_threads(model.threads)
-    store: KVStore = DiskStore(root) if kv == "disk" else MemoryStore(format=EntryFormat(_CODECS[kv]))
+    store: KVStore = (
+        DiskStore(root) if kv == "disk" else MemoryStore(format=EntryFormat(LOSSY if kv == "int8" else RAW))
+    )
     dtype = dtype_named(model.dtype) if model.dtype else None
     if model.random_weights is None:
         engine = TransformersEngine(model.model, store=store, device=model.device, dtype=dtype, writer=model.writer)
@@ -202,7 +208,7 @@ def _on_transformers(model: BenchModel, kv: KVPlace, root: Path) -> Workbench:
         device = device_named(model.device)
         dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         engine = TransformersEngine(random_model(model.random_weights, device, dtype), store=store, device=device)
-    return replace(Workbench.of(engine, model.random_weights, root if kv == "disk" else None), kv=kv)
+    return Workbench.of(engine, model.random_weights, root if kv == "disk" else None, kv)
 
 
 def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: int | None) -> Workbench:
@@ -214,8 +220,9 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: in
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from cacheblend_rag.engines.vllm import VLLMEngine
 
-    store = f"ram://?codec={_CODECS[kv]},file://{root / 'store'}"
-    options: dict[str, Any] = {"store": store, "dtype": model.dtype, "ram_budget": 0 if kv == "disk" else None}
+    if kv == "int8":
+        record_tiers(root / "store", f"ram://?codec={LOSSY},file://")
+    options: dict[str, Any] = {"store": root / "store", "dtype": model.dtype, "ram_budget": 0 if kv == "disk" else None}
     options["num_gpu_blocks_override"] = pages
     if model.random_weights is None:
         engine = VLLMEngine(model.model, writer=model.writer, **options)
@@ -226,7 +233,7 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: in
         options |= {"load_format": LOAD_FORMAT, "skip_tokenizer_init": True, "max_model_len": context}
         extension = f"{RandomWeights.__module__}.{RandomWeights.__qualname__}"
         engine = VLLMEngine(root / "model", worker_extension_cls=extension, **options)
-    return replace(Workbench.of(engine, model.random_weights, root if kv == "disk" else None), kv=kv)
+    return Workbench.of(engine, model.random_weights, root if kv == "disk" else None, kv)
 
 
 def blend_by(
