@@ -261,9 +261,6 @@ class Conversations:
             # Of the shortest prompts half would be next to nothing.
             needed = max(said.asked - lead_tokens - _MERGED, said.asked // 2 + 1)
             needed = min(needed, first_turn) if said.asked < len(prompt.token_ids) else first_turn
-            last = slice(needed - 1, needed)
-            if said.token_ids[last] != prompt.token_ids[last]:  # as of nearly all
-                return 0
             common = min(said.common(prompt, needed), len(prompt.token_ids) - 1)
             return common if common >= needed else 0
 
