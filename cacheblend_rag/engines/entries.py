@@ -17,6 +17,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store import KVStore, TieredStore
 from cacheblend_rag.store.base import EntryInfo
+from cacheblend_rag.store.codec import LOSSY
 from cacheblend_rag.store.files import DEFAULT, Namespace
 from cacheblend_rag.store.kv import (
     ChunkKV,
@@ -112,9 +113,27 @@ class Entries:
         reuse: Reuse = "chunks",
         longest: int | None = None,
     ) -> BlendPlan:
-        """Return the plan for a prompt for whose entries one can ``look``; see :func:`make_plan`."""
-        own = None if self.writer is None else partial(look, self.by(None))
-        return make_plan(prompt, self.header_ids, partial(look, self), reuse, longest, own)
+        """Return the plan for a prompt for whose entries one can ``look``; see :func:`make_plan`.
+
+        What only an ordinary prefix cache could reuse is reused exactly or not at all.
+        """
+        inexact = False
+
+        def exactly(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
+            nonlocal inexact
+            kv = look(hand, token_ids)
+            if kv is None or kv.exact:
+                return kv
+            inexact = True
+            return None
+
+        find = exactly if reuse == "prefix" else look
+        own = None if self.writer is None else partial(find, self.by(None))
+        plan = make_plan(prompt, self.header_ids, partial(find, self), reuse, longest, own)
+        if not inexact:
+            return plan
+        reason = f"{plan.reason}; a tier has kept it in {LOSSY}, which is not exact"
+        return replace(plan, missing=(), own_missing=(), reason=reason)
 
     def wanted(self, prompt: TokenizedPrompt) -> list[tuple[Entries, tuple[int, ...]]]:
         """Return all that a plan for ``prompt`` may look up: the header's entry, and each chunk's."""
@@ -250,6 +269,7 @@ class _HeadSlice(StoredKV):
         self._whole, self._rank, self._ranks, self._heads = whole, rank, ranks, kv_heads
         self.num_layers, self.num_tokens, self.start = whole.num_layers, whole.num_tokens, whole.start
         self.nbytes, self.stored_nbytes, self.tier = whole.nbytes // ranks, whole.stored_nbytes // ranks, whole.tier
+        self.exact = whole.exact
 
     def layer(self, index: int) -> LayerKV:
         return self.layer_in(index, plain)

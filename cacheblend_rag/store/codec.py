@@ -117,6 +117,7 @@ class CodedKV(StoredKV):
     """Holds a whole entry in memory in whole numbers of one byte, to be decoded where it is used: on a device, say."""
 
     dtype: torch.dtype
+    exact = False
 
     def __init__(self, held: ChunkKV, dtype: torch.dtype):
         """Hold what :func:`coded` has made of an entry's layers, which were in ``dtype``."""

@@ -80,6 +80,7 @@ class StoredKV(ABC):
         tier: ``"ram"``, ``"disk"`` or a later tier's name: where :meth:`layer` reads from.
         at_once: How many reads of layers are worth having on the way side by side.
         dtype: Of keys and values, where they lie in memory; None where only reading tells.
+        exact: Whether they are the numbers that were computed: no tier has kept them by a codec that stores others.
     """
 
     num_layers: int
@@ -90,6 +91,7 @@ class StoredKV(ABC):
     tier: str
     at_once: int = 1
     dtype: torch.dtype | None = None
+    exact: bool = True
 
     @property
     def held(self) -> ChunkKV | None:
@@ -118,6 +120,10 @@ class StoredKV(ABC):
         """
         return None
 
+    def whole(self, layers: Sequence[LayerKV]) -> ChunkKV:
+        """Return this entry in memory, with ``layers`` for its own."""
+        return ChunkKV(layers, self.start, static=self.static_deviation(), exact=self.exact)
+
     def finish(self) -> None:  # noqa: B027 - most entries have nothing left to do
         """Say that nobody waits any more: what a tier wants to do with the whole entry, it may do now (blocking)."""
 
@@ -125,7 +131,14 @@ class StoredKV(ABC):
 class ChunkKV(StoredKV):
     """Holds a whole KV entry in memory. Immutable by convention: one canonical copy, rotated once per use, never in place."""
 
-    def __init__(self, layers: Sequence[LayerKV], start: int, tier: str = "ram", static: torch.Tensor | None = None):
+    def __init__(
+        self,
+        layers: Sequence[LayerKV],
+        start: int,
+        tier: str = "ram",
+        static: torch.Tensor | None = None,
+        exact: bool = True,
+    ):
         """Hold ``layers`` (all with the same number of tokens), computed from position ``start`` on.
 
         ``static`` is what :meth:`static_deviation` returns.
@@ -133,7 +146,7 @@ class ChunkKV(StoredKV):
         self.layers = tuple(layers)
         self.start = start
         self.tier = tier
-        self._static = static
+        self._static, self.exact = static, exact
         self.num_layers = len(self.layers)
         self.num_tokens = self.layers[0].k.shape[1] if self.layers else 0
         self.dtype = self.layers[0].k.dtype if self.layers else None
@@ -164,7 +177,7 @@ class ChunkKV(StoredKV):
 def read_whole(kv: StoredKV) -> ChunkKV | None:
     """Read all layers of an entry into memory; None if it is damaged, or cannot be read now."""
     try:
-        return ChunkKV([kv.layer(index) for index in range(kv.num_layers)], kv.start, static=kv.static_deviation())
+        return kv.whole([kv.layer(index) for index in range(kv.num_layers)])
     except (DamagedKVError, StoreUnavailableError):
         return None
 

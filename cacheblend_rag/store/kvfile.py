@@ -39,6 +39,7 @@ _DTYPES = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _STATIC, _STATIC_CHECKSUM = "static", "checksum.static"
+_EXACT = "exact"
 _MOST = 1 << 48  # of a size; PyTorch fails otherwise where some sizes are as large and another is 0
 _MAX_HEADER = 100_000_000  # what the safetensors library accepts; a flipped length must not make us allocate more
 
@@ -75,6 +76,8 @@ def encode(key: KVKey, kv: ChunkKV, codec: Codec) -> EncodedKV:
         "start": str(kv.start),
         "nbytes": str(kv.nbytes),
     }
+    if not kv.exact:
+        metadata[_EXACT] = "no"
     taken: set[int] = set()
     for index in range(kv.num_layers):
         state = xxhash.xxh3_128()
@@ -162,6 +165,7 @@ class KVFile(StoredKV):
             self._data: LayerSource = source if unseal is None else unseal()
             metadata, places = self._parse()
             self._codec = get_codec(metadata["codec"])
+            self.exact = self._codec.in_place and metadata.get(_EXACT) != "no"
             self.num_layers = int(metadata["layers"])
             self.num_tokens = int(metadata["tokens"])
             self.start = int(metadata["start"])

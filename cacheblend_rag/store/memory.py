@@ -212,9 +212,7 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
             if not replace and self._use(key):
                 return True
         rows = None if self.format.codec.in_place else coded(kv)
-        new = (
-            kv if rows is None else CodedKV(ChunkKV(rows, kv.start, static=kv.static_deviation()), kv.layers[0].k.dtype)
-        )
+        new = kv if rows is None else CodedKV(kv.whole(rows), kv.layers[0].k.dtype)
         if not self._fits(new.stored_nbytes):
             return False
         self._keep(key, _like(new, self._owned(new.held)), replace)
@@ -313,5 +311,5 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
 
 def _like(kv: ChunkKV | CodedKV, layers: Sequence[LayerKV]) -> ChunkKV | CodedKV:
     """Return an entry of the same numbers, whose memory is ``layers``."""
-    held = ChunkKV(layers, kv.start, static=kv.static_deviation())
+    held = kv.whole(layers)
     return CodedKV(held, kv.dtype) if isinstance(kv, CodedKV) else held

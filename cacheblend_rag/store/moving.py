@@ -35,7 +35,7 @@ class Promotion(StoredKV):
         self._lock = threading.Lock()
         self.num_layers = source.num_layers
         self.num_tokens = source.num_tokens
-        self.start = source.start
+        self.start, self.exact = source.start, source.exact
         self.nbytes, self.stored_nbytes = source.nbytes, source.stored_nbytes
         self.tier = source.tier
         self.at_once = source.at_once
@@ -85,7 +85,7 @@ class Promotion(StoredKV):
         if not targets:
             return
         layers = [self._layers[index] for index in range(self.num_layers)]
-        kv = ChunkKV(layers, self.start, static=self.static_deviation())
+        kv = self.whole(layers)
         for tier in targets:
             try:
                 tier.put(self._key, kv)
@@ -121,7 +121,7 @@ class WriteQueue:
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool) -> None:
         """Take a copy of an entry; waits while there is no room, unless nothing else is waiting."""
-        copy = _Waiting(ChunkKV(packed(kv.layers), kv.start, static=kv.static_deviation()), replace)
+        copy = _Waiting(kv.whole(packed(kv.layers)), replace)
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._nbytes + kv.nbytes <= self._most)
             if key in self._waiting and not replace:

@@ -172,6 +172,22 @@ def test_the_first_chunk_is_what_the_model_itself_has_written(written: Written, 
         assert (got - full(written.model)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_what_a_prompt_leaves_of_its_first_chunk_is_as_exact_as_the_header_it_stood_behind(
+    tmp_path: Path, codec: str
+) -> None:
+    write_writer(tmp_path, BLENDED["qwen3"]())
+    model = make_model(BLENDED["qwen3"]())
+    describe(tmp_path, fingerprint_of(model), {})
+    store = f"ram://16MiB?codec={codec},file://{tmp_path}/kv"
+    with engine_for(model, SCENE, writer=tmp_path, store=store) as engine:
+        engine.precompute(SCENE.chunks)
+        assert engine.generate(SCENE.prompt, SamplingParams(max_tokens=1), BlendSettings(0.3)).own_missing
+        disk, key = engine.store.tiers[1], engine.entries.by(None).own_key(SCENE.chunks[0].token_ids)
+        engine.flush()
+        assert disk.get(key).exact is (codec == "none")
+
+
 @pytest.mark.parametrize("kind", ["behind other text", "again"])
 def test_a_chunk_is_exact_only_where_it_is_the_first_behind_the_header(written: Written, kind: str) -> None:
     scene = Scene()

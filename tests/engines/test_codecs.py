@@ -73,6 +73,25 @@ def test_a_blend_of_coded_kv_is_that_of_the_decoded_numbers_in_ram_bit_for_bit(m
                         assert torch.equal(first_logits(far, settings), first_logits(near, settings)), settings
 
 
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_exact_reuse_takes_nothing_that_a_tier_has_kept_in_int8(model: Any, tmp_path: Path, tier: str) -> None:
+    int8 = EntryFormat("int8")
+    disk = DiskStore(tmp_path, format=int8)
+    with engine_for(model, SCENE, store=disk) as engine:
+        engine.precompute(SCENE.chunks)
+    store = MemoryStore(format=int8) if tier == "ram" else TieredStore([MemoryStore(), disk])
+    with engine_for(model, SCENE, store=store) as engine:
+        engine.precompute(SCENE.chunks)
+        logits: list[torch.Tensor] = []
+        engine.on_first_logits = lambda found: logits.append(found.clone())
+        for quality in ("high", "exact", "full"):  # behind the first all of it is in RAM
+            found = engine.generate(SCENE.prompt, ONE, BlendSettings(quality=quality))
+            assert bool(found.usage.reused_tokens) == (quality == "high")
+            assert found.missing == ()
+            assert ("int8, which is not exact" in found.reason) == (quality == "exact")
+        assert torch.equal(logits[1], logits[2])
+
+
 def test_without_loss_ratio_1_is_the_full_prefill_and_ratio_0_the_reference(model: Any, tmp_path: Path) -> None:
     with engine_for(model, SCENE, store=f"file://{tmp_path}?codec=none") as engine:
         engine.precompute(SCENE.chunks)

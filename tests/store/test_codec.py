@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from cacheblend_rag.errors import DamagedKVError, InputError
-from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, kvfile, open_store
+from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, kvfile, open_store
 from cacheblend_rag.store.codec import CodedKV, get_codec, numbers, through
-from cacheblend_rag.store.kv import ChunkKV, LayerKV, flat, plain
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, flat, plain, read_whole
 from cacheblend_rag.store.kvfile import EntryFormat
 from cacheblend_rag.store.opening import parse_tiers
 from tests.store.samples import key_of, kv_of, same
@@ -254,6 +254,33 @@ def test_a_promotion_holds_the_decoded_numbers_and_going_down_again_changes_no_b
         below.put(key_of(1), ram.get(key_of(1)))
         first, second = (load_file(next(root.glob("kv/*/*.safetensors"))) for root in (disk.root, below.root))
         assert {name: bits(x) for name, x in first.items()} == {name: bits(x) for name, x in second.items()}
+
+
+def test_an_entry_says_on_every_way_whether_its_numbers_are_those_that_were_computed(tmp_path: Path) -> None:
+    int8, raw = EntryFormat("int8"), EntryFormat()
+
+    def passed_on(*stores: KVStore) -> list[bool]:
+        kv, said = kv_of(1), []
+        for store in stores:
+            store.put(key_of(1), kv)
+            found = store.get(key_of(1))
+            said.append(found.exact)
+            kv = read_whole(found)
+        return said
+
+    a, b, c = (tmp_path / name for name in "abc")
+    assert passed_on(MemoryStore(), DiskStore(a, format=raw), MemoryStore()) == [True] * 3
+    assert passed_on(DiskStore(b, format=int8), MemoryStore(), DiskStore(c, format=raw), MemoryStore()) == [False] * 4
+    assert passed_on(MemoryStore(format=int8), MemoryStore(), MemoryStore(format=int8)) == [False] * 3
+    ram = MemoryStore()
+    with TieredStore([ram, DiskStore(c, format=raw)]) as store:
+        promoted = store.get(key_of(1))
+        promoted.finish()
+        kv = ram.get(key_of(1))
+        assert (promoted.exact, kv.exact) == (False, False)
+    with TieredStore([DiskStore(tmp_path / "d", format=raw, writes="back")]) as queue:
+        queue.put(key_of(1), kv)
+        assert queue.get(key_of(1)).exact is False
 
 
 @pytest.mark.parametrize("codec", ALL)

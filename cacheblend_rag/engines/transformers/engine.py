@@ -75,7 +75,7 @@ class PromptRun:
         if own and not self.plan.start and isinstance(cache, PositionedCache):
             (chunk,), begin = own, self._request.prompt.spans[0].start
             layers = [cache.view(n, 0, begin, begin + len(chunk.token_ids)) for n in range(self._model.num_layers)]
-            self._model.keep_first(chunk, layers)
+            self._model.keep_first(chunk, layers, all(span.kv.exact for span in self.plan.exact))
         if said is not None and not gone and isinstance(cache, PositionedCache):
             said = replace(said, token_ids=(*said.token_ids, *self._tokens[: self._fed]))
             if cache.length == len(said.token_ids):  # not where a token was on its way

@@ -310,11 +310,14 @@ class ModelOwner(BlendEngine):
             self._rankers = {**kept, prefix: Ranker(self.runner, self.rope, prefix, self._writing)}
         return self._rankers[prefix]
 
-    def keep_first(self, chunk: Chunk, layers: Sequence[LayerKV]) -> None:
-        """Store what a prompt has computed of a chunk right behind the header, where that is wanted: the model's own KV."""
+    def keep_first(self, chunk: Chunk, layers: Sequence[LayerKV], exact: bool) -> None:
+        """Store what a prompt has computed of a chunk right behind the header, where that is wanted: the model's own KV.
+
+        It is as ``exact`` as the header's.
+        """
         if not (self._write_back and self.stores):
             return
-        kv = ChunkKV(fetch(layers, partial(room_in, self.store))(), len(self.header_ids))
+        kv = ChunkKV(fetch(layers, partial(room_in, self.store))(), len(self.header_ids), exact=exact)
         try:
             self.entries.by(None).put(chunk.token_ids, kv)
         except CacheBlendError as error:

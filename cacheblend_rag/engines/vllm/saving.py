@@ -143,7 +143,8 @@ class Saver:
             return None
         assert alone is not None
         assert parts is not None
-        found = ChunkKV(alone.layers, alone.start, static=Distances.of(sum_over_ranks(parts)).mean())
+        static = Distances.of(sum_over_ranks(parts)).mean()
+        found = ChunkKV(alone.layers, alone.start, static=static, exact=alone.exact)
         return lambda: found
 
     def _write(self, name: str, tokens: tuple[int, ...], kv: Callable[[], ChunkKV], save: Save) -> None:

@@ -53,7 +53,7 @@ def measure_agreement(engine: TransformersEngine, samples: Sequence[Sample], chu
         lossy = MemoryStore()
         for key, kv in entries:
             decoded = [through(LOSSY, layer) for layer in kv.layers]
-            lossy.put(key, ChunkKV(decoded, kv.start, static=kv.static_deviation()))
+            lossy.put(key, kv.whole(decoded))
         for case in cases:
             answers = []
             for engine.store in (exact, lossy):

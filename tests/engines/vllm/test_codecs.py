@@ -39,6 +39,10 @@ def test_an_int8_tier_is_blended_as_the_reference_does_and_the_other_engine(tmp_
         engine.reset_prefix_cache()
         again = first_logprobs(engine, SCENE.prompt, REUSE)  # from RAM, where it moved up
         assert engine.generate(SCENE.prompt, SamplingParams(max_tokens=2), REUSE).mode == "blend"
+        engine.reset_prefix_cache()
+        exact = engine.generate(SCENE.prompt, SamplingParams(max_tokens=2), BlendSettings(quality="exact"))
+        assert (exact.usage.reused_tokens, exact.missing) == (0, ())
+        assert "int8, which is not exact" in exact.reason
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
     torch.testing.assert_close(again, want, atol=1e-4, rtol=0)
     with engine_for(tmp_path / "model", SCENE, store=store) as other:
