@@ -29,7 +29,8 @@ from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 
 FILE: Final = "writer.json"
 _FORMAT: Final = 1
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG: Final = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
 _BASE = "base_model.model."
 # Options of peft's that change no number of a trained LoRA, or are read below. Any other that is switched on is refused.
 _KNOWN = {
@@ -88,7 +89,7 @@ class KVWriter:
             raise refuse(f"its format is {about.get('format')!r}, and this version reads {_FORMAT}")
         if about.get("behind_probe") is True:
             return cls(WrittenBy(probe_digest(), str(place), behind_probe=True), {})
-        config = _json(place, _CONFIG)
+        config = _json(place, CONFIG)
         # Of a model with a name it is always the one: its files differ by where they came from, and by who has converted them.
         named = model is not None and shipped_writer(model.name) == place
         if model and not named and about.get("model") not in (model.digest, *_in_other_dtypes(about, model, files)):
@@ -221,7 +222,7 @@ def _scale(place: Path, config: Mapping[str, Any]) -> tuple[int, float]:
         raise unusable(place, f"it takes {', '.join(switched_on)} of peft's, which is not supported")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)):
-        raise unusable(place, f"{_CONFIG} has no rank (r) or no lora_alpha")
+        raise unusable(place, f"{CONFIG} has no rank (r) or no lora_alpha")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -243,7 +244,7 @@ def _parts(place: Path, rank: int, scale: float) -> dict[str, Part]:
             continue
         a, b = tensors[key].float(), tensors[other].float()
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
-            raise unusable(place, f"{name} is not of rank {rank}, as {_CONFIG} says")
+            raise unusable(place, f"{name} is not of rank {rank}, as {CONFIG} says")
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
             raise unusable(place, f"{name} holds numbers that are none")
         parts[name] = Part(a, b * scale)

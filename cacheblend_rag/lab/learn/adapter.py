@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cacheblend_rag.engines.models import writer_directory
-from cacheblend_rag.engines.writer import FILE, describe
+from cacheblend_rag.engines.writer import CONFIG, FILE, describe
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import ModelFingerprint
 
@@ -41,7 +41,7 @@ def load_writing_copy(model: nn.Module, directory: Path, learns: bool = False) -
     directory = writer_directory(directory)
     if not (directory / FILE).is_file():
         raise InputError(f"There is no writer in {directory}; give the directory that `cacheblend learn` has made.")
-    if not (directory / "adapter_config.json").is_file():
+    if not (directory / CONFIG).is_file():
         raise InputError(f"The KV writer in {directory} has no LoRA, so there is nothing to go on from: leave it out.")
     writing = PeftModel.from_pretrained(_sharing(model), str(directory), is_trainable=learns)
     return _cast_free(writing if learns else writing.eval())
@@ -70,7 +70,7 @@ def save_writer(model: Any, directory: Path, fingerprint: ModelFingerprint, card
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if ".lora_" in name}
     model.save_pretrained(str(directory), state_dict=weights)
     (directory / "README.md").unlink(missing_ok=True)  # peft's empty card
-    file = directory / "adapter_config.json"
+    file = directory / CONFIG
     config = {
         **json.loads(file.read_text(encoding="utf-8")),
         "base_model_name_or_path": None,  # a path of this machine's
