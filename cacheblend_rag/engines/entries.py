@@ -132,8 +132,8 @@ class Entries:
         plan = make_plan(prompt, self.header_ids, partial(find, self), reuse, longest, own)
         if not inexact:
             return plan
-        reason = f"{plan.reason}; a tier has kept it in {LOSSY}, which is not exact"
-        return replace(plan, missing=(), own_missing=(), reason=reason)
+        why = f"what is stored of the prompt's beginning has been kept in {LOSSY}, which is not exact"
+        return BlendPlan(plan.num_tokens, (), (), (), why)
 
     def wanted(self, prompt: TokenizedPrompt) -> list[tuple[Entries, tuple[int, ...]]]:
         """Return all that a plan for ``prompt`` may look up: the header's entry, and each chunk's."""
