@@ -117,20 +117,9 @@ class Entries:
 
         What only an ordinary prefix cache could reuse is reused exactly or not at all.
         """
-        inexact = False
-
-        def exactly(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
-            nonlocal inexact
-            kv = look(hand, token_ids)
-            if kv is None or kv.exact:
-                return kv
-            inexact = True
-            return None
-
-        find = exactly if reuse == "prefix" else look
-        own = None if self.writer is None else partial(find, self.by(None))
-        plan = make_plan(prompt, self.header_ids, partial(find, self), reuse, longest, own)
-        if not inexact:
+        own = None if self.writer is None else partial(look, self.by(None))
+        plan = make_plan(prompt, self.header_ids, partial(look, self), reuse, longest, own)
+        if reuse != "prefix" or all(span.kv.exact for span in (*plan.exact, *plan.stale)):
             return plan
         why = f"what is stored of the prompt's beginning has been kept in {LOSSY}, which is not exact"
         return BlendPlan(plan.num_tokens, (), (), (), why)

@@ -143,9 +143,7 @@ class ChunkKV(StoredKV):
 
         ``static`` is what :meth:`static_deviation` returns.
         """
-        self.layers = tuple(layers)
-        self.start = start
-        self.tier = tier
+        self.layers, self.start, self.tier = tuple(layers), start, tier
         self._static, self.exact = static, exact
         self.num_layers = len(self.layers)
         self.num_tokens = self.layers[0].k.shape[1] if self.layers else 0
@@ -172,6 +170,10 @@ class ChunkKV(StoredKV):
 
     def static_deviation(self) -> torch.Tensor | None:
         return self._static
+
+    def ranked(self, static: torch.Tensor) -> ChunkKV:
+        """Return the same entry with a static deviation, ``[num_tokens]``."""
+        return ChunkKV(self.layers, self.start, static=static, exact=self.exact)
 
 
 def read_whole(kv: StoredKV) -> ChunkKV | None:

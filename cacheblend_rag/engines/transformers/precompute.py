@@ -146,8 +146,7 @@ def _rank_stored(
         with turn:
             static = _ranks(ranker, stored, max(map(len, batch)))
         for token_ids, row in static.items():
-            kv = stored[token_ids]
-            entries.put(token_ids, ChunkKV(kv.layers, kv.start, static=row, exact=kv.exact), replace=True)
+            entries.put(token_ids, stored[token_ids].ranked(row), replace=True)
 
 
 def _ranks(ranker: Ranker, alone: Mapping[tuple[int, ...], ChunkKV], most: int) -> dict[tuple[int, ...], torch.Tensor]:

@@ -143,8 +143,7 @@ class Saver:
             return None
         assert alone is not None
         assert parts is not None
-        static = Distances.of(sum_over_ranks(parts)).mean()
-        found = ChunkKV(alone.layers, alone.start, static=static, exact=alone.exact)
+        found = alone.ranked(Distances.of(sum_over_ranks(parts)).mean())
         return lambda: found
 
     def _write(self, name: str, tokens: tuple[int, ...], kv: Callable[[], ChunkKV], save: Save) -> None:

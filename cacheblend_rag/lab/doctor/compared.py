@@ -132,7 +132,7 @@ class PromptMeasurement:
         """Return a chunk's KV with its static deviation, as an index holds it."""
         _, whole = self._subject.full_prefill([*before, *ids])
         behind = [LayerKV(k[:, len(before) :], v[:, len(before) :]) for k, v in whole.layers]
-        return ChunkKV(alone.layers, alone.start, static=static_deviation(alone, behind, len(before), self._rope))
+        return alone.ranked(static_deviation(alone, behind, len(before), self._rope))
 
     def compare(self, options: FuseOptions) -> Comparison:
         """Blend, and compare the distributions of the answer's tokens; raises InputError where another policy had to choose."""
