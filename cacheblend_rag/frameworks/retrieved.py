@@ -58,7 +58,7 @@ class RetrievalLog:
 
         Args:
             run: The run; one that is not open counts as none.
-            items: What it returned.
+            items: What it returned; one without a text is left out.
             replace: Whether these are what has come of something retrieved before, and stand in its place: of what is held by
                 the nearest of the runs that it is part of.
         """
@@ -68,7 +68,7 @@ class RetrievalLog:
             while holder is not None and holder not in self._held:
                 holder = self._parents.get(holder)
             self._held.pop(holder, None)
-            self._hold(run, items)
+            self._hold(run, filter(None, items))
 
     def of(self, run: Hashable | None) -> list[Retrieved]:
         """Return what was retrieved for a run: by the runs that are part of the same ones; first what is nearest."""
@@ -172,7 +172,7 @@ def fates_of(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> RetrievalRe
     chunks = [piece for piece in prompt if isinstance(piece, Chunk)]
     # What is taken by chunks is nobody else's: a neighbour may share a passage with one.
     plain = _CUT.join(text_of(piece) for piece in prompt if not isinstance(piece, Chunk))
-    named = {chunk_id(texts[0]): texts for texts in items if texts and texts[0]}
+    named = {chunk_id(texts[0]): texts for texts in items if texts[0]}
     fates = {name: _whole(name, texts, chunks, plain) for name, texts in named.items()}
     for name, texts in named.items():
         if fates[name] is None:

@@ -14,7 +14,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
-from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import ImageNode, MetadataMode, NodeWithScore, QueryBundle, TextNode
 from scripted import ScriptedEngine
 
 from cacheblend_rag import BlendEngine, InputError, TransformersEngine, chunk_id
@@ -96,6 +96,13 @@ def test_an_unchanged_query_engine_says_what_became_of_each_node(
     report = asked(query_engine(llm, nodes, re_flowed))
     assert report["summary"] == "2 retrieved, 2 altered between retriever and model"
     assert chunk_id(text(1)) in caplog.text
+
+
+def test_nodes_without_a_text_are_retrieved_beside_others(scripted: ScriptedEngine) -> None:
+    nodes = [ImageNode(image="aGk="), *nodes_of(text(1), " ")]
+    assert asked(query_engine(CacheBlendLLM(engine=scripted), nodes))["summary"] == "1 retrieved, 1 matched"
+    own = CacheBlendQueryEngine(CacheBlendRetriever(Fixed(nodes), scripted), CacheBlendSynthesizer(scripted))
+    assert asked(own)["summary"] == "1 retrieved, 1 matched"
 
 
 def test_on_miss_decides_between_silence_and_an_error(
