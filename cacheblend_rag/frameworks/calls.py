@@ -134,7 +134,7 @@ class CallReader:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], required: str | bool = False):
         """Read calls of ``tools``; with ``required`` the answer is known to be one."""
-        self._names = set(_names(tools))
+        self._names = _names(tools)  # a list: what a model calls a name may be anything
         self._required = self._held = required is not False
         self._text = ""
         self._sent = 0
@@ -197,5 +197,5 @@ def _names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # a model that repeats itself may nest without end
         return None
