@@ -209,9 +209,10 @@ def ask(
     settings = blend_settings(options)
     prompt, retrieved = find_retrieved(engine, build, log, run, checked_on_miss(options["on_miss"]))
     tokens = engine.tokenize(prompt)
-    if not tokens.spans:
+    texts = [part for part in prompt.segments if isinstance(part, str)]
+    if len(texts) == len(prompt.segments):
         # An engine that is a client may yet find chunks in the text, in the registry of its server.
-        tokens = replace(tokens, text="".join(part for part in prompt.segments if isinstance(part, str)))
+        tokens = replace(tokens, text="".join(texts))
     room = engine.context_window - len(tokens.token_ids)
     request = engine.request(tokens, sampling_of(options, room), settings)
     uses_of(engine).introduce([span.chunk for span in tokens.spans], engine)
