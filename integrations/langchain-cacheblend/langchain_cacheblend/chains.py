@@ -61,13 +61,18 @@ def create_blended_documents_chain(
             found.append(_text(formatted.after))
         return [block for block in found if block["text"]]
 
+    def filled(inputs: dict[str, Any], documents: str) -> dict[str, Any]:
+        return {**inputs, document_variable_name: documents}
+
     def fill(inputs: dict[str, Any], config: RunnableConfig) -> PromptValue:
         mark, parts = _new_mark(), blocks(inputs[document_variable_name])
-        return _put(prompt.invoke({**inputs, document_variable_name: mark}, config), mark, parts)
+        whole = prompt.invoke(filled(inputs, _joined(parts)), config)
+        return _put(whole, prompt.format_prompt(**filled(inputs, mark)), mark, parts)
 
     async def afill(inputs: dict[str, Any], config: RunnableConfig) -> PromptValue:
         mark, parts = _new_mark(), blocks(inputs[document_variable_name])
-        return _put(await prompt.ainvoke({**inputs, document_variable_name: mark}, config), mark, parts)
+        whole = await prompt.ainvoke(filled(inputs, _joined(parts)), config)
+        return _put(whole, await prompt.aformat_prompt(**filled(inputs, mark)), mark, parts)
 
     chain = (
         RunnableLambda(fill, afill).with_config(run_name="format_inputs") | llm | (output_parser or StrOutputParser())
@@ -93,17 +98,26 @@ def _formatted(document: Document, template: BasePromptTemplate[str]) -> _Format
         return _Formatted("", document.page_content, "")
     mark = f"text-{uuid4().hex}"
     marked = format_document(Document(page_content=mark, metadata=document.metadata), template)
-    before, found, after = marked.partition(mark)
-    if not found or mark in after:
-        return _Formatted(format_document(document, template), "", "")
-    return _Formatted(before, document.page_content, after)
+    before, _, after = marked.partition(mark)
+    whole = format_document(document, template)
+    same = before + document.page_content + after == whole
+    return _Formatted(before, document.page_content, after) if same else _Formatted(whole, "", "")
 
 
-def _put(value: PromptValue, mark: str, blocks: list[dict[str, Any]]) -> PromptValue:
-    if not isinstance(value, ChatPromptValue):
-        text = value.to_string().replace(mark, "".join(block["text"] for block in blocks))
-        return type(value)(text=text)  # type: ignore[call-arg]
-    return ChatPromptValue(messages=[_put_message(message, mark, blocks) for message in value.messages])
+def _put(whole: PromptValue, marked: PromptValue, mark: str, blocks: list[dict[str, Any]]) -> PromptValue:
+    """Return the prompt with blocks in the place of the mark, where that says the same as it does with their text."""
+    if not isinstance(marked, ChatPromptValue):
+        return whole
+    put = ChatPromptValue(messages=[_put_message(message, mark, blocks) for message in marked.messages])
+    return put if _said(put) == _said(whole) else whole
+
+
+def _said(value: PromptValue) -> list[str]:
+    return [_joined(message.content) for message in value.to_messages()]
+
+
+def _joined(content: str | Sequence[Any]) -> str:
+    return content if isinstance(content, str) else "".join(map(_text_in, content))
 
 
 def _put_message(message: BaseMessage, mark: str, blocks: list[dict[str, Any]]) -> BaseMessage:

@@ -39,14 +39,18 @@ def seen(engine: ScriptedEngine, at: int = -1) -> tuple[str, list[str]]:
         {"document_prompt": PromptTemplate.from_template("[{source}] {page_content} (end)")},
         {"document_prompt": PromptTemplate.from_template("{page_content} / {page_content}")},
         {"document_prompt": PromptTemplate.from_template("only {source}")},
+        {"document_prompt": PromptTemplate.from_template("{page_content:.60}")},
+        {"prompt": ChatPromptTemplate.from_messages([("system", "{context:.60}"), ("human", "{input}")])},
+        {"prompt": ChatPromptTemplate.from_messages([("human", "{{ context | upper }} {{ input }}")], "jinja2")},
     ],
 )
-def test_the_model_sees_what_the_stuff_chain_shows_it(scripted: ScriptedEngine, options: dict[str, Any]) -> None:
+async def test_the_model_sees_what_the_stuff_chain_shows_it(scripted: ScriptedEngine, options: dict[str, Any]) -> None:
     inputs = {"context": DOCUMENTS, "input": "Who?"}
-    llm = ChatCacheBlend(engine=scripted)
-    create_blended_documents_chain(llm, PROMPT, **options).invoke(inputs)
-    create_stuff_documents_chain(llm, PROMPT, **options).invoke(inputs)
-    assert seen(scripted, -2)[0] == seen(scripted, -1)[0]
+    given = {"llm": ChatCacheBlend(engine=scripted), "prompt": PROMPT, **options}
+    create_blended_documents_chain(**given).invoke(inputs)
+    await create_blended_documents_chain(**given).ainvoke(inputs)
+    create_stuff_documents_chain(**given).invoke(inputs)
+    assert seen(scripted, -3)[0] == seen(scripted, -2)[0] == seen(scripted, -1)[0]
 
 
 async def test_every_document_is_a_chunk_known_or_not_nested_or_short(scripted: ScriptedEngine) -> None:
