@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,8 @@ class Collection:
     """A store directory, opened, and the pipeline over it. Files that are dropped in are kept in its folder ``documents``."""
 
     def __init__(self, directory: Path, pipeline: RagPipeline):
-        self.directory, self.pipeline = directory, pipeline
+        self.directory = Path(os.path.abspath(directory))  # noqa: PTH100 - as the index names the files in it
+        self.pipeline = pipeline
         self._changing = threading.Lock()
 
     def documents(self) -> list[IndexedDocument]:

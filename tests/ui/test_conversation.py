@@ -133,6 +133,20 @@ def test_the_pieces_of_a_chunks_tokens_are_its_text(any_tokenizer: object) -> No
     assert len(token_texts(engine, chunk)) == len(chunk.token_ids)
 
 
+def test_copies_are_kept_until_their_documents_are_removed_however_the_store_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "note.txt").write_text("The harbour lies below.")
+    collection = Collection(Path("store"), RagPipeline(ScriptedEngine(), "store", chunk_tokens=64))
+    assert list(collection.add([tmp_path / "note.txt"]))[-1][0].state == "done"
+    (copy,) = Path("store/documents").iterdir()
+    (document,) = collection.documents()
+    assert document.path == str(copy.absolute())
+    collection.remove([document.path])
+    assert not copy.exists() and not collection.documents()
+
+
 def test_files_indexed_twice_at_once_are_all_there(collection: Collection, tmp_path: Path) -> None:
     files = [tmp_path / f"{n}.txt" for n in range(4)]
     for file in files:
