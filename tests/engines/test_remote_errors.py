@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +54,17 @@ def test_no_server_says_how_to_start_one() -> None:
     assert error.value.status is None
     with pytest.raises(InputError, match="http://HOST:PORT"):
         RemoteEngine("localhost:8000")
+
+
+def test_a_machine_that_takes_no_connection_is_not_called_busy() -> None:
+    with ExitStack() as opened:
+        full = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # nobody accepts them, and there is no room for more
+            waiting = opened.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        with pytest.raises(ServerError, match=r"No server answers at .*timed out"):
+            RemoteEngine(f"http://127.0.0.1:{full.getsockname()[1]}", connect_timeout_s=0.3, max_retries=0)
 
 
 @pytest.mark.parametrize("answer", [PlainTextResponse("hello"), PlainTextResponse("no", 404), JSONResponse({"a": 1})])

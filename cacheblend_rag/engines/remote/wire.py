@@ -237,7 +237,7 @@ class Wire:
             raise self._broken(error) from error
 
     def _explain(self, error: APIError) -> CacheBlendError:
-        if isinstance(error, APITimeoutError):
+        if isinstance(error, APITimeoutError) and type(error.__cause__).__name__ != "ConnectTimeout":
             return ServerError(
                 f"The server at {self.url} did not answer within {self._timeout_s:g} s. It may be busy: try again, or give "
                 "RemoteEngine a longer timeout_s."
