@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_DEFINED = re.compile(r"^#/(\$defs|definitions)/")
 _BLOCK = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
 
 
@@ -80,8 +81,9 @@ def call_schema(tools: Sequence[Mapping[str, Any]], required: str | bool) -> dic
         if required is not True and function["name"] != required:
             continue
         parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
-        for name, definition in parameters.pop("$defs", {}).items():
-            definitions[f"{function['name']}.{name}"] = _moved(definition, function["name"])
+        for place in ("$defs", "definitions"):
+            for name, definition in parameters.pop(place, {}).items():
+                definitions[f"{function['name']}.{name}"] = _moved(definition, function["name"])
         calls.append(
             {
                 "type": "object",
@@ -98,7 +100,7 @@ def _moved(schema: Any, tool: str) -> Any:
     """Let references to a tool's own definitions point to where :func:`call_schema` puts them."""
     if isinstance(schema, Mapping):
         return {
-            key: value.replace("#/$defs/", f"#/$defs/{tool}.", 1)
+            key: _DEFINED.sub(f"#/$defs/{tool}.", value)
             if key == "$ref" and isinstance(value, str)
             else _moved(value, tool)
             for key, value in schema.items()

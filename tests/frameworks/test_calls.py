@@ -91,6 +91,13 @@ def test_text_before_a_call_is_not_held_back() -> None:
     assert reader.push("box> is ") == "<toolbox> is "
 
 
+def test_definitions_are_found_under_their_older_name_too() -> None:
+    older = tool("weather", {"place": {"$ref": "#/definitions/City"}}, "place", definitions={"City": CITY})
+    valid = Draft202012Validator(call_schema([TREE, older], True)).is_valid
+    assert valid({"name": "weather", "arguments": {"place": {"city": "x"}}})
+    assert not valid({"name": "weather", "arguments": {"place": {"city": 3}}})
+
+
 @pytest.mark.parametrize(
     ("choice", "wanted"),
     [
