@@ -207,6 +207,8 @@ def _in_part(text: str, plain: str, others: str) -> bool:
     """Say whether a text stands there changed or cut, by samples of it that no other retrieved text has: many begin alike."""
     step = max(1, (len(text) - _SAMPLE) // _SAMPLES)
     samples = [text[at : at + _SAMPLE] for at in range(0, max(1, len(text) - _SAMPLE + 1), step)]
+    if not any(sample in plain for sample in samples):  # as of all that a reranker has left out: that is told at once
+        return False
     own = [sample for sample in samples if sample not in others]
     return sum(sample in plain for sample in own) > _SHARE * len(own)
 
