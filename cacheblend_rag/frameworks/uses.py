@@ -193,7 +193,8 @@ class StoreChunks:
             documents: Each one's id, None where it has none, and its texts.
 
         Returns:
-            The chunks that are registered; see :meth:`ChunkUses.register`.
+            The chunks that are registered, without those that a later document of the same id has let go of; see
+            :meth:`ChunkUses.register`.
         """
         given = [(name, [form.strip() for form in forms]) for name, forms in documents]
         registered = self._uses.register(self.engine, [form for _, forms in given for form in forms])
@@ -204,7 +205,7 @@ class StoreChunks:
             found = [chunks.get(chunk_id(form)) for form in forms] + [None] * (self.forms - len(forms))
             held += [(None if name is None else (name, at), chunk) for at, chunk in enumerate(found)]
         self._uses.forget(self.engine, self._uses.hold(self._owner, held))
-        return registered
+        return [chunk for chunk in registered if chunk.id in self.engine.registry]
 
     def release(self, names: Iterable[Hashable]) -> None:
         """Note that documents are gone; what nothing holds any more is forgotten."""

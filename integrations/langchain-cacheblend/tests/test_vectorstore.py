@@ -103,6 +103,18 @@ def test_a_replaced_document_lets_go_of_its_former_text(scripted: ScriptedEngine
     assert stored(scripted) == []
 
 
+def test_of_two_documents_of_one_id_the_later_is_held(engine: TransformersEngine) -> None:
+    def kept() -> list[bool]:
+        assert engine.entries is not None
+        return [engine.entries.contains(make_chunk(text, engine.tokenizer).token_ids) for text in TEXTS[:2]]
+
+    store = CacheBlendVectorStore(InMemoryVectorStore(EMBEDDING), engine)
+    store.add_documents(documents(0, 1), ids=["a", "a"])
+    assert kept() == [False, True]
+    store.delete(["a"])
+    assert kept() == [False, False]
+
+
 def test_a_base_filled_before_is_learned_as_it_is_used(scripted: ScriptedEngine) -> None:
     base = InMemoryVectorStore(EMBEDDING)
     base.add_documents(documents(0, 1, 1), ids=["a", "b", "c"])
