@@ -288,6 +288,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         return precompute_nodes(self.engine, nodes)
 
     def _take_in(self, nodes: Sequence[BaseNode]) -> None:
+        nodes = list({node.node_id: node for node in nodes}.values())  # of one id the base keeps the last
         self._hold(nodes)
         if not self.precompute:
             return

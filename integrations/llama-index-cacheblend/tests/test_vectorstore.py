@@ -182,6 +182,13 @@ def test_a_node_that_is_replaced_lets_go_of_its_text(own: TransformersEngine) ->
     assert not stored(own, NEW)
 
 
+def test_of_two_nodes_of_one_id_the_later_is_held(own: TransformersEngine) -> None:
+    store = CacheBlendVectorStore(SimpleVectorStore(), own)
+    nodes = [TextNode(text=text, id_="n", embedding=[1.0]) for text in (OLD, NEW)]
+    store.add(nodes)
+    assert [stored(own, text) for text in (OLD, NEW)] == [False, True]
+
+
 def test_chunks_that_something_else_registered_stay(own: TransformersEngine) -> None:
     chunk: Chunk = make_chunk(OLD, own.tokenizer)
     own.precompute([chunk])
