@@ -126,6 +126,13 @@ def test_json_has_a_line_for_each_value_and_json_lines_a_paragraph_for_each() ->
     assert json_text(b'{"a":1}\n{"a":2}\n')[0] == '{\n "a": 1\n}\n\n{\n "a": 2\n}'
 
 
+def test_half_a_character_in_json_is_no_reason_to_stop() -> None:
+    assert (
+        json_text(rb'{"cut": "a \ud83d", "whole": "\ud83d\ude00"}')[0] == '{\n "cut": "a ?",\n "whole": "\U0001f600"\n}'
+    )
+    assert json_text(rb'"a \ude00"')[0] == "a ?"
+
+
 @pytest.mark.parametrize("name", ["a.py", "a.RS", "a.rst", "a.yaml"])
 def test_source_code_and_rst_stay_as_they_are(tmp_path: Path, name: str) -> None:
     text = "def f(x):\n    return x  # twice\n"
