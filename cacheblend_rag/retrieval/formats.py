@@ -177,7 +177,8 @@ def json_text(data: bytes) -> tuple[str, dict[str, Any]]:
         return _indented(json.loads(text)), {}
     except (ValueError, RecursionError) as whole:
         try:
-            return "\n\n".join(_indented(json.loads(line)) for line in text.splitlines() if line.strip()), {}
+            # Not splitlines(), which also ends lines at characters that may stand within a string.
+            return "\n\n".join(_indented(json.loads(line)) for line in text.split("\n") if line.strip()), {}
         except (ValueError, RecursionError):
             raise UnusableFileError(f"it is not valid JSON ({whole})") from whole
 

@@ -126,6 +126,12 @@ def test_json_has_a_line_for_each_value_and_json_lines_a_paragraph_for_each() ->
     assert json_text(b'{"a":1}\n{"a":2}\n')[0] == '{\n "a": 1\n}\n\n{\n "a": 2\n}'
 
 
+def test_a_line_of_json_may_hold_other_separators_of_lines() -> None:
+    text = '{"said": "one\u2028two"}\r\n{"said": "three\x85four"}\n' + '{"said": "nothing"}\n' * 9
+    found, _ = json_text(text.encode())
+    assert found.startswith('{\n "said": "one\u2028two"\n}\n\n{\n "said": "three\x85four"\n}\n\n')
+
+
 def test_half_a_character_in_json_is_no_reason_to_stop() -> None:
     assert (
         json_text(rb'{"cut": "a \ud83d", "whole": "\ud83d\ude00"}')[0] == '{\n "cut": "a ?",\n "whole": "\U0001f600"\n}'
