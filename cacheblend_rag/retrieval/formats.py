@@ -128,9 +128,8 @@ def table_text(data: bytes) -> tuple[str, dict[str, Any]]:
     text = decode(data)
     try:
         csv.field_size_limit(_LONGEST_FIELD)
-        rows = [
-            [" ".join(cell.split()) for cell in row] for row in csv.reader(StringIO(text, newline=""), _dialect(text))
-        ]
+        table = csv.reader(StringIO(text, newline=""), delimiter=_delimiter(text), skipinitialspace=True)
+        rows = [[" ".join(cell.split()) for cell in row] for row in table]
     except csv.Error as error:
         raise UnusableFileError(f"it is not a readable table ({error})") from error
     rows = [row for row in rows if any(row)]
@@ -141,11 +140,12 @@ def table_text(data: bytes) -> tuple[str, dict[str, Any]]:
     return "\n".join(" | ".join(row) for row in rows), {}
 
 
-def _dialect(text: str) -> type[csv.Dialect]:
+def _delimiter(text: str) -> str:
+    # What the sniffer takes for quotes is not believed: it may be an apostrophe that a cell begins with.
     try:
-        return csv.Sniffer().sniff(text[:_SAMPLE], _DELIMITERS)
-    except csv.Error:
-        return csv.excel  # one column, for one
+        return csv.Sniffer().sniff(text[:_SAMPLE], _DELIMITERS).delimiter
+    except csv.Error:  # one column, for one
+        return max(_DELIMITERS, key=text.partition("\n")[0].count)
 
 
 def _is_head(row: Sequence[str]) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 import zipfile
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,20 @@ def test_each_row_of_a_table_says_what_its_values_are(delimiter: str) -> None:
 def test_a_table_without_a_head_and_with_quoted_cells_is_read() -> None:
     assert table_text(b'1,"two, with\nlines"\n3,four\n')[0] == "1 | two, with lines\n3 | four"
     assert table_text(b"alone\n")[0] == "alone"
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_an_apostrophe_in_a_table_is_no_quote(delimiter: str) -> None:
+    rows = [["word", "note"], ["'tis", "it is"], ["'twas", "it was"], ["o'clock, noon", "of the 'clock'"]]
+    table = StringIO()
+    csv.writer(table, delimiter=delimiter).writerows(rows)
+    named = "\n".join(f"word: {word}, note: {note}" for word, note in rows[1:])
+    assert table_text(table.getvalue().encode())[0] == named
+
+
+def test_a_tables_delimiter_is_found_where_cells_hold_quotes_and_line_ends() -> None:
+    table = "price;desc;year\n3.5 'net';\"3.5 for\ntwo\";'new' 1999\n"
+    assert table_text(table.encode())[0] == "price: 3.5 'net', desc: 3.5 for two, year: 'new' 1999"
 
 
 def test_rows_longer_than_the_head_lose_nothing() -> None:
