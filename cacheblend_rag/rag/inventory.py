@@ -187,8 +187,10 @@ class Inventory(Closing):
         That is the document of that path, all below that directory, or the only document of that file name.
 
         Raises:
-            InputError: There is none, or there are several of that file name.
+            InputError: There is none, or there are several of that file name; or the name is empty.
         """
+        if not name:  # it would be the current directory, and all below it
+            raise InputError("A name is empty: a variable that is not set? Write . for the current directory.")
         path = os.path.abspath(Path(name).expanduser())  # noqa: PTH100 - as documents are named when they are found
         known = [document.path for document in self.documents()]
         if path in known:

@@ -92,6 +92,13 @@ def test_what_is_not_indexed_is_an_input_error_and_nothing_is_removed(run, store
     assert "ships.txt" in listed(run, store)
 
 
+def test_an_empty_name_removes_nothing(run, store, documents, monkeypatch):
+    monkeypatch.chdir(documents)
+    result = run("documents", "rm", "", "--store", store)
+    assert result.exit_code == 2 and "A name is empty" in result.stderr
+    assert "ships.txt" in listed(run, store)
+
+
 def test_nothing_is_removed_while_another_run_indexes(run, store):
     with ThreadPoolExecutor(1) as other, ExitStack() as held:
         other.submit(held.enter_context, indexing_alone(store)).result()
