@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError,
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.indexing import IndexReport, nothing_to_read, vanished
 from cacheblend_rag.rag.locking import indexing_alone
-from cacheblend_rag.retrieval.documents import FoundDocuments
+from cacheblend_rag.retrieval.documents import FoundDocuments, absolute
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexedDocument, IndexStats
 from cacheblend_rag.store import StoreStats, open_store, recorded_tiers
 from cacheblend_rag.store.base import Closing, EntryInfo, Evicting
@@ -191,7 +190,7 @@ class Inventory(Closing):
         """
         if not name:  # it would be the current directory, and all below it
             raise InputError("A name is empty: a variable that is not set? Write . for the current directory.")
-        path = os.path.abspath(Path(name).expanduser())  # noqa: PTH100 - as documents are named when they are found
+        path = str(absolute(name))
         known = [document.path for document in self.documents()]
         if path in known:
             return [path]

@@ -120,7 +120,7 @@ def find_documents(
     given = list(paths)
     if "" in given:  # it would be the current directory
         raise InputError("A path is empty: a variable that is not set? Write . for the current directory.")
-    roots = [_absolute(path) for path in given]
+    roots = [absolute(path) for path in given]
     missing = [str(root) for root in roots if not root.exists()]
     if missing:
         raise InputError(f"No such file or directory: {', '.join(missing)}. Check the spelling.")
@@ -175,7 +175,7 @@ def file_digest(path: Path | str) -> str | None:
     For skipping unchanged files before they are parsed: ``file_digest(path) == index.digest_of(str(path))``.
     """
     try:
-        path = _absolute(path)
+        path = absolute(path)
         if not stat.S_ISREG(path.stat().st_mode):
             return None
         with path.open("rb") as handle:
@@ -192,7 +192,7 @@ def load_document(path: Path | str) -> Document | SkippedDocument:
     encrypted or broken PDFs, PDFs without text (scans), what takes more time or memory than
     :class:`~cacheblend_rag.retrieval.isolation.Limits` allow, and what the system does not let us read.
     """
-    path = _absolute(path)
+    path = absolute(path)
     name = str(path)
     try:
         name.encode()
@@ -214,9 +214,10 @@ def load_document(path: Path | str) -> Document | SkippedDocument:
     return Document(name, text, digest, {"source": name, **metadata}, starts)
 
 
-def _absolute(path: Path | str) -> Path:
+def absolute(path: Path | str) -> Path:
     """Make absolute without following links: a document is known by the name the user sees."""
-    return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - Path.absolute() keeps ".."
+    # Path.expanduser() raises for "~$a.docx", which is nobody's home, and Path.absolute() keeps "..".
+    return Path(os.path.abspath(os.path.expanduser(path)))  # noqa: PTH100, PTH111
 
 
 def _real(path: Path) -> Path:

@@ -290,6 +290,13 @@ def test_a_missing_path_is_an_input_error_before_anything_is_listed(tmp_path: Pa
         find_documents([tmp_path / "a.txt", tmp_path / "nowhere.txt", tmp_path / "gone"])
 
 
+def test_a_name_that_begins_like_a_home_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("~$a.txt").write_text("x")  # as Office calls what it holds open
+    assert loaded(Path("~$a.txt")).path == str(tmp_path / "~$a.txt")
+    assert find_documents(["~$a.txt"]).files == (tmp_path / "~$a.txt",)
+
+
 def listed(root: Path, **patterns: list[str]) -> list[str]:
     return [path.relative_to(root).as_posix() for path in find_documents([root], **patterns).files]
 
