@@ -131,7 +131,7 @@ class RagPipeline(Closing):
         prompts then begin alike, which an engine's own prefix cache can serve.
 
         Raises:
-            InputError: An empty question.
+            InputError: An empty question, or one that is not valid Unicode.
         """
         check_question(question)
         begin = time.perf_counter()
@@ -280,13 +280,17 @@ class RagPipeline(Closing):
 
 
 def check_question(question: str) -> None:
-    """Refuse an empty question.
+    """Refuse an empty question, and one with halves of characters, which cannot be tokenised.
 
     Raises:
         InputError: It is one.
     """
     if not question.strip():
         raise InputError("The question is empty.")
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"The question is not valid Unicode ({error}).") from None
 
 
 def _event(event: StreamEvent, shown: Retrieved, notes: tuple[str, ...]) -> RagEvent:

@@ -393,6 +393,8 @@ def test_bad_arguments_are_named(pipeline: RagPipeline, engine: FakeEngine, tmp_
     assert not ChunkIndex.exists(tmp_path / "x")  # it would be kept with what it was made for
     with pytest.raises(InputError, match="question is empty"):
         pipeline.ask("  ")
+    with pytest.raises(InputError, match="question is not valid Unicode"):
+        pipeline.ask("Where is the \udcff?")  # as an argument's byte that is no UTF-8 comes from a terminal
 
 
 DIE = """
