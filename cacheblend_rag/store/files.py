@@ -107,15 +107,21 @@ def read_text(path: Path) -> str | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file, created as by :func:`create_file` where it is missing.
+    """Write a small file in one step, with the permissions of its directory; where that fails, what was there stays.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: It cannot be written, or what is there is no file.
     """
-    with suppress(FileExistsError):
-        create_file(path)
-    with os.fdopen(open_file(path, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:
-        file.write(text)
+    with suppress(FileNotFoundError):
+        os.close(open_file(path, os.O_WRONLY))
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        create_file(new)
+        with os.fdopen(open_file(new, os.O_WRONLY), "w", encoding="utf-8") as file:
+            file.write(text)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 _FULL = "free some space, evict entries (cacheblend store evict --to SIZE) or give the store a smaller disk budget"

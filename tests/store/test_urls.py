@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from pathlib import Path
 
@@ -118,6 +119,19 @@ def test_a_budget_is_noted_with_the_store_and_the_rest_of_its_addresses_stays(tm
         recorded_tiers(tmp_path)
         == f"ram://1MiB,file://{tmp_path}/other?codec=int8&budget=5MiB,redis://host?budget=9MiB"
     )
+
+
+def test_tiers_that_cannot_be_noted_leave_those_that_are(tmp_path: Path) -> None:
+    record_tiers(tmp_path, "ram://1MiB,redis://host")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as a full disk
+    try:
+        with pytest.raises(StoreError, match="cannot note the tiers"):
+            record_tiers(tmp_path, "ram://2MiB,redis://host")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert recorded_tiers(tmp_path) == "ram://1MiB,redis://host"
+    assert [file.name for file in tmp_path.iterdir()] == ["tiers"]
 
 
 def test_a_small_size_takes_a_unit() -> None:
