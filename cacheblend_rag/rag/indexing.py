@@ -16,6 +16,7 @@ from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.rag.planning import CutDocument, IndexPlan, Planner, TooMuchKVError
 from cacheblend_rag.retrieval.documents import Document, FoundDocuments, SkippedDocument, file_digest, load_document
 from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.store import TieredStore
 from cacheblend_rag.store.base import stats_of
 
 _BATCH = 64
@@ -192,6 +193,8 @@ class _IndexRun:
         entries = self.engine.entries
         if entries is None:
             return
+        if isinstance(entries.store, TieredStore):
+            entries.store.flush()  # what is on its way is not lost
         lasting = entries.lasting()
         stats = stats_of(lasting.store)
         # The largest tier keeps all, others copies.

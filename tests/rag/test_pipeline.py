@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -373,6 +374,19 @@ def test_chunks_that_are_each_larger_than_the_disks_budget_are_refused(tmp_path:
         report = pipeline.index([docs], beyond_budget=True)
     (why,) = set(report.without_kv.values())
     assert "budget, 50 B, is smaller than the KV of one" in why
+
+
+def test_kv_on_its_way_to_the_only_tier_that_lasts_is_not_reported_as_lost(
+    tmp_path: Path, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = DiskStore(tmp_path / "store", writes="back")
+    put = disk.put
+    monkeypatch.setattr(disk, "put", lambda *entry: time.sleep(0.1) or put(*entry))
+    engine = FakeEngine(TieredStore([MemoryStore(), disk]))
+    with RagPipeline(engine, tmp_path / "store", chunk_tokens=24) as pipeline:
+        report = pipeline.index([docs])
+    assert report.without_kv == {}
+    assert report.kv_bytes == disk.stats().nbytes
 
 
 def test_a_disk_can_hold_no_more_than_it_has_free_whatever_its_budget(
