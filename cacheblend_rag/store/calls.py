@@ -43,7 +43,7 @@ class RemoteCalls:
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cacheblend-remote")
         self._long = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cacheblend-remote-long")
         self._lock = threading.Lock()
-        self._why = ""
+        self._why, self._closed = "", False
         self._unsettled: list[Future[object]] = []
 
     @property
@@ -60,7 +60,7 @@ class RemoteCalls:
         if self._breaker.opened:
             raise StoreUnavailableError(f"The {self.name} is out: {self._why}")
         deadline_s = self.timeout_s * (WRITE_FACTOR if long else 1)
-        future = (self._long if long else self._pool).submit(function)
+        future = self._begun(function, long)
         try:
             with self._breaker:
                 found = future.result(deadline_s)
@@ -74,6 +74,20 @@ class RemoteCalls:
         if known:
             _log.warning("The %s answers again.", self.name)
         return found
+
+    def _begun(self, function: Callable[[], _T], long: bool) -> Future[_T]:
+        try:
+            return (self._long if long else self._pool).submit(function)
+        except RuntimeError:
+            if self._closed:
+                raise
+        # The interpreter ends and begins nothing more, but what is written behind is still to be written.
+        done: Future[_T] = Future()
+        try:
+            done.set_result(function())
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
     def soon(self, function: Callable[[], object]) -> None:
         """Call ``function`` behind the caller's back, who does not care how it ends; nothing where the tier is out."""
@@ -105,5 +119,6 @@ class RemoteCalls:
 
     def close(self) -> None:
         """Take no more calls; those that still run end by themselves."""
+        self._closed = True
         for pool in (self._pool, self._long):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +88,33 @@ def test_closing_writes_what_is_left(root: Path) -> None:
         for number in range(5):
             store.put(key_of(number), kv_of(number))
     assert keys(DiskStore(root)) == {key_of(number) for number in range(5)}
+
+
+ENDS = """
+import sys, time
+from obstore.store import LocalStore
+from cacheblend_rag.store import MemoryStore, TieredStore
+from cacheblend_rag.store.objects import ObjectStore
+from tests.store.samples import key_of, kv_of
+
+class Slow:
+    def __init__(self, bucket):
+        self.bucket = bucket
+    def __getattr__(self, name):
+        return getattr(self.bucket, name)
+    def put(self, *entry):
+        time.sleep(0.1)
+        return self.bucket.put(*entry)
+
+store = TieredStore([MemoryStore(), ObjectStore(Slow(LocalStore(sys.argv[1])), writes="back")])
+for number in range(5):
+    store.put(key_of(number), kv_of(number))
+"""
+
+
+def test_a_program_that_ends_without_closing_writes_what_is_left_for_a_tier_elsewhere(root: Path) -> None:
+    subprocess.run([sys.executable, "-c", ENDS, root], check=True)
+    assert {file.stem for file in root.glob("kv/*/*")} == {key_of(number) for number in range(5)}
 
 
 def test_a_deleted_entry_is_not_written_afterwards(slow: Slow) -> None:
