@@ -61,10 +61,18 @@ local function evict(limit, most)
   local bytes = tonumber(redis.call('GET', BYTES) or '0')
   while bytes - freed > limit and count < most do
     local victim = redis.call('ZRANGE', USED, 0, 0)[1]
-    if not victim then break end
-    local version, size = string.match(redis.call('HGET', ENTRIES, victim), '^(%x+) (%d+)$')
-    drop(victim, version, size)
-    freed, count = freed + tonumber(size), count + 1
+    if not victim then  -- the server has dropped what was counted
+      redis.call('DEL', BYTES)
+      break
+    end
+    local entry = redis.call('HGET', ENTRIES, victim)
+    if entry then
+      local version, size = string.match(entry, '^(%x+) (%d+)$')
+      drop(victim, version, size)
+      freed, count = freed + tonumber(size), count + 1
+    else  -- the server needed the room of the hash
+      redis.call('ZREM', USED, victim)
+    end
   end
   return freed, count
 end

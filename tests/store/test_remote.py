@@ -14,7 +14,7 @@ import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
 from cacheblend_rag.store.codec import get_codec
-from cacheblend_rag.store.kvfile import EntryFormat
+from cacheblend_rag.store.kvfile import PLAIN, EntryFormat
 from cacheblend_rag.store.objects import ObjectStore
 from cacheblend_rag.store.redis import RedisStore
 from cacheblend_rag.store.remote import HEAD_BYTES, RemoteStore
@@ -252,6 +252,21 @@ def test_the_servers_full_memory_is_told_and_takes_the_tier_not_out(redis_url: s
         assert same(store.get(key_of(1)), kv_of(1))
     finally:
         server.config_set("maxmemory", 0)
+
+
+@pytest.mark.parametrize("dropped", ["entries", "used"])
+def test_a_server_that_drops_what_entries_are_counted_with_is_written_to_all_the_same(
+    redis_url: str, dropped: str
+) -> None:
+    size = len(PLAIN.serialized(PLAIN.encode(key_of(1), kv_of(1))))
+    store = RedisStore(redis_url, budget=3 * size)
+    for number in range(3):
+        store.put(key_of(number), kv_of(number))
+    redis.Redis.from_url(redis_url).delete(f"cacheblend:{dropped}")  # as its maxmemory-policy allkeys-random does
+    for number in range(10, 20):
+        assert store.put(key_of(number), kv_of(number))
+        assert same(store.get(key_of(number)), kv_of(number))
+    assert len(list(store.entries())) <= 3
 
 
 def test_a_client_with_a_budget_counts_what_others_have_put(medium: Medium) -> None:
