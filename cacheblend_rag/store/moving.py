@@ -32,7 +32,7 @@ class Promotion(StoredKV):
         self._targets = targets
         self._layers: dict[int, LayerKV] = {}
         self._take: Take | None = None
-        self._lock = threading.Lock()
+        self._lock, self._putting = threading.Lock(), threading.Lock()
         self.num_layers = source.num_layers
         self.num_tokens = source.num_tokens
         self.start, self.exact = source.start, source.exact
@@ -80,19 +80,26 @@ class Promotion(StoredKV):
         room = next((room for room in rooms if room is not None), None)
         return plain if room is None else Pieces(room)
 
+    def give_up(self, key: KVKey) -> None:
+        """Put nothing any more if this is the entry of ``key``, which is being deleted; what is under way is put first."""
+        if key == self._key:
+            with self._putting:
+                self._targets = ()
+
     def _promote(self, lasting: bool) -> None:
-        targets = [tier for tier in self._targets if tier.lasts == lasting]
-        if not targets:
+        if not any(tier.lasts == lasting for tier in self._targets):
             return
-        layers = [self._layers[index] for index in range(self.num_layers)]
-        kv = self.whole(layers)
-        for tier in targets:
-            try:
-                tier.put(self._key, kv)
-            except StoreUnavailableError:
-                pass  # the tier has said so itself
-            except StoreError as error:  # the read itself went well
-                _log.warning("KV entry %s stays in the %s tier: %s", self._key, self.tier, error)
+        kv = self.whole([self._layers[index] for index in range(self.num_layers)])
+        with self._putting:
+            for tier in self._targets:
+                if tier.lasts != lasting:
+                    continue
+                try:
+                    tier.put(self._key, kv)
+                except StoreUnavailableError:
+                    pass  # the tier has said so itself
+                except StoreError as error:  # the read itself went well
+                    _log.warning("KV entry %s stays in the %s tier: %s", self._key, self.tier, error)
 
 
 MOST_WAITING = 1 << 30

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -62,6 +63,7 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         self.lasts, self.remote = any(tier.lasts for tier in tiers), any(tier.remote for tier in tiers)
         self._lock = threading.RLock()  # reentrant: a handle can end by garbage collection while it is held
         self._promoting = 0
+        self._promotions: WeakSet[Promotion] = WeakSet()
         self._refused: dict[KVStore, str] = {}
         self._behind = {
             tier: WriteQueue(tier, partial(self._say_once, tier)) for tier in self.tiers if tier.writes == "back"
@@ -145,6 +147,10 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
 
     def delete(self, key: KVKey) -> bool:
         """See :meth:`KVStore.delete`; from every tier, also where one refuses."""
+        with self._lock:
+            promotions = list(self._promotions)
+        for promotion in promotions:
+            promotion.give_up(key)  # else it would come back with the last layer that a prompt reads
         waiting = [queue.cancel(key) for queue in self._behind.values()]
         return any(_of_each(self.tiers, lambda tier: tier.delete(key))) or any(waiting)
 
@@ -225,7 +231,10 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
             if self._promoting + found.nbytes > limit:
                 return found
             self._promoting += found.nbytes
-        return Promotion(key, found, targets, self._promotion_ended)
+        promotion = Promotion(key, found, targets, self._promotion_ended)
+        with self._lock:
+            self._promotions.add(promotion)
+        return promotion
 
     def _promotion_ended(self, nbytes: int) -> None:
         with self._lock:

@@ -38,6 +38,23 @@ def test_an_entry_read_whole_moves_up_without_another_read(root: Path) -> None:
     assert same(again, kv_of(1))
 
 
+@pytest.mark.parametrize("faster", [MemoryStore, DiskStore])
+def test_an_entry_that_is_deleted_while_it_is_read_does_not_come_back(root: Path, faster: type) -> None:
+    slow = DiskStore(root / "slow")
+    slow.put(key_of(1), kv_of(1))
+    slow.put(key_of(2), kv_of(2))
+    store = TieredStore([faster(root / "fast") if faster is DiskStore else faster(), slow])
+    found, other = store.get(key_of(1)), store.get(key_of(2))
+    assert found is not None and other is not None
+    found.layer(0)
+    assert store.delete(key_of(1))
+    assert same(found, kv_of(1)), "whoever reads it reads on"
+    found.finish()
+    other.finish()
+    assert {entry.key for entry in store.entries()} == {key_of(2)}
+    assert store.tiers[0].contains(key_of(2))
+
+
 def test_promotions_hold_no_more_than_the_faster_tier_may(root: Path) -> None:
     disk = DiskStore(root)
     for number in range(4):
