@@ -207,10 +207,13 @@ class _IndexRun:
         small = (
             f"the store's budget, {size(most)}, is smaller than the KV of one (see --disk-budget and --chunk-tokens)"
         )
+        another = "it was computed without this KV writer, or by another one; index those documents again, too"
+        others = [lasting.by(hand) for hand in {None, self.index.config.writer} - {lasting.writer}]
         for chunk in self.index.chunks():
             if chunk.id not in self.report.without_kv and not lasting.contains(chunk.token_ids):
                 never = most is not None and len(chunk.token_ids) * self.planner.token_bytes > most
-                self.report.without_kv[chunk.id] = small if never else lost
+                by_another = any(other.contains(chunk.token_ids) for other in others)
+                self.report.without_kv[chunk.id] = another if by_another else small if never else lost
 
     def _tell(self, at: IndexProgress) -> None:
         self.at = at

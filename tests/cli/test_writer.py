@@ -116,6 +116,20 @@ def test_with_a_document_goes_its_kv_of_every_hand_also_without_the_writer(
     assert [item["tokens"] for item in left] == [0]  # the header's own
 
 
+def test_documents_that_a_new_writer_has_not_written_are_not_taken_for_dropped(
+    run, model_dir, documents, tmp_path, writers
+):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "late.txt").write_text("The late bell of Marlow rings at nine.")
+    here = ["--store", tmp_path / "store", "--model", model_dir]
+    assert run("index", documents, tmp_path / "more", *here).exit_code == 0
+    for writer in writers:
+        result = run("index", tmp_path / "more", *here, "--writer", writer)
+        assert result.exit_code == 0, result.stderr
+        assert "computed without this KV writer, or by another one" in result.stderr
+        assert "budget is full" not in result.stderr
+
+
 def test_a_writer_that_cannot_be_used_is_named_before_anything_is_indexed(run, model_dir, documents, tmp_path):
     result = run("index", documents, "--store", tmp_path / "s", "--model", model_dir, "--writer", tmp_path / "none")
     assert result.exit_code == 2
