@@ -180,6 +180,11 @@ def with_keys(urls: str, keys: Path) -> str:
     return _with(urls, option, lambda scheme: scheme != "ram")
 
 
+def _from_anywhere(url: str, tier: TierURL) -> str:
+    """Return an address that means the same directory of keys wherever a command is started."""
+    return with_keys(url, Path(tier.encrypt).expanduser().resolve()) if tier.encrypt else url
+
+
 def _each(urls: str) -> list[str]:
     return [url.strip() for url in urls.split(",") if url.strip()]
 
@@ -339,6 +344,7 @@ def record_tiers(
     if disk_budget is not None:
         urls = _with(urls, f"budget={disk_budget}", lambda scheme: scheme == "file")
     tiers = parse_tiers(urls)
+    urls = ",".join(_from_anywhere(url, tier) for url, tier in zip(_each(urls), tiers, strict=True))
     if any(urlsplit(url).password or "password=" in urlsplit(url).query for url in _each(urls)):
         raise InputError(
             "The address of a tier holds a password, which would be seen by others on this machine and be noted in the store. "

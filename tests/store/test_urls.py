@@ -11,6 +11,7 @@ import pytest
 from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.store import TieredStore, open_store, opening, record_tiers, recorded_tiers
 from cacheblend_rag.store.opening import default_ram_budget, parse_duration, parse_size, parse_tiers, with_keys
+from cacheblend_rag.store.source import make_key
 from tests.store.samples import key_of, kv_of, same
 
 FOUR = "ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0?budget=64GiB&timeout=500ms,s3://bucket/a/b?ttl=7d&region=eu"
@@ -119,6 +120,16 @@ def test_a_budget_is_noted_with_the_store_and_the_rest_of_its_addresses_stays(tm
         recorded_tiers(tmp_path)
         == f"ram://1MiB,file://{tmp_path}/other?codec=int8&budget=5MiB,redis://host?budget=9MiB"
     )
+
+
+def test_keys_named_from_here_are_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    make_key(Path("my keys"))
+    record_tiers(tmp_path / "store", "ram://1MiB,file://?encrypt=my+keys&budget=1MiB")
+    monkeypatch.chdir(tmp_path)
+    with open_store(tmp_path / "store") as store:
+        assert [t.tier for t in store.stats().tiers] == ["ram", "disk"]
 
 
 def test_tiers_that_cannot_be_noted_leave_those_that_are(tmp_path: Path) -> None:
