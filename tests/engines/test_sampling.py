@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from cacheblend_rag.engines.models import bundled_model_directory
 from cacheblend_rag.engines.sampling import SamplingParams, repeats
-from cacheblend_rag.engines.transformers.decoding import Sampler
+from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
 from cacheblend_rag.errors import InputError
 
 WRONG: list[tuple[str, Any]] = [
@@ -104,3 +106,20 @@ def test_a_json_schema_is_the_same_as_text_and_as_values_and_what_is_no_json_is_
     assert [params.schema() for params in given] == [schema, schema, None]
     with pytest.raises(InputError, match="json_schema is not JSON"):
         SamplingParams(json_schema="{no json").schema()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pieces"),
+    [
+        (["<0x59>", "<0x98>", "▁1887"], ["Y", "", "\ufffd 1887"]),  # tokenizers' own DecodeStream fails here
+        (["<0x0A>", "<0xF0>", "<0x9F>", "ued", "▁che"], ["\n", "", "", "\ufffd\ufffdued", " che"]),
+        (["<0x0A>", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "ued"], ["\n", "", "", "", "😀", "ued"]),
+        (["▁che", "<0xC3>", "<0xA9>", "▁che"], ["che", "", "é", " che"]),
+    ],
+)
+def test_an_answer_of_bytes_is_told_piece_by_piece_also_where_they_are_no_character(
+    tokens: list[str], pieces: list[str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_directory())
+    stream = TextStream(tokenizer, ())
+    assert [stream.push(tokenizer.convert_tokens_to_ids(token)) for token in tokens] == pieces

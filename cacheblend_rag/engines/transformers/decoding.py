@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any, Final, Literal
 
 import torch
-from tokenizers.decoders import DecodeStream
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from cacheblend_rag.engines.results import TokenLogprob
@@ -142,7 +141,9 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]):
         """Decode with ``tokenizer`` (None: no text at all)."""
         self._backend = None if tokenizer is None else tokenizer.backend_tokenizer
-        self._decode = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []  # those told last, and what has given no text yet
+        self._told = 0  # how many of them, and
+        self._told_text = ""  # their text
         self._stop = stop
         self._held = ""
         self.text = ""
@@ -150,14 +151,24 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Return the text that is certain after ``token``; sets ``stopped`` when a stop string is complete."""
-        piece = self._decode.step(self._backend, token) if self._backend is not None else None
-        self._held += piece or ""
+        self._held += self._decoded(token) if self._backend is not None else ""
         found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
             return self._release(min(found))
         hold = max((begun_at_end(self._held, stop) for stop in self._stop), default=0)
         return self._release(len(self._held) - hold)
+
+    def _decoded(self, token: int) -> str:
+        """Return what ``token`` adds to the text; nothing while it ends within a character."""
+        self._ids.append(token)
+        text = self._backend.decode(self._ids)
+        # Bytes that are no character may change the text in front of them, by which tokenizers' DecodeStream fails.
+        piece: str = "" if text.endswith("\ufffd") else text[len(self._told_text) :]
+        if piece:
+            del self._ids[: self._told]
+            self._told, self._told_text = len(self._ids), self._backend.decode(self._ids)
+        return piece
 
     def flush(self) -> str:
         """Return what is still held, at the end of the answer."""
