@@ -219,6 +219,8 @@ def make_plan(
         begins = index == 0 and starts_with_header and span.start == header
         first = begins and behind_header
         if reuse == "prefix" and not first:
+            # Right behind a header that is not stored: with a missing chunk that is stored, too.
+            missing += [span.chunk] if begins else []
             continue
         kv = (own if first and own is not None else lookup)(span.chunk.token_ids)
         if kv is None and begins and own is not None:

@@ -186,6 +186,15 @@ def test_prefix_caching_takes_what_is_exact_alone() -> None:
         assert planned(*pieces, reuse="prefix").stale == ()
 
 
+@pytest.mark.parametrize("stored", [CHUNKS, []], ids=["the header alone", "all"])
+def test_prefix_caching_misses_a_first_chunk_whose_header_is_not_stored(stored: list[Chunk]) -> None:
+    first, second, _ = CHUNKS
+    plan = planned(IDS[:HEADER], first, second, QUESTION, stored=stored, reuse="prefix")
+    assert (plan.uses_stored_kv, plan.missing) == (False, (first,))
+    for pieces in ((IDS[:HEADER], TEXT, first, QUESTION), ((7, 8), first, QUESTION)):
+        assert planned(*pieces, stored=stored, reuse="prefix").missing == ()
+
+
 def test_a_prompt_as_long_as_the_longest_is_planned_and_a_longer_one_is_computed() -> None:
     pieces = (IDS[:HEADER], CHUNKS[0], QUESTION)
     assert planned(*pieces, longest=8).uses_stored_kv

@@ -113,6 +113,16 @@ class TestTransformersEngine(EngineContract, ControllerContract, ConversationCon
                 want = [float(row[token]) for row, token in zip(rows, ids, strict=True)]
                 assert got.token_logprobs == pytest.approx(want, abs=1e-4)
 
+    def test_exact_reuse_has_the_header_stored_again_that_the_store_had_no_room_for(
+        self, engine, chunks, prompt
+    ) -> None:
+        exact, tokens = BlendSettings(quality="exact"), len(engine.header_ids) + len(chunks[0].token_ids)
+        engine.precompute(chunks)
+        assert engine.store.delete(engine.entries.own_key(()))
+        lacking, again = (engine.generate(prompt, SamplingParams(max_tokens=1), exact) for _ in range(2))
+        assert (lacking.missing, lacking.usage.reused_tokens) == ((chunks[0].id,), 0)
+        assert (again.missing, again.usage.reused_tokens) == ((), tokens)
+
     def test_kv_read_from_disk_once_is_in_ram_for_the_next_prompt(self, tmp_path: Path) -> None:
         root = tmp_path / "store"
         with self.make(root) as engine:
