@@ -184,6 +184,7 @@ def make_plan(
     reuse: Reuse = "chunks",
     longest: int | None = None,
     own: Callable[[Sequence[int]], StoredKV | None] | None = None,
+    agree: Callable[[bool], bool] = bool,
 ) -> BlendPlan:
     """Look up what the store has for ``prompt``.
 
@@ -197,30 +198,27 @@ def make_plan(
         reuse: See :class:`~cacheblend_rag.blending.settings.BlendSettings`.
         longest: Longer prompts are computed; None: there are none.
         own: The same for the chunk behind the header, where a KV writer has written the others; None: as the others.
+        agree: Says whether something holds on every tensor-parallel rank.
     """
     num_tokens = len(prompt.token_ids)
-    if longest is not None and num_tokens > longest:
-        why = f"this model's attention is cut after {longest} tokens, and the prompt is longer"
+    if (why := _why_not_looked_up(prompt, reuse, longest)) is not None:
         return BlendPlan(num_tokens, (), (), (), why)
-    if reuse == "off":
-        return BlendPlan(num_tokens, (), (), (), "reuse was switched off")
-    if not prompt.spans:
-        return BlendPlan(num_tokens, (), (), (), "no known chunk in the prompt")
     exact: list[StoredSpan] = []
     stale: list[StoredSpan] = []
     missing: list[Chunk] = []
     own_missing: tuple[Chunk, ...] = ()
     header = len(header_ids)
     starts_with_header = prompt.token_ids[:header] == tuple(header_ids) and header < num_tokens
-    if header and starts_with_header and (kv := lookup(())) is not None:
+    kv = lookup(()) if header and starts_with_header else None
+    # In front of text, what is not exact would serve prompts that are not blended: up to the first chunk KV is exact to all.
+    if kv is not None and (prompt.spans[0].start == header or agree(kv.exact)):
         exact.append(StoredSpan(0, header, kv))
     behind_header = starts_with_header and (bool(exact) or not header)
     for index, span in enumerate(prompt.spans):
         begins = index == 0 and starts_with_header and span.start == header
         first = begins and behind_header
         if reuse == "prefix" and not first:
-            # Right behind a header that is not stored: with a missing chunk that is stored, too.
-            missing += [span.chunk] if begins else []
+            missing += [span.chunk] if begins else []  # what lacks is its header, which is stored along
             continue
         kv = (own if first and own is not None else lookup)(span.chunk.token_ids)
         if kv is None and begins and own is not None:
@@ -239,6 +237,14 @@ def make_plan(
         reason += "; the first was computed, since the model's own KV of it was not stored yet"
     used = exact if found else ()  # the header alone is not worth it
     return BlendPlan(num_tokens, tuple(used), tuple(stale), tuple(missing), reason, own_missing=own_missing)
+
+
+def _why_not_looked_up(prompt: TokenizedPrompt, reuse: Reuse, longest: int | None) -> str | None:
+    if longest is not None and len(prompt.token_ids) > longest:
+        return f"this model's attention is cut after {longest} tokens, and the prompt is longer"
+    if reuse == "off":
+        return "reuse was switched off"
+    return None if prompt.spans else "no known chunk in the prompt"
 
 
 @dataclass(frozen=True)

@@ -112,14 +112,15 @@ class Entries:
         look: Lookup[StoredKV | None],
         reuse: Reuse = "chunks",
         longest: int | None = None,
+        agree: Callable[[bool], bool] = bool,
     ) -> BlendPlan:
         """Return the plan for a prompt for whose entries one can ``look``; see :func:`make_plan`.
 
         What only an ordinary prefix cache could reuse is reused exactly or not at all.
         """
         own = None if self.writer is None else partial(look, self.by(None))
-        plan = make_plan(prompt, self.header_ids, partial(look, self), reuse, longest, own)
-        if reuse != "prefix" or all(span.kv.exact for span in (*plan.exact, *plan.stale)):
+        plan = make_plan(prompt, self.header_ids, partial(look, self), reuse, longest, own, agree)
+        if reuse != "prefix" or all(agree(span.kv.exact) for span in (*plan.exact, *plan.stale)):
             return plan
         why = f"what is stored of the prompt's beginning has been kept in {LOSSY}, which is not exact"
         return BlendPlan(plan.num_tokens, (), (), (), why)

@@ -118,6 +118,17 @@ def test_a_chunk_right_behind_the_header_is_exact_and_one_behind_any_text_is_sta
     assert (places(headless.exact), places(headless.stale)) == ([], [(2, 6)]), "the header's own KV is not stored"
 
 
+@pytest.mark.parametrize("says", [True, False], ids=["every rank", "another rank not"])
+def test_a_header_that_is_not_exact_is_computed_in_front_of_text(says: bool) -> None:
+    first, second, _ = CHUNKS
+    for pieces, taken in (
+        ((IDS[:HEADER], first, second, QUESTION), True),
+        ((IDS[:HEADER], TEXT, first, QUESTION), says),
+    ):
+        plan = planned(*pieces, agree=lambda exact: exact and says)
+        assert (len(plan.stale), bool(plan.exact)) == (1, taken)
+
+
 def test_behind_a_kv_writer_the_first_chunk_is_what_the_model_itself_has_written() -> None:
     own, (first, second, _) = entry(4), CHUNKS
     plan = planned(IDS[:HEADER], first, second, QUESTION, own=lambda _: own)

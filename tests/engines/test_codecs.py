@@ -11,6 +11,9 @@ import transformers as hf
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.prompts.chunk import make_chunk
+from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, chat_prompt
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
 from cacheblend_rag.store.codec import through
 from cacheblend_rag.store.kv import ChunkKV
@@ -18,6 +21,8 @@ from cacheblend_rag.store.kvfile import EntryFormat
 from tests.blending import reference
 from tests.blending.families import _BASE, make_model
 from tests.blending.prompts import Scene, engine_for, entries_of
+from tests.conftest import tokenizer_named
+from tests.engines.contract_conversation import NOTES
 
 SCENE = Scene()
 ONE = SamplingParams(max_tokens=1)
@@ -90,6 +95,29 @@ def test_exact_reuse_takes_nothing_that_a_tier_has_kept_in_int8(model: Any, tmp_
             assert found.missing == ()
             assert ("int8, which is not exact" in found.reason) == (quality == "exact")
         assert torch.equal(logits[1], logits[2])
+
+
+def test_a_conversation_leaves_nothing_of_int8_in_front_of_its_first_chunk(tmp_path: Path) -> None:
+    config = {**_BASE, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}
+    tokenizer = tokenizer_named("byte_level")
+    store = DiskStore(tmp_path, format=EntryFormat("int8"))
+    with TransformersEngine(
+        make_model(hf.LlamaConfig(**config)), tokenizer=tokenizer, device="cpu", store=store
+    ) as engine:
+        engine.precompute([make_chunk(note, tokenizer) for note in NOTES])
+        logits: list[torch.Tensor] = []
+        engine.on_first_logits = lambda found: logits.append(found.clone())
+        said = [DEFAULT_INSTRUCTION, "Who are you?", "Nobody.", f"{NOTES[0]}\n\nQuestion: who runs it?"]
+        roles = ("system", "user", "assistant", "user")
+        messages = [{"role": role, "content": content} for role, content in zip(roles, said, strict=True)]
+        blended = engine.generate(chat_prompt(tokenizer, messages, engine.registry), ONE)
+        assert (blended.mode, len(blended.loads) > 0) == ("blend", True)
+        messages[3]["content"] = "And who am I?"
+        for quality, kept in (("high", True), ("full", False)):
+            prompt = chat_prompt(tokenizer, messages, engine.registry)
+            found = engine.generate(prompt, ONE, BlendSettings(quality=quality))
+            assert bool(found.usage.kept_tokens) == kept
+        torch.testing.assert_close(logits[1], logits[2], atol=1e-5, rtol=0)
 
 
 def test_without_loss_ratio_1_is_the_full_prefill_and_ratio_0_the_reference(model: Any, tmp_path: Path) -> None:

@@ -293,8 +293,8 @@ class _Blend:
             return kv if all_ranks(kv is not None) else None
 
         plan = entries.plan(prompt, lookup, job.settings.reuse)
-        if not all_ranks(None not in found.values()):  # then they might plan differently
-            plan = entries.plan(prompt, agreed, job.settings.reuse)
+        if not all_ranks(all(kv is not None and kv.exact for kv in found.values())):  # then they might plan differently
+            plan = entries.plan(prompt, agreed, job.settings.reuse, agree=all_ranks)
         plan = plan.after_late(self._late)
         return plan if self.load.choice is None else self.load.choice.applied_to(plan)
 

@@ -58,9 +58,9 @@ class Worker:
     def hold_up(self, scene: Scene, *chunks: int) -> None:
         self.store.far |= {self.engine.entries.own_key(scene.chunks[number].token_ids) for number in chunks}
 
-    def add(self, name: str, scene: Scene, most_wait_s: float | None = None) -> None:
+    def add(self, name: str, scene: Scene, most_wait_s: float | None = None, reuse: Any = "chunks") -> None:
         spans = tuple((span.start, span.end, span.chunk.id) for span in scene.prompt.spans)
-        job = BlendJob(spans, ResolvedSettings(RATIO, "hkvd", (1,), "chunks"), (1.0,), RATIO)
+        job = BlendJob(spans, ResolvedSettings(RATIO, "hkvd", (1,), reuse), (1.0,), RATIO)
         ids = scene.prompt.token_ids
         choice = None if most_wait_s is None else Choice(frozenset(), RATIO, "", 1.0, most_wait_s)
         self.queue.add(LoadOrder(name, ids, 0, scene.prompt.spans[-1].end, (), job, choice))
@@ -153,6 +153,19 @@ def test_what_is_late_on_another_rank_is_computed_in_place_here_too(
     worker.add("here", scene, LONG)
     worker.steps_until(lambda: "here" in worker.ended)
     worker.agrees("here", scene, missing=(1,))
+
+
+def test_what_is_not_exact_on_another_rank_is_not_taken_as_exact_here(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank has header and first chunk, in int8; ranks that took different KV would wait for each other."""
+    others = iter([False, True, True, False])
+    monkeypatch.setattr(blends, "all_ranks", lambda ok: next(others, True) and ok)
+    worker.add("here", SCENES[0], reuse="prefix")
+    worker.step(streams=False)
+    result = worker.results()["here"]
+    assert (result.mode, result.usage.reused_tokens) == ("prefill", 0)
+    assert "int8, which is not exact" in result.reason
 
 
 def test_ranks_that_have_all_of_a_prompts_kv_vote_on_it_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
