@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.registry import ChunkRegistry
 
 
 @dataclass(frozen=True)
@@ -74,3 +75,10 @@ def plan_precompute(
         progress(rest)
     unranked = [token_ids for token_ids, ranked in present.items() if not ranked]
     return PrecomputePlan(wanted, [*header, *wanted], len(present), failed, unranked, most_ranked)
+
+
+def drop_forgotten(chunks: Sequence[Chunk], registry: ChunkRegistry, entries: Entries) -> None:
+    """Delete again what was stored of chunks that were forgotten while it was computed: nobody could name them any more."""
+    for chunk in chunks:
+        if registry.get(chunk.id) is None and not registry.others_have(chunk):
+            entries.delete(chunk.token_ids)

@@ -207,6 +207,25 @@ def test_what_is_forgotten_while_its_prompt_runs_is_not_stored_behind_it(
         assert engine.generate(SCENE.prompt, ONE).usage.kept_tokens == 0
 
 
+def test_what_is_forgotten_while_it_is_written_back_is_not_stored_behind_it(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *others = SCENE.chunks
+    with engine_for(model, SCENE, writer=None) as engine:
+        run = engine.runner.append
+
+        def forget_behind(ids: Any, *given: Any) -> Any:
+            found = run(ids, *given)
+            if len(ids) > 1:  # the batch that is written back
+                engine.forget([first.id])
+            return found
+
+        monkeypatch.setattr(engine.runner, "append", forget_behind)
+        assert engine.generate(SCENE.prompt, ONE).missing == tuple(chunk.id for chunk in SCENE.chunks)
+        assert [engine.entries.contains(chunk.token_ids) for chunk in SCENE.chunks] == [False, True, True, True]
+        assert {chunk.id for chunk in engine.registry} == {chunk.id for chunk in others}
+
+
 def stored_by(engine: TransformersEngine) -> tuple[list[bool], ...]:
     """Return which of the chunks are stored as the writer, and as the model itself writes them."""
     hands = (engine.entries, engine.entries.by(None))

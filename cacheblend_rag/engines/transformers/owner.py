@@ -32,6 +32,7 @@ from cacheblend_rag.engines.models import (
     why_not_blendable,
     writer_of,
 )
+from cacheblend_rag.engines.precompute import drop_forgotten
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers import attention
 from cacheblend_rag.engines.transformers.cache import Conversations
@@ -293,7 +294,9 @@ class ModelOwner(BlendEngine):
             # What is written behind the probe is ranked by how far it moves without.
             ranker = self._behind(() if behind else self._probed) if ranking and self.gate.passed else None
             how = ranker, self.snapshots.compute if self.snapshots else None, self.lock, self._writing, behind
-            return precompute(self.runner, entries, chunks, self.context_window, progress, *how)
+            report = precompute(self.runner, entries, chunks, self.context_window, progress, *how)
+        drop_forgotten(chunks, self.registry, self.entries)
+        return report
 
     @property
     def _probed(self) -> tuple[int, ...]:

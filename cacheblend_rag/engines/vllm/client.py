@@ -24,6 +24,7 @@ from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, TraceEve
 from cacheblend_rag.engines.base import Request
 from cacheblend_rag.engines.entries import Entries, Ranking, chosen_ranking
 from cacheblend_rag.engines.models import end_tokens
+from cacheblend_rag.engines.precompute import drop_forgotten
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, Timings, TokenLogprob, likeliest
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.vllm.asking import Precompute, ask_gate, vllm_sampling
@@ -207,7 +208,9 @@ class BlendClient:
     ) -> PrecomputeReport:
         """Compute, store and register the KV of ``chunks``; see :meth:`BlendEngine.precompute`."""
         self.registry.add(chunks)
-        return await self.store_kv(chunks, progress)
+        report = await self.store_kv(chunks, progress)
+        await asyncio.to_thread(drop_forgotten, chunks, self.registry, self.entries)
+        return report
 
     async def store_kv(
         self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None
@@ -305,12 +308,7 @@ class BlendClient:
     ) -> None:
         """Store the KV of chunks; that of those that are forgotten in the meantime goes again."""
         await store(chunks)
-        await asyncio.to_thread(self._drop_forgotten, chunks)
-
-    def _drop_forgotten(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            if self.registry.get(chunk.id) is None and not self.registry.others_have(chunk):
-                self.entries.delete(chunk.token_ids)
+        await asyncio.to_thread(drop_forgotten, chunks, self.registry, self.entries)
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)
