@@ -54,7 +54,7 @@ def plan_precompute(
     stands behind ``written_behind`` tokens.
     """
     room = context_window - len(entries.header_ids) - (written_behind if entries.writer is not None else 0)
-    most_ranked = 0 if probe_tokens is None else max(0, room - probe_tokens)
+    most_ranked = 0 if probe_tokens is None else max(0, room - 1 - probe_tokens)  # vLLM wants room for an answer, too
     failed = {chunk.id: "it has no tokens" for chunk in chunks if not chunk.token_ids}
     wanted: dict[tuple[int, ...], str] = {}
     present: dict[tuple[int, ...], bool] = {}

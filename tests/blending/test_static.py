@@ -11,10 +11,12 @@ import torch
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.static import probe_ids, static_deviation
+from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.precompute import plan_precompute
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store import DiskStore
-from cacheblend_rag.store.kv import ChunkKV, LayerKV
+from cacheblend_rag.store import DiskStore, MemoryStore
+from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
 from tests.blending import reference
 from tests.blending.families import BLENDED
 from tests.blending.prompts import Scene, engine_for
@@ -197,6 +199,16 @@ def test_a_chunk_too_long_for_the_probe_is_stored_and_blended_without_a_rank() -
     assert engine.precompute(scene.chunks).failed == {}
     answer = engine.generate(scene.prompt, SamplingParams(max_tokens=2), BlendSettings(0.2, "static"))
     assert (answer.mode, answer.policy) == ("blend", "hkvd")
+
+
+def test_behind_the_probe_a_chunk_leaves_room_for_an_answer_which_vllm_wants() -> None:
+    scene, window, probe = Scene(chunk_tokens=(20, 21)), 64, 40
+    for chunk, ranked in zip(scene.chunks, (True, False), strict=True):
+        tokens = len(scene.header) + probe + len(chunk.token_ids)
+        assert (tokens < window) == ranked
+        entries = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), scene.header)
+        plan = plan_precompute([chunk], entries, window, probe_tokens=probe)
+        assert (plan.failed, len(chunk.token_ids) <= plan.most_ranked) == ({}, ranked)
 
 
 def test_the_probe_is_text_the_model_can_read_and_leaves_room_for_chunks() -> None:
