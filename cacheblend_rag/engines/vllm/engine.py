@@ -180,12 +180,7 @@ class VLLMEngine(BlendClient, BlendEngine):
         every: list[VLLMEngine] = [self, *self._views.values()]
         for each in every:
             await each.drain()
-        # Blocks on the processes it stops; nothing else needs the loop any more.
-        self.llm.shutdown()
-        rest = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
+        await _shut_down(self.llm)
         # It shuts down once more when it is collected, which must not wait for the interpreter's end.
         for each in every:
             del each.llm
@@ -220,7 +215,20 @@ async def _start(launch: Launch) -> tuple[AsyncLLM, GateReport]:
         llm = _LLM.from_engine_args(AsyncEngineArgs(**launch.arguments))
     except Exception as error:  # whatever vLLM raises
         raise StartError(launch.fingerprint.name, error, str(error)) from error
-    return llm, await ask_gate(llm, launch)
+    try:
+        return llm, await ask_gate(llm, launch)
+    except BaseException:  # whoever handles it holds vLLM by it, and with it all memory that its processes have taken
+        await _shut_down(llm)
+        raise
+
+
+async def _shut_down(llm: AsyncLLM) -> None:
+    # Blocks on the processes it stops; nothing else needs the loop any more.
+    llm.shutdown()
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
 
 
 async def _forward(events: AsyncIterator[StreamEvent], put: Callable[[Item], None]) -> None:

@@ -29,6 +29,7 @@ from cacheblend_rag.engines.vllm.starting import (
     log_as_vllm,
     spawn_if_forking_fails,
 )
+from cacheblend_rag.errors import InputError
 from tests.engines.vllm.forked import EnvironedProcess
 
 # As vLLM 0.32's processes write it, shortened in the middle.
@@ -249,6 +250,23 @@ def test_vllm_is_not_shut_down_once_more_when_its_modules_are_gone(monkeypatch: 
     assert calls == []
     llm.__del__(ending=lambda: False)
     assert calls == ["shutdown"]
+
+
+async def test_an_engine_that_is_refused_behind_its_start_leaves_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend_rag.engines.vllm import engine
+
+    ended: list[str] = []
+    llm = SimpleNamespace(shutdown=lambda: ended.append("shutdown"))
+
+    async def refuse(*_: object) -> None:
+        raise InputError("not blended with a KV writer")
+
+    monkeypatch.setattr(engine, "ask_gate", refuse)
+    monkeypatch.setattr(engine._LLM, "from_engine_args", lambda _: llm)
+    monkeypatch.setattr(engine, "AsyncEngineArgs", dict)
+    with pytest.raises(InputError, match="not blended"):
+        await engine._start(SimpleNamespace(arguments={}))  # type: ignore[arg-type]
+    assert ended == ["shutdown"]
 
 
 @pytest.mark.parametrize(("answer", "method"), [(0, "spawn"), (3, None), (OSError("no such library"), None)])
