@@ -233,6 +233,8 @@ def make_plan(
             stale.append(StoredSpan(span.start, span.end, kv, span.chunk))
     found = len(stale) + sum(s.chunk is not None for s in exact)
     reason = (f"stored KV for {found} of " if found else "no stored KV for any of the ") + f"{len(prompt.spans)} chunks"
+    if reuse == "prefix" and not found and not missing and not own_missing:
+        reason = "exact reuse takes a chunk right behind the header, and none stands there"
     if own_missing and own_missing[0] not in missing:
         reason += "; the first was computed, since the model's own KV of it was not stored yet"
     used = exact if found else ()  # the header alone is not worth it

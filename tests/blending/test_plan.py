@@ -203,7 +203,9 @@ def test_prefix_caching_misses_a_first_chunk_whose_header_is_not_stored(stored: 
     plan = planned(IDS[:HEADER], first, second, QUESTION, stored=stored, reuse="prefix")
     assert (plan.uses_stored_kv, plan.missing) == (False, (first,))
     for pieces in ((IDS[:HEADER], TEXT, first, QUESTION), ((7, 8), first, QUESTION)):
-        assert planned(*pieces, stored=stored, reuse="prefix").missing == ()
+        plan = planned(*pieces, stored=stored, reuse="prefix")
+        assert plan.missing == ()
+        assert plan.reason == "exact reuse takes a chunk right behind the header, and none stands there"
 
 
 def test_a_prompt_as_long_as_the_longest_is_planned_and_a_longer_one_is_computed() -> None:
