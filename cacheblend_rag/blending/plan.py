@@ -200,15 +200,14 @@ def make_plan(
         own: The same for the chunk behind the header, where a KV writer has written the others; None: as the others.
         agree: Says whether something holds on every tensor-parallel rank.
     """
-    num_tokens = len(prompt.token_ids)
-    if (why := _why_not_looked_up(prompt, reuse, longest)) is not None:
+    num_tokens, header = len(prompt.token_ids), len(header_ids)
+    starts_with_header = prompt.token_ids[:header] == tuple(header_ids) and header < num_tokens
+    if (why := _why_not_looked_up(prompt, header if starts_with_header else None, reuse, longest)) is not None:
         return BlendPlan(num_tokens, (), (), (), why)
     exact: list[StoredSpan] = []
     stale: list[StoredSpan] = []
     missing: list[Chunk] = []
     own_missing: tuple[Chunk, ...] = ()
-    header = len(header_ids)
-    starts_with_header = prompt.token_ids[:header] == tuple(header_ids) and header < num_tokens
     kv = lookup(()) if header and starts_with_header else None
     # In front of text, what is not exact would serve prompts that are not blended: up to the first chunk KV is exact to all.
     if kv is not None and (prompt.spans[0].start == header or agree(kv.exact)):
@@ -219,7 +218,7 @@ def make_plan(
         first = begins and behind_header
         if reuse == "prefix" and not first:
             missing += [span.chunk] if begins else []  # what lacks is its header, which is stored along
-            continue
+            break
         kv = (own if first and own is not None else lookup)(span.chunk.token_ids)
         if kv is None and begins and own is not None:
             own_missing = (span.chunk,)
@@ -233,20 +232,23 @@ def make_plan(
             stale.append(StoredSpan(span.start, span.end, kv, span.chunk))
     found = len(stale) + sum(s.chunk is not None for s in exact)
     reason = (f"stored KV for {found} of " if found else "no stored KV for any of the ") + f"{len(prompt.spans)} chunks"
-    if reuse == "prefix" and not found and not missing and not own_missing:
-        reason = "exact reuse takes a chunk right behind the header, and none stands there"
     if own_missing and own_missing[0] not in missing:
         reason += "; the first was computed, since the model's own KV of it was not stored yet"
     used = exact if found else ()  # the header alone is not worth it
     return BlendPlan(num_tokens, tuple(used), tuple(stale), tuple(missing), reason, own_missing=own_missing)
 
 
-def _why_not_looked_up(prompt: TokenizedPrompt, reuse: Reuse, longest: int | None) -> str | None:
+def _why_not_looked_up(prompt: TokenizedPrompt, header: int | None, reuse: Reuse, longest: int | None) -> str | None:
+    """Return why nothing is looked up for a prompt that begins with a header of so many tokens, or with none; else None."""
     if longest is not None and len(prompt.token_ids) > longest:
         return f"this model's attention is cut after {longest} tokens, and the prompt is longer"
     if reuse == "off":
         return "reuse was switched off"
-    return None if prompt.spans else "no known chunk in the prompt"
+    if not prompt.spans:
+        return "no known chunk in the prompt"
+    if reuse == "prefix" and prompt.spans[0].start != header:
+        return "exact reuse takes a chunk right behind the header, and none stands there"
+    return None
 
 
 @dataclass(frozen=True)

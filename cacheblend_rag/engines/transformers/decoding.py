@@ -140,7 +140,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]):
         """Decode with ``tokenizer`` (None: no text at all)."""
-        self._backend = None if tokenizer is None else tokenizer.backend_tokenizer
+        self._backend: Any = None if tokenizer is None else tokenizer.backend_tokenizer
         self._ids: list[int] = []  # those told last, and what has given no text yet
         self._told = 0  # how many of them, and
         self._told_text = ""  # their text

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.protocol import EngineClient
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from cacheblend_rag.blending.gate import GateReport
@@ -222,7 +223,7 @@ async def _start(launch: Launch) -> tuple[AsyncLLM, GateReport]:
         raise
 
 
-async def _shut_down(llm: AsyncLLM) -> None:
+async def _shut_down(llm: EngineClient) -> None:
     # Blocks on the processes it stops; nothing else needs the loop any more.
     llm.shutdown()
     rest = asyncio.all_tasks() - {asyncio.current_task()}
