@@ -77,7 +77,8 @@ def _read(path: Path, settings: dict[str, Any]) -> list[Row]:
     if kept != text:  # the last line was being written when the run ended
         path.write_text(kept, encoding="utf-8")
     try:
-        header, *rows = [json.loads(line) for line in kept.splitlines()]
+        # Not splitlines: U+2028 and the like stand inside JSON strings.
+        header, *rows = [json.loads(line) for line in kept.split("\n")[:-1]]
         found = header["settings"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} does not hold answers of this command; choose another file.") from error

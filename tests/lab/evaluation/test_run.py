@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,12 @@ def test_an_interrupted_run_goes_on_where_it_stopped(engine, tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0] == {"settings": {"x": 1}}
     assert len(lines) == 1 + 4 + 1 + 4  # nothing twice
+
+
+def test_answers_are_read_back_whatever_ends_a_line_within_them(engine, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    asked = [replace(SAMPLES[0], question="When\u2028was the Proud Gull\x85refitted?")]
+    assert run(engine, "full", asked, path) == run(engine, "full", asked, path)
 
 
 def test_a_blend_of_another_ratio_is_not_taken_for_the_one_in_the_file(engine, tmp_path):
