@@ -50,9 +50,9 @@ class AnswersFile(Closing):
         if fresh:
             self._write({"settings": settings})
 
-    def done(self) -> set[tuple[str, str]]:
-        """Return the case ids and method keys that are answered."""
-        return {(row["id"], row["key"]) for row in self.rows}
+    def done(self, compared: bool) -> set[tuple[str, str]]:
+        """Return the case ids and method keys that are answered and, if it is to be, ``compared`` with full recompute."""
+        return {(row["id"], row["key"]) for row in self.rows if not compared or row["agrees_with_full"] is not None}
 
     def add(self, rows: Sequence[Row]) -> None:
         """Append answers."""
@@ -138,7 +138,7 @@ def answer_all(
         every = [case for sample in samples if (case := cases.get(sample)) is not None]
         for one in in_turn:
             one.begin(every)
-    done = answers.done()
+    done = answers.done(compared=any(method.name == "full" for method in methods))
     warm = False
     for number, sample in enumerate(samples):
         say(number, len(samples), sample.id)
@@ -168,10 +168,11 @@ def _in_order(rows: Sequence[Row], samples: Sequence[Sample], methods: Sequence[
     """Return the rows of these samples and methods, in their order."""
     wanted = {sample.id: number for number, sample in enumerate(samples)}
     order = {method.key: number for number, method in enumerate(methods)}
-    kept = [row for row in rows if row["id"] in wanted and row["key"] in order]
+    # Of two the later one: it was answered again, to be compared with full recompute.
+    kept = {(row["id"], row["key"]): row for row in rows if row["id"] in wanted and row["key"] in order}
     # Names may have changed between runs: what a row is called follows from its key.
     names = {method.key: method.name for method in methods}
-    named = [{**row, "method": names[row["key"]]} for row in kept]
+    named = [{**row, "method": names[row["key"]]} for row in kept.values()]
     return sorted(named, key=lambda row: (wanted[row["id"]], order[row["key"]]))
 
 

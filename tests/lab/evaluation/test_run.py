@@ -85,6 +85,16 @@ def test_answers_are_read_back_whatever_ends_a_line_within_them(engine, tmp_path
     assert run(engine, "full", asked, path) == run(engine, "full", asked, path)
 
 
+def test_answers_from_before_full_recompute_was_asked_for_are_compared_with_it(engine, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    run(engine, "hkvd@1", SAMPLES[:1], path)
+    for names in ("full,hkvd@1", "full,hkvd@1", "hkvd@1"):  # and stay so
+        rows = run(engine, names, path=path)
+        assert len(rows) == 2 * len(names.split(","))
+        assert all(row["agrees_with_full"] for row in rows)
+        assert find_worst(rows, ["hkvd@1"]) == (None, [])
+
+
 def test_a_blend_of_another_ratio_is_not_taken_for_the_one_in_the_file(engine, tmp_path):
     path = tmp_path / "answers.jsonl"
     run(engine, "full,blend", SAMPLES[:1], path)
