@@ -148,9 +148,11 @@ def make_methods(names: Sequence[str], blend: ResolvedSettings) -> list[Method]:
     """
     found: list[Method] = []
     for name in names:
-        if any(method.name == name for method in found):
-            raise InputError(f"The method {name} is given twice.")
-        found.append(_method(name, blend))
+        made = _method(name, blend)
+        # Their answers could not be told apart in the file.
+        if (same := next((method.name for method in found if method.key == made.key), None)) is not None:
+            raise InputError(f"The method {name} is given twice{'' if same == name else f': {same} is the same'}.")
+        found.append(made)
     if not found:
         raise InputError(f"Name at least one method: {', '.join(NAMES)}.")
     return found

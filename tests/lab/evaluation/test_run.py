@@ -136,6 +136,15 @@ def test_summary_counts_kinds_apart_and_follows_from_the_rows(engine):
     assert found["methods"]["full"]["computed_share"] == 1
 
 
+def test_one_method_by_two_names_is_refused():
+    blend = ModelProfile().resolve(BlendSettings(0.3, "hkvd"), 8)
+    for names, twin in (("blend,hkvd@0.3@1", "blend"), ("sink@0.1,sink@0.10", "sink@0.1")):
+        with pytest.raises(InputError, match=f"given twice: {twin} is the same"):
+            make_methods(names.split(","), blend)
+    with pytest.raises(InputError, match=r"full is given twice\."):
+        make_methods(("full", "full"), blend)
+
+
 def test_without_full_recompute_there_is_nothing_to_agree_with(engine):
     found = summarize(run(engine, "reuse,blend"))["methods"]["blend"]
     assert found["agreement_with_full"] is None
