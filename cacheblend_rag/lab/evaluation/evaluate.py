@@ -177,6 +177,7 @@ def identify_run(
     return {
         "model": engine.fingerprint.name,
         "fingerprint": engine.fingerprint.digest,
+        "writer": None if engine.writer is None else engine.writer.digest,
         "tokenizer": _hash_tokenizer(engine.tokenizer),
         "engine": type(engine).__name__,
         "dtype": str(engine.dtype).removeprefix("torch."),
@@ -193,6 +194,7 @@ def identify_run(
             "widths": list(engine.profile.widths),
         },
         **asdict(settings.preparation),
+        "retriever": _hash_retriever(settings.preparation.query_encoder),
     }
 
 
@@ -204,3 +206,14 @@ def _hash_tokenizer(tokenizer: Any) -> str:
         rules.pop(state, None)
     text = json.dumps([rules, getattr(tokenizer, "chat_template", None)], sort_keys=True)
     return f"xxh3_128:{xxhash.xxh3_128_hexdigest(text.encode())}"
+
+
+def _hash_retriever(directory: str | None) -> str | None:
+    """Return a hash of a retriever's files: another one may have been tuned into the same directory."""
+    if directory is None:
+        return None
+    state = xxhash.xxh3_128()
+    for file in sorted(each for each in Path(directory).rglob("*") if each.is_file()):
+        state.update(file.relative_to(directory).as_posix().encode())
+        state.update(file.read_bytes())
+    return f"xxh3_128:{state.hexdigest()}"

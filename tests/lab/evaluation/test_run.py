@@ -21,6 +21,7 @@ from cacheblend_rag.lab.evaluation.report import write_report
 from cacheblend_rag.lab.evaluation.summary import find_worst, summarize
 from cacheblend_rag.lab.samples import Sample
 from cacheblend_rag.prompts.chunk import make_chunk
+from cacheblend_rag.store.kv import WrittenBy
 
 pytestmark = pytest.mark.slow
 
@@ -329,6 +330,24 @@ def test_another_tokenizer_or_template_is_another_run(engine):
         assert identify_run(engine, settings, {}, None) != kept
     finally:
         engine.tokenizer.chat_template = template
+
+
+def test_another_kv_writer_or_retriever_is_another_run(engine, tmp_path, monkeypatch):
+    def identity(preparation=FEW):
+        return identify_run(engine, EvalSettings("demo", preparation=preparation), {}, None)
+
+    plain = identity()
+    monkeypatch.setattr(engine, "writer", WrittenBy("one", "writer"))
+    first = identity()
+    monkeypatch.setattr(engine, "writer", WrittenBy("two", "writer"))
+    assert len({json.dumps(each, sort_keys=True) for each in (plain, first, identity())}) == 3
+
+    asked_by = replace(FEW, query_encoder=str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"tuned")
+    tuned = identity(asked_by)
+    assert tuned == identity(asked_by)
+    (tmp_path / "model.safetensors").write_bytes(b"tuned again")
+    assert identity(asked_by) != tuned
 
 
 def test_a_row_that_makes_no_prompt_is_skipped_and_named(engine, tmp_path):
