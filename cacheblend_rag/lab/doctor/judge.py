@@ -34,9 +34,9 @@ class Judge:
 
     def ends(self, ids: Sequence[int]) -> bool:
         """Say whether nothing that follows counts."""
-        return len(ids) >= self.tokens or (self.one_line and "\n" in self.decode(ids))
+        return len(ids) >= self.tokens or (self.one_line and "\n" in self.decode(ids).lstrip())
 
     def score(self, ids: Sequence[int]) -> float:
         """Return the score of an answer, from 0 to 1."""
-        text = self.decode(ids)
+        text = self.decode(ids).strip()
         return _SCORES[self.metric](text.split("\n")[0].strip() if self.one_line else text, self.answers)

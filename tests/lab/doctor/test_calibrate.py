@@ -156,6 +156,14 @@ def test_with_a_judge_a_blend_gives_an_answer_of_its_own(model):
     assert len(keys) == 4
 
 
+def test_a_judge_takes_the_first_line_of_an_answer_as_an_evaluation_does():
+    judge = Judge("em", ("Paris",), 8, True, lambda ids: "".join(("\n", " Paris", "!\n", "Rome")[i] for i in ids))
+    assert not judge.ends([0, 0])
+    assert not judge.ends([0, 0, 1])
+    assert judge.ends([0, 0, 1, 2])
+    assert judge.score([0, 0, 1, 2]) == judge.score([1, 2, 3]) == 1
+
+
 def test_a_calibration_by_answers_that_is_stopped_goes_on_where_it_was():
     model, ledger = subject(initializer_range=0.001), Ledger()
     judge = Judge("f1", ("nothing",), 3, True, words)
