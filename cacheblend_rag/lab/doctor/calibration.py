@@ -19,6 +19,7 @@ of many candidates that nearly hold, one may pass by luck, more often than a sin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any, Literal
@@ -221,15 +222,17 @@ def _what_to_try(
 
 def _searched(search: Search, margin: int, everything: bool) -> tuple[Trial | None, Trial | None, bool]:
     """Return the least that holds, what is chosen, and whether the search was stopped."""
+    least = None
     try:
         least = search.run()
         chosen = least and search.step_above(least, margin)
-        if everything:
-            search.look_at_rest()
     except KeyboardInterrupt:
-        if (best := search.best_so_far()) is None:
+        if (best := least or search.best_so_far()) is None:
             raise
         return None, best, True
+    if everything:
+        with suppress(KeyboardInterrupt):  # the rest changes nothing
+            search.look_at_rest()
     return least, chosen, False
 
 

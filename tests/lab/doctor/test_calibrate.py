@@ -23,7 +23,7 @@ from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS, PromptMeasurement,
 from cacheblend_rag.lab.doctor.judge import Judge
 from cacheblend_rag.lab.doctor.ledger import Ledger, key_of
 from cacheblend_rag.lab.doctor.rounding import rounded_weights
-from cacheblend_rag.lab.doctor.search import LOOK
+from cacheblend_rag.lab.doctor.search import LOOK, Search
 from cacheblend_rag.lab.doctor.standard import Standard
 from cacheblend_rag.lab.frontier.weights import coarser
 from cacheblend_rag.prompts.chunk import Chunk
@@ -341,6 +341,18 @@ def test_a_calibration_that_is_stopped_takes_the_best_so_far_and_goes_on_later()
     whole = run(model, LOOK + 2, Standard(0.7, 0.9), ledger=ledger)
     assert whole == run(model, LOOK + 2, Standard(0.7, 0.9))
     assert not whole.stopped
+
+
+def test_stopped_while_it_only_looks_at_the_rest_a_calibration_keeps_what_was_shown(monkeypatch):
+    model = subject(initializer_range=0.001)
+    want = run(model, LOOK + 2, Standard(0.7, 0.9))
+    assert want.verdict == "shown"
+
+    def stop(_: Search) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "look_at_rest", stop)
+    assert run(model, LOOK + 2, Standard(0.7, 0.9), everything=True) == want
 
 
 def test_stopped_before_anything_is_known_there_is_no_profile(model):
