@@ -110,7 +110,8 @@ def learn(
     drawn = [Draws(corpus, draw, place, held_out) for held_out in (False, True)]
     state = output.with_name(f"{output.name}.training.pt")
     output.parent.mkdir(parents=True, exist_ok=True)
-    trained = Training(lesson, drawn[0], drawn[1], settings, state, say, looked).run()
+    origin = {"model": loaded.fingerprint.digest, "start": None if start is None else KVWriter.read(start).name.digest}
+    trained = Training(lesson, drawn[0], drawn[1], settings, state, say, looked, origin).run()
     better = trained.best is not None and trained.share(trained.best) < 1
     if better:
         with unfinished(output) as directory:

@@ -118,7 +118,15 @@ class Training:
     """One run: it can be broken off at any time, and goes on from where it last saved."""
 
     def __init__(
-        self, lesson: Lesson, train: Draws, held_out: Draws, settings: LearnSettings, state: Path, say: Say, looked: int
+        self,
+        lesson: Lesson,
+        train: Draws,
+        held_out: Draws,
+        settings: LearnSettings,
+        state: Path,
+        say: Say,
+        looked: int,
+        origin: dict[str, Any],
     ):
         """Make ready.
 
@@ -130,9 +138,10 @@ class Training:
             state: The file that an interrupted run goes on from.
             say: Told how it goes, in lines.
             looked: How many held-out batches a check looks at.
+            origin: Names the model and what the writer began as.
         """
         self._lesson, self._train, self._held_out, self._how = lesson, train, held_out, settings
-        self._state, self._say, self._looked = state, say, looked
+        self._state, self._say, self._looked, self._origin = state, say, looked, origin
         self._weights = weights_of(lesson.writing)
         self._cuda = lesson.blender.device.type == "cuda"
         self._optimiser = torch.optim.AdamW(
@@ -283,8 +292,8 @@ class Training:
             raise InputError(f"{self._state} is damaged ({error}); remove it to begin anew.") from error
         if state["settings"] != self._identity():
             raise InputError(
-                f"{self._state} was begun with other settings, texts or another model; remove it to begin anew, or "
-                "give the same."
+                f"{self._state} was begun with other settings, texts, another model or another start; remove it to begin "
+                "anew, or give the same."
             )
         self._load(state["weights"])
         self._optimiser.load_state_dict(state["optimiser"])
@@ -300,7 +309,7 @@ class Training:
 
     def _identity(self) -> dict[str, Any]:
         """Return what must be the same for a run to go on."""
-        return {**asdict(self._how), "save_s": 0.0, "texts": self._train.identity}
+        return {**asdict(self._how), "save_s": 0.0, "texts": self._train.identity, **self._origin}
 
 
 def _in_words(ratios: Sequence[float], kl: Sequence[float]) -> str:

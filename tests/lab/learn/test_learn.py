@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +134,25 @@ def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
 def test_a_run_does_not_go_on_from_one_with_other_settings(
     tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def run(name: str = "w", **more: Any) -> Path | None:
+        sizes = replace(SMALL, answers=0)  # as on a CPU; answers would be another model's
+        given = {"settings": SETTINGS, **tiny(), **more}
+        return learn(output=tmp_path / name, documents=[documents], sizes=sizes, **given)[1]
+
     def stop(self: Training, share: float) -> None:
         self._save()
-        raise KeyboardInterrupt
+        raise OSError("broken off")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Training, "_learn", stop)
-        with pytest.raises(KeyboardInterrupt):
-            learn(output=tmp_path / "w", documents=[documents], settings=SETTINGS, sizes=SMALL, **tiny())
-    other = LearnSettings(steps=7, rank=2)
+    first = run("first")
+    monkeypatch.setattr(Training, "_learn", stop)
+    with pytest.raises(OSError, match="broken off"):
+        run()
     with pytest.raises(InputError, match="other settings"):
-        learn(output=tmp_path / "w", documents=[documents], settings=other, sizes=SMALL, **tiny())
+        run(settings=LearnSettings(steps=7, rank=2))
+    with pytest.raises(InputError, match="another model"):
+        run(model=make_model(tiny()["model"].config, seed=1))
+    with pytest.raises(InputError, match="another start"):
+        run(start=first)
 
 
 def test_what_is_not_better_is_not_saved(tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
