@@ -208,7 +208,8 @@ def _own_questions(pipeline: RagPipeline) -> list[str]:
 
 def _read(file: Path, metric: Metric | None) -> list[dict[str, Any]]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: U+2028 and the like stand inside JSON strings.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"The prompts {file} cannot be read: {error}.") from error
     rows = []

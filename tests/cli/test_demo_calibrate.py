@@ -272,6 +272,7 @@ def test_calibration_without_prompts_generates_them(run, model_dir):
         ("not json\n", "line 1"),
         ('{"question": "a"}\n{"chunks": []}\n', "line 2"),
         ('{"question": "a"}', "--store"),
+        ('\ufeff{"question": "a\u2028b"}', "--store"),
     ],
 )
 def test_prompts_that_cannot_be_used_are_named(run, model_dir, tmp_path, content, named):
