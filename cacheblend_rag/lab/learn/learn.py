@@ -101,7 +101,7 @@ def learn(
     check_free(output := output.expanduser())
     place = device_named(device)
     loaded = load_model(model, tokenizer, place, dtype or (torch.bfloat16 if place.type == "cuda" else None))
-    lesson, settings = _lesson(loaded, start, settings)
+    lesson, settings, origin = _lesson(loaded, start, settings)
     prompt_tokens, batch_tokens, answers, requests, looked = (sizes or Sizes()).on(place)
     window = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
     draw = DrawSettings(min(prompt_tokens, window), batch_tokens, seed=settings.seed)
@@ -110,7 +110,6 @@ def learn(
     drawn = [Draws(corpus, draw, place, held_out) for held_out in (False, True)]
     state = output.with_name(f"{output.name}.training.pt")
     output.parent.mkdir(parents=True, exist_ok=True)
-    origin = {"model": loaded.fingerprint.digest, "start": None if start is None else KVWriter.read(start).name.digest}
     trained = Training(lesson, drawn[0], drawn[1], settings, state, say, looked, origin).run()
     better = trained.best is not None and trained.share(trained.best) < 1
     if better:
@@ -132,14 +131,16 @@ def _blender(loaded: LoadedModel) -> BatchBlender:
     raise ModelError(f"{loaded.fingerprint.name} cannot be blended, so there is no writer for it: {why}.")
 
 
-def _lesson(loaded: LoadedModel, start: Path | None, settings: LearnSettings) -> tuple[Lesson, LearnSettings]:
-    """Return what is to be learned, and the settings with the rank of the writer that learns on, if there is one."""
-    blender = _blender(loaded)
+def _lesson(
+    loaded: LoadedModel, start: Path | None, settings: LearnSettings
+) -> tuple[Lesson, LearnSettings, dict[str, Any]]:
+    """Return what is to be learned, the settings with the rank of the writer that learns on, if there is one, and the origin."""
+    blender, origin = _blender(loaded), {"model": loaded.fingerprint.digest}
     if start is None:
-        return Lesson(blender, writing_copy(loaded.model, settings.rank, settings.seed)), settings
-    KVWriter.read(start, loaded.fingerprint, loaded.directory)
+        return Lesson(blender, writing_copy(loaded.model, settings.rank, settings.seed)), settings, origin
+    origin["start"] = KVWriter.read(start, loaded.fingerprint, loaded.directory).name.digest
     writing = load_writing_copy(loaded.model, start, learns=True)
-    return Lesson(blender, writing), replace(settings, rank=writing.peft_config["default"].r)
+    return Lesson(blender, writing), replace(settings, rank=writing.peft_config["default"].r), origin
 
 
 def _answered(
