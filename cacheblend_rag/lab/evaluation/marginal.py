@@ -31,10 +31,12 @@ class Marginal:
     Attributes:
         generations: What the engine reports of each prompt, in their order.
         candidates: Each different answer and its probability p(y|x), likeliest first.
+        weighing_tokens: Tokens computed to weigh them: every prompt is prefilled once more, and all answers run behind it.
     """
 
     generations: tuple[Generation, ...]
     candidates: tuple[tuple[str, float], ...]
+    weighing_tokens: int
 
     @property
     def best(self) -> str:
@@ -73,7 +75,9 @@ def marginalise(
     likelihood = np.exp([[each.logprob for each in row] for row in scores])
     probability = (np.asarray(prior) @ likelihood).tolist()
     ranked = sorted(zip(answers, probability, strict=True), key=lambda pair: -pair[1])
-    return Marginal(generations, tuple(ranked))
+    behind = sum(len(ids) - 1 for ids in completions)  # what follows an answer is not asked
+    weighing = sum(done.usage.computed_tokens + behind for done in generations)
+    return Marginal(generations, tuple(ranked), weighing)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class MarginalMethod(Method):
             seconds,
             sum(done.load_s for done in found.generations),
             sum(use.prompt_tokens for use in uses),
-            sum(use.computed_tokens for use in uses),
+            sum(use.computed_tokens for use in uses) + found.weighing_tokens,
             sum(use.reused_tokens for use in uses),
             "requests",
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+import xxhash
 from torch import Tensor
 
 from cacheblend_rag.errors import InputError
@@ -91,7 +92,8 @@ def finetune(
     model = RealmModel.load(directory).to(device)
     library = open_library(directory, model)
     factory = RunDirectory(directory).settings().get("faiss", "Flat")
-    how = asdict(settings) | {"model": str(directory.resolve()), "questions": len(questions), "faiss": factory}
+    asked = xxhash.xxh3_128_hexdigest(repr([*questions]).encode())
+    how = asdict(settings) | {"model": str(directory.resolve()), "questions": asked, "faiss": factory}
     with run.alone(how):
         run.begin(how)
         _bring(directory, output)

@@ -106,6 +106,7 @@ def _llama_index(name: str, data: Mapping[str, Any], index: ChunkIndex) -> Tunin
     found: dict[str, frozenset[str]] = {
         node: frozenset(c.id for c in chunks if text.strip() in c.text or c.text in text)
         for node, text in texts.items()
+        if text.strip()
     }
     read = TuningQuestionFile([])
     for number, question in data["queries"].items():

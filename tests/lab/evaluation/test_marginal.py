@@ -55,6 +55,23 @@ def test_each_answer_weighs_what_the_definition_says(engine: TransformersEngine)
     assert found.generation.text.strip() == found.best == found.candidates[0][0]
 
 
+def test_what_it_computes_is_counted_with_the_weighing(engine: TransformersEngine) -> None:
+    chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS[:3]]
+    engine.precompute(chunks)
+    ran: list[int] = []
+    norm = engine.runner.model.model.norm  # which sees each token that is computed through all layers
+    seen = norm.register_forward_hook(lambda _module, inputs, _out: ran.append(inputs[0].shape[1]))
+    try:
+        found = marginalise(
+            engine, [rag_prompt(engine.tokenizer, [chunk], "Who?") for chunk in chunks], [0.5, 0.3, 0.2], SHORT
+        )
+    finally:
+        seen.remove()
+    decoded = sum(done.usage.completion_tokens - 1 for done in found.generations)
+    prefilled = sum(done.usage.computed_tokens for done in found.generations)
+    assert sum(ran) == prefilled + decoded + found.weighing_tokens
+
+
 @pytest.mark.slow
 def test_a_pipeline_answers_from_each_chunk_alone(engine: TransformersEngine, tmp_path: Path) -> None:
     with RagPipeline(engine, tmp_path) as pipeline:

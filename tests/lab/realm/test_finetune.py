@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -143,6 +144,9 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(pretrained: Path, tmp_path: 
 
     with pytest.raises(KeyboardInterrupt):
         finetune(pretrained, PORTS, tmp_path / "cut", how, CPU, stop)
+    others = [replace(PORTS[0], answers=("Oakcliff",)), *PORTS[1:]]
+    with pytest.raises(InputError, match="other settings"):
+        finetune(pretrained, others, tmp_path / "cut", how, CPU)
     found, _ = finetune(pretrained, PORTS, tmp_path / "cut", how, CPU)
     assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in expected.state_dict().items())
     assert [row["step"] for row in RunDirectory(tmp_path / "cut").metrics()] == list(range(8))
