@@ -54,9 +54,10 @@ def test_a_file_of_llamaindex_names_the_chunks_of_its_nodes(tmp_path: Path, mode
             "n1": "The sea is calm.\n",
             "n2": "The town sleeps.",
             "n3": "gone",
+            "n5": " ",
             "n4": "x The sea is calm. y Bread is baked.",
         },
-        "relevant_docs": {"q1": ["n1"], "q2": ["n2", "n4"], "q3": ["n3"]},
+        "relevant_docs": {"q1": ["n1"], "q2": ["n2", "n4"], "q3": ["n3", "n5"]},
         **mode,
     }
     file = tmp_path / "pairs.json"
