@@ -8,7 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
+import threading
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -380,8 +380,9 @@ def test_kv_on_its_way_to_the_only_tier_that_lasts_is_not_reported_as_lost(
     tmp_path: Path, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = DiskStore(tmp_path / "store", writes="back")
-    put = disk.put
-    monkeypatch.setattr(disk, "put", lambda *entry: time.sleep(0.1) or put(*entry))
+    put, flush, asked = disk.put, TieredStore.flush, threading.Event()
+    monkeypatch.setattr(disk, "put", lambda *entry: asked.wait(30) and put(*entry))
+    monkeypatch.setattr(TieredStore, "flush", lambda store: asked.set() or flush(store))
     engine = FakeEngine(TieredStore([MemoryStore(), disk]))
     with RagPipeline(engine, tmp_path / "store", chunk_tokens=24) as pipeline:
         report = pipeline.index([docs])
