@@ -340,7 +340,7 @@ def record_tiers(
     """
     urls = urls or recorded_tiers(directory) or _USUAL
     if encrypt is not None:
-        urls = with_keys(urls, encrypt.expanduser().resolve())
+        urls = with_keys(urls, encrypt)
     if disk_budget is not None:
         urls = _with(urls, f"budget={disk_budget}", lambda scheme: scheme == "file")
     tiers = parse_tiers(urls)

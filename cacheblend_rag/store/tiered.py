@@ -231,8 +231,7 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
             if self._promoting + found.nbytes > limit:
                 return found
             self._promoting += found.nbytes
-        promotion = Promotion(key, found, targets, self._promotion_ended)
-        with self._lock:
+            promotion = Promotion(key, found, targets, self._promotion_ended)
             self._promotions.add(promotion)
         return promotion
 

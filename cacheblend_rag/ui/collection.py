@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from cacheblend_rag.console.output import counted
 from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.retrieval.documents import absolute
 
 if TYPE_CHECKING:
     from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
@@ -38,8 +38,7 @@ class Collection:
     """A store directory, opened, and the pipeline over it. Files that are dropped in are kept in its folder ``documents``."""
 
     def __init__(self, directory: Path, pipeline: RagPipeline):
-        self.directory = Path(os.path.abspath(directory))  # noqa: PTH100 - as the index names the files in it
-        self.pipeline = pipeline
+        self.directory, self.pipeline = absolute(directory), pipeline  # as the index names the files in it
         self._changing = threading.Lock()
 
     def documents(self) -> list[IndexedDocument]:

@@ -17,7 +17,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.scoring import score
 from cacheblend_rag.lab.spelling import answer_ids
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
-from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.rag.pipeline import RagPipeline, check_question
 from cacheblend_rag.rag.results import RagAnswer
 
 TEMPERATURE: Final = 0.05
@@ -118,8 +118,7 @@ def answer_marginally(
     Raises:
         InputError: An empty question, nothing indexed, an engine that cannot score, or chunks that do not fit its context window.
     """
-    if not question.strip():
-        raise InputError("The question is empty.")
+    check_question(question)
     begin = time.perf_counter()
     hits = pipeline.chunks.search(question, k)
     if not hits:
