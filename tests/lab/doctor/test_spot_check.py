@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,15 @@ from cacheblend_rag.lab.doctor.spot_check import spot_check
 from cacheblend_rag.rag.pipeline import RagPipeline
 
 TOPICS = ("tower", "harbour", "mill", "bridge", "garden")
+
+
+@pytest.fixture(autouse=True)
+def seconds_between_looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Let time pass only where the check looks at its clock: a busy machine asks as much. None passes unless a test says so."""
+    each, looks = [0.0], count()
+    clock = SimpleNamespace(perf_counter=lambda: each[0] * next(looks))
+    monkeypatch.setattr("cacheblend_rag.lab.doctor.spot_check.time", clock)
+    return each
 
 
 @pytest.fixture
@@ -68,10 +79,13 @@ def test_nothing_is_asked_where_there_is_nothing_to_find_out_or_no_time(
     assert spot_check(pipeline, tokens=1000, seconds=1.0) is None
 
 
-def test_a_small_index_is_asked_about_once_if_that_takes_seconds(pipeline: RagPipeline) -> None:
+def test_a_small_index_is_asked_about_once_if_that_takes_seconds(
+    pipeline: RagPipeline, seconds_between_looks: list[float]
+) -> None:
+    seconds_between_looks[0] = 3.0
     found = spot_check(pipeline, tokens=100, seconds=10.0)  # a tenth of which would be too little for any prompt
     assert found is not None
-    assert found.questions
+    assert found.questions == 1
 
 
 def test_an_index_of_one_chunk_says_that_it_holds_too_little(pipeline: RagPipeline) -> None:
