@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Final
 
 from cacheblend_rag.errors import InputError
@@ -99,6 +100,8 @@ def prepare_prompts(
     found: list[FrontierPrompt] = []
     for draw, seed in enumerate(seeds, 1):
         samples = load_data_set(file, None, (draw + 1) * most, seed, engine.tokenizer).samples
+        # They stand in the order of their file, of which the first ones are no fair part.
+        Random(f"order:{seed}").shuffle(samples)
         set_header(engine, samples)
         preparer = Preparer(engine, how)
         for sample in samples:
