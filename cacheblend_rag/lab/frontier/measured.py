@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -63,12 +64,17 @@ def read_measured(files: Iterable[Path]) -> list[Measured]:
     """Read what was appended, without lines that a run did not finish because it was killed."""
     found: list[Measured] = []
     for file in files:
-        for line in file.read_text(encoding="utf-8").split("\n") if file.exists() else ():
+        for line in _text_of(file).split("\n") if file.exists() else ():
             try:
                 found += [Measured(**each) for each in json.loads(line)]
             except json.JSONDecodeError:
                 continue
     return found
+
+
+def _text_of(file: Path) -> str:
+    raw = file.read_bytes()
+    return (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode("utf-8")
 
 
 def summarise(found: Sequence[Measured]) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from transformers import DynamicCache
 
 from cacheblend_rag.blending.fusor import fuse
@@ -19,9 +22,11 @@ from cacheblend_rag.blending.gate import cut
 from cacheblend_rag.blending.plan import make_plan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import FuseOptions
+from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.doctor.compared import PromptMeasurement, decoded
 from cacheblend_rag.lab.doctor.rounding import rounded
+from cacheblend_rag.lab.evaluation.prepare import Preparation
 from cacheblend_rag.lab.frontier.__main__ import main
 from cacheblend_rag.lab.frontier.frontier import Frontier
 from cacheblend_rag.lab.frontier.measured import (
@@ -36,14 +41,15 @@ from cacheblend_rag.lab.frontier.measured import (
     summarise,
     table_of,
 )
-from cacheblend_rag.lab.frontier.prompts import FrontierPrompt, read_prompts, write_prompts
+from cacheblend_rag.lab.frontier.prompts import FrontierPrompt, prepare_prompts, read_prompts, write_prompts
 from cacheblend_rag.lab.frontier.weights import WEIGHTS, coarser
 from cacheblend_rag.lab.learn.adapter import weights_of, writing_copy
 from cacheblend_rag.lab.learn.blend import BatchBlender, PromptBatch
 from cacheblend_rag.lab.learn.lesson import Lesson
 from cacheblend_rag.store.kv import ChunkKV
-from tests.blending.families import BLENDED, make_model
+from tests.blending.families import _BASE, BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
+from tests.conftest import tokenizer_named
 
 PROBE = tuple(range(40, 70))
 SCENES = [Scene(), Scene(1, chunk_tokens=(20, 33, 16))]
@@ -217,6 +223,8 @@ def test_what_was_measured_outlives_a_killed_run_and_is_summed_up_by_data_set(
     append_measured(file, [known])
     assert read_measured([file]) == [known, other, known]
     assert read_measured([tmp_path / "none"]) == []
+    (tmp_path / "measured.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
+    assert read_measured([tmp_path / "measured.jsonl.gz"]) == [known, other, known]
     rows = summarise([known, other])
     assert [(row["data"], row["kl"], row["gold_change"]) for row in rows] == [
         ("a", 1, -0.5),
@@ -257,3 +265,23 @@ def test_a_writers_blends_are_compared_with_others_of_the_same_prompt(
         "| all | by the writer, less as it is, query 50% | query | 15% | +0% | -1.0000 | +0.000 | +0.00 | +0.000 | 1 |"
     )
     assert line in capsys.readouterr().out
+
+
+def test_prompts_are_drawn_from_all_of_a_file_by_each_seed_others(tmp_path: Path) -> None:
+    rows = [
+        {"question": f"Who is {n}?", "answers": [str(n)], "chunks": [f"{n} sails.", "She is here."]} for n in range(60)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    config = hf.LlamaConfig(**{**_BASE, "vocab_size": 448, "bos_token_id": 0, "eos_token_id": 1})
+    with TransformersEngine(make_model(config), tokenizer=tokenizer_named("byte_level"), device="cpu") as engine:
+
+        def drawn(*seeds: int) -> list[int]:
+            made = prepare_prompts(engine, "rows", str(file), 20, seeds, Preparation())
+            return [int(engine.tokenizer.decode(each.gold)) for each in made]
+
+        found = drawn(1, 2)
+        assert len(set(found)) == len(found) == 20
+        assert all(sum(place in part for place in found) for part in (range(20), range(20, 40), range(40, 60)))
+        assert found == drawn(1, 2)
+        assert set(found) != set(drawn(3, 4))
