@@ -95,19 +95,26 @@ async def _round(place: Workbench, streams: int, prompts: list[TokenizedPrompt],
 
     async def stream(seed: int) -> list[float]:
         nonlocal running
-        short = place.prompt([], 16, 1000 + seed)
-        times: list[float] = []
-        events = place.engine.astream(short, SamplingParams(_LONGEST), FULL_RECOMPUTE)
-        async for _ in events:
-            times.append(time.perf_counter())
-            if len(times) == _SETTLED:
-                running += 1
-                if running == streams:
-                    ready.set()
-            if over.is_set() and len(times) > _SETTLED + 1:  # a round shorter than a token measures one all the same
-                break
-        await events.aclose()  # type: ignore[attr-defined]
-        return [b - a for a, b in zip(times[_SETTLED:], times[_SETTLED + 1 :], strict=False)]
+        gaps: list[float] = []
+        tokens = 0
+        while not over.is_set():  # an answer that ends is followed by another one
+            short, last = place.prompt([], 16, 1000 + seed), 0.0
+            seed += streams
+            room = place.engine.context_window - len(short.token_ids)
+            events = place.engine.astream(short, SamplingParams(min(_LONGEST, room)), FULL_RECOMPUTE)
+            async for _ in events:
+                tokens, now = tokens + 1, time.perf_counter()
+                if tokens == _SETTLED:
+                    running += 1
+                    if running == streams:
+                        ready.set()
+                if last and tokens > _SETTLED + 1:
+                    gaps.append(now - last)
+                last = now
+                if over.is_set() and gaps:  # a round shorter than a token measures one all the same
+                    break
+            await events.aclose()  # type: ignore[attr-defined]
+        return gaps
 
     tasks = [asyncio.create_task(stream(i)) for i in range(streams)]
     await ready.wait()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.lab.bench import (
     BenchModel,
@@ -24,6 +25,7 @@ from cacheblend_rag.lab.bench import (
 )
 from cacheblend_rag.lab.bench.throughput import _Load, _rate_at, _Way
 from cacheblend_rag.lab.doctor.measure import PeakMemory, drop_page_cache
+from cacheblend_rag.lab.doctor.random_models import random_model
 from cacheblend_rag.lab.doctor.workbench import own_attention
 
 pytestmark = pytest.mark.usefixtures("collected")
@@ -215,3 +217,21 @@ def test_a_skewed_stream_asks_for_some_chunks_more_often(in_ram, skew, times):
     assert asked in times
     # A popular chunk does not always stand first.
     assert 0 < sum(chunks[0] == corpus[0] for chunks in drawn) < asked
+
+
+def test_every_chunk_of_a_kv_writer_may_come_first_in_a_stream_of_questions():
+    model = random_model("llama:2x256", torch.device("cpu"), torch.float32)
+    settings = ThroughputSettings(
+        corpus=3, chunks=2, chunk_tokens=TOKENS, question_tokens=4, answer_tokens=1, requests=3, target_ttft_s=1e-9
+    )
+    with TransformersEngine(model, device="cpu", header=(1, 2), writer="probe") as engine:
+        methods = bench_throughput(Workbench.of(engine), settings)["methods"]
+    # Behind header and first chunk, which the prefix cache has of every prompt.
+    assert methods["prefix"]["points"][0]["computed_tokens"] == TOKENS + 4
+
+
+def test_streams_whose_answers_end_are_followed_by_others_in_a_short_window_too(in_ram, monkeypatch):
+    monkeypatch.setattr(in_ram.engine, "context_window", 80)
+    monkeypatch.setattr("cacheblend_rag.lab.bench.streams._LONGEST", 3)  # ends before its stream counts as running
+    settings = StreamsSettings(streams=2, prompts=2, chunks=2, chunk_tokens=TOKENS, question_tokens=4, repeat=1)
+    assert all(method["tokens"] for method in bench_streams(in_ram, settings)["methods"].values())
