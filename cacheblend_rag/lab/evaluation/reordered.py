@@ -54,6 +54,7 @@ class ReorderMethod(InTurn):
         settings, free = (PREFIX_CACHING, True) if self._blend is None else (self._blend, False)
         if count == 0 and self._blend is None:  # the first chunk's own KV is in the store, but not in the prefix cache
             settings = FULL_RECOMPUTE
+        engine.precompute_first(chunks[:1])  # which may not be the one that came first before
         with _cached_prefix(engine, prompt, count) as with_prefix:
             reply = generate_reply(engine, with_prefix, case.max_tokens, settings, free)
         want = engine.generate(prompt, SamplingParams(case.max_tokens), FULL_RECOMPUTE)

@@ -12,6 +12,9 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.evaluation.marginal import TEMPERATURE, answer_marginally, marginalise
+from cacheblend_rag.lab.evaluation.methods import MarginalMethod
+from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_header
+from cacheblend_rag.lab.samples import Sample
 from cacheblend_rag.lab.spelling import answer_ids
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
@@ -112,3 +115,18 @@ def test_an_answers_tokens_are_those_that_its_template_writes_and_the_end(tokeni
     assert ids[:-1] == tuple(tokenizer(lead + "Ada Brenmoor", add_special_tokens=False)["input_ids"])
     spelled = answer_ids(tokenizer, "a<eos>b")
     assert spelled.count(tokenizer.eos_token_id) == 1, "an answer must not smuggle in the end"
+
+
+def test_in_an_evaluation_each_chunk_that_a_kv_writer_has_written_is_reused_all_the_same() -> None:
+    config = hf.Qwen3Config(
+        **{**_BASE, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}, head_dim=16
+    )
+    with TransformersEngine(
+        make_model(config), tokenizer=tokenizer_named("byte_level"), device="cpu", writer="probe"
+    ) as engine:
+        sample = Sample("s", "Who?", ("x",), tuple(TEXTS[:3]), "ready")
+        set_header(engine, [sample])
+        case = Preparer(engine, Preparation(max_tokens=5)).case(sample)
+        engine.precompute(case.chunks)
+        reply = MarginalMethod().reply(engine, case)
+        assert reply.reused_tokens == 3 * len(engine.header_ids) + sum(len(chunk.token_ids) for chunk in case.chunks)

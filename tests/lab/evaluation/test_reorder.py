@@ -9,6 +9,7 @@ import pytest
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.lab.evaluation.answers import AnswersFile, answer_all
 from cacheblend_rag.lab.evaluation.methods import make_methods
 from cacheblend_rag.lab.evaluation.prepare import Preparer, set_header
@@ -114,3 +115,27 @@ def test_an_interruption_changes_no_order_and_another_run_before_it_does(engine,
     # Other questions before it: a row of the file must not be taken for this run's.
     (alone,) = of(once(SAMPLES[1:2], path), "reorder")
     assert alone["computed_tokens"] == alone["prompt_tokens"]
+
+
+def test_an_interruption_changes_nothing_where_a_kv_writer_has_written_the_chunks(engine):
+    first, second = (
+        Sample(" ".join(words), "Q?", ("x",), tuple(WORDS[word] for word in words), "ready")
+        for words in (("gull", "refit"), ("dawn", "gull"))  # the latter begins with the gull, too, which is cached
+    )
+    computed = []
+    for answered in ((first, second), (second,)):
+        with TransformersEngine(
+            engine.runner.model, tokenizer=engine.tokenizer, device="cpu", writer="probe"
+        ) as written:
+            set_header(written, [first])
+            preparer = Preparer(written, FEW)
+            cases = {sample.id: preparer.case(sample) for sample in (first, second)}
+            (method,) = make_methods(["reorder+blend"], ModelProfile().resolve(BlendSettings(0.3), 5))
+            method.begin(list(cases.values()))
+            for sample in answered:
+                case = cases[sample.id]
+                written.precompute(case.chunks)
+                written.precompute_first(case.chunks[:1])
+                reply = method.reply(written, case)
+            computed.append(reply.computed_tokens)
+    assert computed[0] == computed[1]
