@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cacheblend_rag.blending.costs import ComputeCost
+from cacheblend_rag.blending.controller import Load
+from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
 from cacheblend_rag.blending.gate import CODEC_LIMIT, check_codecs
-from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.blending.settings import BlendSchedule
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.lab.doctor.bandwidth import measure_device_copy, measure_disk, measure_ram_copy
-from cacheblend_rag.lab.doctor.candidates import dense_share
 from cacheblend_rag.lab.doctor.compute import fit_compute, measure_prefills, with_placing
-from cacheblend_rag.lab.doctor.costs import token_bytes
 from cacheblend_rag.lab.doctor.measure import describe_machine
+from cacheblend_rag.lab.doctor.storage import blend_times, typical_load
 from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.lab.spelling import joins_are_plain
 from cacheblend_rag.store.codec import LOSSY
 
-_CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS = 6, 512, 32
+_CHUNKS, _CHUNK_TOKENS = 6, 512
+_SLOWEST = "slowest"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Estimate:
     Attributes:
         prompt_tokens: Length of that prompt.
         full_s: Full recompute.
-        blend_s: Blend with the profile's ratio and check layers; the larger of computing and loading, which overlap.
+        blend_s: Blend with the profile's policy and ratio, loading and computing overlapping as that policy lets them.
         load_s: Loading alone, from the slowest place measured.
     """
 
@@ -110,7 +109,7 @@ def diagnose(
     place = Workbench.of(engine)
     prefill_s = measure_prefills(place)
     compute = with_placing(fit_compute(prefill_s), place)
-    kv_bytes = token_bytes(place) if blended else None
+    load = typical_load(place, _CHUNKS, _CHUNK_TOKENS)
     schedule = engine.profile.schedule()
     return Diagnosis(
         model=engine.fingerprint.name,
@@ -136,20 +135,11 @@ def diagnose(
         profile_origin=f"{engine.profile.origin or 'defaults'}{'' if engine.profile.is_calibrated else ', not calibrated'}",
         writer=None if engine.writer is None else engine.writer.directory,
         calibrated=engine.profile.calibrated,
-        kv_bytes_per_token=kv_bytes,
+        kv_bytes_per_token=None if load is None else load.spans[0].nbytes // _CHUNK_TOKENS,
         bandwidth=bandwidth,
         prefill_s=prefill_s,
         compute=compute,
-        estimate=None
-        if kv_bytes is None
-        else estimate(
-            compute,
-            engine.runner.num_layers,
-            schedule if policy(engine.profile.policy).needs_deviation else None,
-            engine.profile.ratio,
-            kv_bytes,
-            min(bandwidth.values()),
-        ),
+        estimate=None if load is None else estimate(load, compute, engine.num_layers, min(bandwidth.values())),
         machine=describe_machine(device),
     )
 
@@ -174,19 +164,9 @@ def rotation_groups(rope: Rope) -> list[RotationGroup]:
     return [RotationGroup(tuple(layers), layout, table) for (layout, table), layers in groups.items()]
 
 
-def estimate(
-    compute: ComputeCost,
-    layers: int,
-    schedule: BlendSchedule | None,
-    ratio: float,
-    kv_bytes_per_token: int,
-    bandwidth: float,
-) -> Estimate:
-    """Compute what the standard prompt would cost; the first chunk is an exact prefix. No schedule: no dense pass."""
-    tokens = _CHUNKS * _CHUNK_TOKENS + _QUESTION_TOKENS
-    stale = (_CHUNKS - 1) * _CHUNK_TOKENS
-    share = 0.0 if schedule is None else dense_share(schedule, ratio, layers)
-    dense = share * compute.seconds(stale, tokens)
-    sparse = compute.seconds(round(ratio * stale) + _QUESTION_TOKENS, tokens, tokens - _QUESTION_TOKENS)
-    load = kv_bytes_per_token * _CHUNKS * _CHUNK_TOKENS / bandwidth
-    return Estimate(tokens, compute.seconds(tokens, tokens), max(dense + sparse, load), load)
+def estimate(load: Load, compute: ComputeCost, layers: int, bandwidth: float) -> Estimate:
+    """Compute what the standard prompt would cost, as the loading controller reckons; its first chunk is an exact prefix."""
+    first, *others = load.spans
+    load = replace(load, spans=[replace(first, exact=True), *others])
+    times = blend_times(load, Costs(layers, compute, {_SLOWEST: TierCost(0.0, bandwidth)}), _SLOWEST)
+    return Estimate(load.tokens, compute.seconds(load.tokens, load.tokens), times.seconds, times.load_s)

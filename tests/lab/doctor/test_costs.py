@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 
 import pytest
 
-from cacheblend_rag.blending.controller import Load, Located
+from cacheblend_rag.blending.controller import Arm, Load, Located
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
 from cacheblend_rag.blending.profile import load_costs, save_costs
 from cacheblend_rag.lab.doctor.compute import fit_compute
 from cacheblend_rag.lab.doctor.costs import measure_costs, measure_remote
+from cacheblend_rag.lab.doctor.diagnose import estimate
 from cacheblend_rag.lab.doctor.storage import plan_tiers
 from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.store import open_store, record_tiers
@@ -106,3 +108,15 @@ def test_an_engine_that_was_not_measured_begins_with_the_embedded_ones_costs(tmp
     save_costs(own, "abc", "cuda", "vllm")
     assert load_costs("abc", "cuda", "vllm") == own
     assert load_costs("abc", "cuda:0") == embedded
+
+
+def test_doctors_estimate_is_what_the_loading_controller_expects_of_that_prompt() -> None:
+    compute, layers, rate = ComputeCost(0.02, 1e-5, 1e-9), 32, 1e9
+    spans = [Located(512, 512 << 17, "anywhere")] * 6
+    for asked in (None, 0):  # a policy that watches the question runs it once more
+        load = Load(spans, 32, 0.5, asked=asked)
+        placed = [replace(span, tier="disk", exact=not number) for number, span in enumerate(spans)]
+        arm = Arm(replace(load, spans=placed), Costs(layers, compute, {"disk": TierCost(0.0, rate)}), (True,) * 6)
+        found = estimate(load, compute, layers, rate)
+        assert found.blend_s == pytest.approx(arm.seconds(0.5))
+        assert (found.prompt_tokens, found.load_s) == (3104, pytest.approx(6 * 512 * (1 << 17) / rate))
