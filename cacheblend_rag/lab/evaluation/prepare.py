@@ -13,7 +13,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.lab.samples import EvalCase, Sample
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
-from cacheblend_rag.prompts.prompt import header_ids, rag_header, rag_prompt, tokenize
+from cacheblend_rag.prompts.prompt import chosen_header_ids, rag_header, rag_prompt, tokenize
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, split_text
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder
 
@@ -48,10 +48,13 @@ class Preparation:
 def set_header(engine: BlendEngine, samples: Sequence[Sample]) -> None:
     """Make ``engine`` compute chunks behind the header of these samples' prompts, so that the first chunk is exact.
 
+    But a model that was trained for chunks by themselves (blockwise) computes them behind none, as in use.
+
     Raises:
         InputError: The samples have different instructions, or there are none, or the engine's header cannot be changed.
     """
-    header = header_ids(engine.tokenizer, header_text(engine.tokenizer, samples))
+    text = header_text(engine.tokenizer, samples)
+    header = chosen_header_ids(engine.tokenizer, () if engine.profile.blockwise else text)
     if header != engine.header_ids and not isinstance(engine, TransformersEngine):
         raise InputError(
             "This engine computes chunks behind the header it was started with, and these prompts have another; start it "
