@@ -193,6 +193,8 @@ def identify_run(
             "check_layers": list(engine.profile.check_layers),
             "widths": list(engine.profile.widths),
         },
+        # What "auto" goes by, which no method's key says.
+        **({"text": str(engine.profile)} if settings.blend.ratio == "auto" else {}),
         **asdict(settings.preparation),
         "retriever": _hash_retriever(settings.preparation.query_encoder),
     }

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_rag.blending.profile import ModelProfile
-from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.blending.settings import BlendSettings, TextRange
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.lab.datasets import hash_files
@@ -385,3 +385,22 @@ def test_the_report_says_none_only_where_every_method_agrees(engine, tmp_path):
     text, _ = page(("reuse", "blend"))
     assert "every answer is the one" not in text
     assert "Not known" in text
+
+
+def test_answers_of_a_ratio_that_the_profile_chooses_are_of_that_profile(engine, monkeypatch):
+    def identity(ratio):
+        return identify_run(engine, EvalSettings("demo", blend=BlendSettings(ratio), preparation=FEW), {}, None)
+
+    found = []
+    for least in (0.1, 0.3):
+        monkeypatch.setattr(engine, "profile", ModelProfile(least, text=TextRange(0.2, 0.1)))
+        found.append((identity("auto"), identity(0.5)))
+    assert found[0][0] != found[1][0]
+    assert found[0][1] == found[1][1]
+
+
+def test_chunks_of_a_blockwise_model_are_computed_behind_no_header_as_in_use(engine, monkeypatch):
+    monkeypatch.setattr(engine, "header_ids", ())
+    monkeypatch.setattr(engine, "profile", ModelProfile(ratio=0.0, blockwise=True, origin="declared"))
+    set_header(engine, SAMPLES)
+    assert engine.header_ids == ()
