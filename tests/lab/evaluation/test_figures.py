@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,13 +15,14 @@ import torch
 
 from cacheblend_rag.blending.costs import ComputeCost
 from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.bench.sweeps import simulate_queue, sweep_batch, sweep_chunks, sweep_devices, sweep_ratio
 from cacheblend_rag.lab.bench.throttled import ThrottledStore
 from cacheblend_rag.lab.evaluation.attention import AttentionInspector
 from cacheblend_rag.lab.evaluation.evaluate import EvalSettings
-from cacheblend_rag.lab.evaluation.figures import FIGURES, FigureContext, make_figures, parse_numbers
+from cacheblend_rag.lab.evaluation.figures import FIGURES, FigureContext, make_figures, parse_numbers, quality
 from cacheblend_rag.lab.evaluation.figures.attention import attention_deviation
 from cacheblend_rag.lab.evaluation.figures.findings import FINDINGS
 from cacheblend_rag.lab.evaluation.figures.make import _settings
@@ -174,6 +176,15 @@ def test_what_a_run_found_is_said_in_numbers_of_its_rows():
     )
 
 
+def test_figure_16_says_from_which_ratio_on_every_higher_one_is_near():
+    def row(method, ratio, quality):
+        return {"method": method, "ratio": ratio, "quality": quality, "score": "F1", "ttft_median_s": 1.0}
+
+    rows = [row("reuse", 0.0, 0.5), row("full", 1.0, 0.8)]
+    rows += [row(f"hkvd@{ratio}", ratio, quality) for ratio, quality in ((0.05, 0.79), (0.1, 0.7), (0.3, 0.79))]
+    assert FINDINGS[16](rows).endswith("from 30% on it is within 0.02.")
+
+
 def test_figure_10_says_where_loading_hides_and_what_the_controller_loses():
     def at(rate: float, full: float, blend: float, controller: float, computed: int) -> list[dict[str, object]]:
         shared = {"bytes_per_s": rate, "recompute_s": 0.5, "load_s": 1e9 / rate, "prompt_tokens": 100}
@@ -289,3 +300,19 @@ def _small(module):
             yield made
 
     return small
+
+
+def test_figure_16_blends_by_the_check_layers_that_were_given(monkeypatch):
+    asked = []
+    monkeypatch.setattr(quality, "_quality", lambda result: [])
+
+    def measured(blend):
+        given = SimpleNamespace(blend=blend)
+        context = SimpleNamespace(
+            blend=ModelProfile().resolve(blend, 5), settings=given, evaluate=lambda names, say: asked.append(names)
+        )
+        quality._measure_ratios(context, lambda share, text: None)
+        return asked[-1][2:]
+
+    assert measured(BlendSettings(0.2, "hkvd", (1, 3)))[0] == "hkvd@0.05@1+3"
+    assert measured(BlendSettings(0.2, "hkvd"))[0] == "hkvd@0.05"

@@ -98,7 +98,9 @@ def _sizes(rows: Sequence[Row]) -> str:
 def _ratios(rows: Sequence[Row]) -> str:
     full = _by_method(rows)["full"]
     near = min((row for row in rows if 0 < row["ratio"] < 1), key=lambda row: abs(row["ratio"] - 0.15))
-    least = min(row["ratio"] for row in rows if abs(row["quality"] - full["quality"]) <= _LOSS)
+    # Full recompute itself is among them, so that a ratio too low always has a next one.
+    within = {row["ratio"]: abs(row["quality"] - full["quality"]) <= _LOSS for row in rows}
+    least = min(ratio for ratio in within if all(near for other, near in within.items() if other >= ratio))
     return (
         f"At {near['ratio']:.0%} the {full['score']} is {near['quality'] - full['quality']:+.2f} against full recompute, "
         f"{full['ttft_median_s'] / near['ttft_median_s']:.1f} times as soon; from {least:.0%} on it is within {_LOSS}."

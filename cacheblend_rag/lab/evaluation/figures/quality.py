@@ -124,7 +124,9 @@ def _draw_chunkwise(rows: Sequence[Row]) -> Drawing:
 
 def _measure_ratios(context: FigureContext, say: Say) -> list[Row]:
     policy = policy_name(context.blend.policy)
-    names = {f"{policy}@{ratio:g}": ratio for ratio in _RATIOS}
+    layers = context.settings.blend.check_layers
+    behind = f"@{'+'.join(map(str, layers))}" if layers else ""
+    names = {f"{policy}@{ratio:g}{behind}": ratio for ratio in _RATIOS}
     rows = []
     for row in _quality(context.evaluate(("full", "reuse", *names), say)):
         ends = {"full": 1.0, "reuse": 0.0}
