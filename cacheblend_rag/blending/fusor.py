@@ -232,7 +232,7 @@ class _Fusor:
 
         yield from self._run("dense", positions, layer / self._target.num_layers, run)
         fresh = _tokens_at(join_tokens(parts), torch.isin(positions, running.positions))
-        stale = _tokens_at(self._placer.stale(layer), self._keep)
+        stale = _tokens_at(self._placer.stale(layer, len(self._keep)), self._keep)
         measured = Fetch(self._target.all_reduce(kv_deviation(fresh, stale)))
         if layer == self.checks[-1][0]:  # to be waited for along with what is measured
             self._placer.place_rest()
@@ -348,8 +348,9 @@ class _Placer:
             raise failure
         raise UnusableSpanError if damage else OtherRankError
 
-    def stale(self, layer: int) -> LayerKV:
-        return self._stale.pop(layer)
+    def stale(self, layer: int, tokens: int) -> LayerKV:
+        # The prompt's last token is no candidate where its logits are wanted, though a stored chunk may end with it.
+        return LayerKV(*(t[:, :tokens] for t in self._stale.pop(layer)))
 
 
 def _checks(schedule: BlendSchedule, num_layers: int) -> list[tuple[int, float]]:

@@ -191,14 +191,16 @@ def test_a_prompt_that_does_not_start_with_the_header_blends_all_its_chunks() ->
     assert (got - want.logits).abs().max() < 1e-4
 
 
-def test_a_prompt_may_end_with_a_chunk() -> None:
+@pytest.mark.parametrize("ratio,checks", [(0.0, (1,)), (0.3, (1,)), (0.3, (1, 3)), (1.0, (1,))])
+def test_a_prompt_may_end_with_a_chunk(ratio: float, checks: tuple[int, ...]) -> None:
     model, scene = model_of("llama"), Scene(question=0, gap=0)
     engine = engine_for(model, scene)
     engine.precompute(scene.chunks)
-    got, recomputed, result = blended_logits(engine, scene, BlendSettings(ratio=0.0, policy="hkvd"))
-    want = reference.blend(model, scene.header, scene.parts(), 0.0)
-    assert recomputed == []
-    assert result.usage.computed_tokens == 1
+    settings = BlendSettings(ratio=ratio, policy="hkvd", check_layers=checks)
+    got, recomputed, result = blended_logits(engine, scene, settings)
+    want = reference.blend(model, scene.header, scene.parts(), ratio, checks, engine.profile.schedule(checks).widths)
+    assert recomputed == want.recomputed
+    assert result.usage.computed_tokens == len(recomputed) + 1
     assert (got - want.logits).abs().max() < 1e-4
 
 
