@@ -366,6 +366,18 @@ class EngineContract:
             for got, expected in zip(score(engine, alone, answers), want, strict=True):
                 assert got.token_logprobs == pytest.approx(expected, abs=1e-4)
 
+    @pytest.mark.parametrize("policy,ratio", [("hkvd", 0.0), ("hkvd", 0.3), ("query", 0.3), ("hkvd", 1.0)])
+    def test_a_prompt_that_ends_with_a_chunk_is_scored_as_it_is_answered(self, engine, chunks, policy, ratio) -> None:
+        _skip_without_scoring(engine)
+        engine.precompute(chunks)
+        whole, settings = engine.tokenize(BlendPrompt(("Notes.\n\n", *chunks[:2]))), BlendSettings(ratio, policy)
+        prompt = replace(whole, token_ids=whole.token_ids[: whole.spans[-1].end])
+        made = engine.generate(prompt, SamplingParams(max_tokens=4, logprobs=0), settings)
+        assert made.mode == "blend"
+        got = score(engine, prompt, [made.token_ids, made.token_ids[:1]], settings)
+        assert got[0].token_logprobs == pytest.approx([each.logprob for each in made.logprobs], abs=1e-4)
+        assert got[1].token_logprobs == pytest.approx(got[0].token_logprobs[:1], abs=1e-4)
+
     def test_what_cannot_be_scored_is_refused(self, engine, prompt) -> None:
         _skip_without_scoring(engine)
         with pytest.raises(InputError, match="Completion 1 has no tokens"):

@@ -219,8 +219,9 @@ class SchedulerSide:
             self._choose(tracked, tracked.found, tracked.job, computed)
         assert tracked.plan is not None
         spans = (*tracked.plan.exact, *tracked.plan.stale)
-        # vLLM computes the last token itself: it wants its logits.
-        tracked.end = min(max((span.end for span in spans), default=0), request.num_prompt_tokens - 1)
+        # vLLM computes the last token itself, also in front of an answer to be scored: it wants its logits.
+        asked = request.num_prompt_tokens - tracked.job.unasked
+        tracked.end = min(max((span.end for span in spans), default=0), asked - 1)
         return self._behind(tracked, computed, request.num_prompt_tokens)
 
     def _behind(self, tracked: _Tracked, computed: int, prompt_tokens: int) -> tuple[int | None, bool]:

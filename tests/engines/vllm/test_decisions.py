@@ -75,7 +75,7 @@ class Scheduler:
         tiers = {tier: TierCost(0.0, nbytes / took) for tier, took in seconds.items()}
         self.terms = Terms(Costs(2, ComputeCost(0.0, 1e-3, 0.0), tiers), 0.0)
 
-    def request(self, name: str) -> Any:
+    def request(self, name: str, unasked: int = 0) -> Any:
         spans = tuple((n * TOKENS, (n + 1) * TOKENS, f"chunk {n}") for n in range(CHUNKS))
         prompt = [*(token for chunk in range(CHUNKS) for token in ids(chunk)), *range(QUESTION)]
         made = SimpleNamespace(
@@ -83,7 +83,7 @@ class Scheduler:
             num_prompt_tokens=len(prompt),
             prompt_token_ids=prompt,
             block_hashes=[],  # no prefix cache
-            kv_transfer_params=to_params(BlendJob(spans, SETTINGS, (1.0,), 0.2, self.terms)),
+            kv_transfer_params=to_params(BlendJob(spans, SETTINGS, (1.0,), 0.2, self.terms, unasked=unasked)),
         )
         self.side.new_request(made)
         return made
@@ -184,6 +184,15 @@ def test_what_the_prefix_cache_has_when_a_prompt_is_asked_for_again_counts(tmp_p
     for computed in (0, 3 * TOKENS):
         assert scheduler.side.matched_tokens(request, computed) == (CHUNKS * TOKENS - computed, True)
     assert scheduler.outcome("a").usage.kept_tokens == 3 * TOKENS
+
+
+@pytest.mark.parametrize("unasked", [0, QUESTION - 1, QUESTION])
+def test_what_stands_in_front_of_an_answer_to_be_scored_vllm_computes_as_it_does_before_it_answers(
+    tmp_path: Path, unasked: int
+) -> None:
+    scheduler = Scheduler(tmp_path, disk=1e-6)
+    count, _ = scheduler.side.matched_tokens(scheduler.request("a", unasked), 0)
+    assert count == min(CHUNKS * TOKENS, CHUNKS * TOKENS + QUESTION - unasked - 1)
 
 
 def test_a_prompt_does_not_wait_for_many_blends_before_it(tmp_path: Path) -> None:
