@@ -22,7 +22,7 @@ from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, forget, inde
 from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, check_sizes
 from cacheblend_rag.retrieval.database import IndexConfig
-from cacheblend_rag.retrieval.documents import FoundDocuments, find_documents
+from cacheblend_rag.retrieval.documents import FoundDocuments, absolute, find_documents
 from cacheblend_rag.retrieval.index import ChunkIndex, Hit
 from cacheblend_rag.store.base import Closing
 
@@ -117,11 +117,15 @@ class RagPipeline(Closing):
     def remove(self, path: str | Path) -> None:
         """Take a document out of the index, and with it the KV of chunks that no other document holds.
 
+        Args:
+            path: As the index names it, or as :meth:`index` would be given it here.
+
         Raises:
             InputError: It is not in the index.
             StoreError: The index cannot be written.
         """
-        forget(self.engine, self.chunks, self.chunks.delete(str(path)))
+        name = str(path) if self.chunks.digest_of(str(path)) is not None else str(absolute(path))
+        forget(self.engine, self.chunks, self.chunks.delete(name))
 
     def retrieve(self, question: str, history: Sequence[Turn] = ()) -> Retrieved:
         """Return the chunks for a question, best first, each once.

@@ -148,6 +148,18 @@ def test_a_link_out_of_the_folder_is_not_indexed_and_said(pipeline: RagPipeline,
     assert [(Path(each.path).name, "link out" in each.reason) for each in report.skipped] == [("notes.txt", True)]
 
 
+def test_a_document_is_removed_by_the_path_that_it_was_indexed_by(
+    pipeline: RagPipeline, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pipeline.index(["docs"])
+    pipeline.remove("docs/bakery.txt")
+    pipeline.remove(docs / "ships/log.txt")
+    assert names([document.path for document in pipeline.chunks.documents()]) == ["observatory.md"]
+    with pytest.raises(InputError, match=r"bakery\.txt is not in the index"):
+        pipeline.remove("docs/bakery.txt")
+
+
 def test_files_outside_the_given_directories_stay_indexed(pipeline: RagPipeline, docs: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside.txt"
     outside.write_text("A note from outside.")
