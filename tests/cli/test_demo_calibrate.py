@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from statistics import median
 
@@ -200,6 +201,7 @@ def test_calibrate_on_documents_needs_no_questions(run, model_dir, tmp_path):
         (["--agreement", 1], "agreement is 1"),
         (["--confidence", 0.1], "confidence is 0.1"),
         (["--plot", "picture.gif"], ".png"),
+        (["--plot", "gone/picture.png"], "no directory gone"),
         (["--prompts", "a.jsonl", "--documents", "b"], "not both"),
         (["--agreement", 0.9, "--as-near-as", "8-bit"], "--as-near-as or --agreement"),
         (["--quick", "--count", 3], "--quick or --count"),
@@ -221,6 +223,27 @@ def test_by_default_a_blend_is_to_be_as_near_as_weights_of_six_bits(run, model_d
     text = run(*arguments, "--as-near-as", "4-bit").stdout
     assert "weights of 4 bits" in text
     assert not list((home / "calibrations").iterdir())  # what was measured is kept only until it has ended
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(run, model_dir, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(
+        "cacheblend_rag.lab.commands.doctor.open_engine", lambda *_: pytest.fail("the model was loaded")
+    )
+    result = run("doctor", "--calibrate", "--model", model_dir, "--plot", tmp_path / "plot.png")
+    assert result.exit_code == 4
+    assert "pip install 'cacheblend-rag[eval]'" in result.stderr
+
+
+def test_what_was_measured_is_kept_where_the_profile_cannot_be_written(run, model_dir, home, tmp_path):
+    arguments = ["doctor", "--calibrate", "--model", model_dir, "--prompts", prompts_file(tmp_path), "--agreement", 0.5]
+    (tmp_path / "file").write_text("")
+    result = run(*arguments, "--output", tmp_path / "file")
+    assert result.exit_code == 2
+    assert "What was measured is kept" in result.stderr
+    assert list((home / "calibrations").iterdir())
+    assert run(*arguments).exit_code == 0
+    assert not list((home / "calibrations").iterdir())
 
 
 def test_a_quick_calibration_draws_what_it_measures_and_measures_nothing_for_it(

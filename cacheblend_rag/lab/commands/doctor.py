@@ -169,9 +169,9 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
         except KeyboardInterrupt:
             echo("Stopped. What was measured is kept: the same command goes on.", err=True)
             raise
+    print_json({**asdict(found), "file": str(file)}) if as_json else print_calibration(found, file)
     if plot is not None:
         plot_calibration(found, plot)
-    print_json({**asdict(found), "file": str(file)}) if as_json else print_calibration(found, file)
 
 
 def _standard(wanted: CalibrationOptions) -> Standard:

@@ -54,7 +54,7 @@ def calibrate_engine(
 
     Raises:
         ModelError: The model is not blended.
-        InputError: No prompt is of use, or there is no ratio to find.
+        InputError: No prompt is of use, there is no ratio to find, or the profile cannot be written.
     """
     planner = planner_of(engine)
     assert engine.rope is not None
@@ -76,9 +76,21 @@ def calibrate_engine(
         )  # fmt: skip
     finally:
         engine.store, engine.ranking, engine.registry = kept
+    file = _saved(found, engine, output)  # before what was measured is given up
     if not found.stopped:
         ledger.remove()
-    return found, save_profile(found.profile, engine.fingerprint.digest, output, engine.writer)
+    return found, file
+
+
+def _saved(found: Calibration, engine: TransformersEngine, output: Path | None) -> Path:
+    """Write the profile and return its file; raises InputError where it cannot be written."""
+    try:
+        return save_profile(found.profile, engine.fingerprint.digest, output, engine.writer)
+    except OSError as error:
+        raise InputError(
+            f"The profile cannot be written ({error}). What was measured is kept: give another directory (--output), and the "
+            "same command goes on."
+        ) from error
 
 
 def planner_of(engine: TransformersEngine) -> Planner:

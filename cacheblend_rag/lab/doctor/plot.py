@@ -83,9 +83,13 @@ def _draw_line(axes: Axes, name: str, line: Sequence[MeasuredCandidate], colour:
 
 
 def check_plot_name(file: Path) -> None:
-    """Refuse, before hours of measuring, a file that nothing can be drawn into; raises InputError."""
+    """Refuse, before hours of measuring, a file that nothing can be drawn into; raises InputError, or ModelError as above."""
     if file.suffix not in _SUFFIXES:
         raise InputError(f"The plot {file} needs a name that ends with {', '.join(sorted(_SUFFIXES))}.")
+    if not file.parent.is_dir():
+        raise InputError(f"The plot {file} cannot be written: there is no directory {file.parent}.")
+    with figure():
+        pass
 
 
 def _lines(measured: Sequence[MeasuredCandidate]) -> dict[str, list[MeasuredCandidate]]:
