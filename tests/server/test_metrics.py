@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from prometheus_client import CollectorRegistry
 
 from cacheblend_rag.blending.outcome import ChunkLoad, PromptOutcome, Usage
@@ -110,3 +113,16 @@ def test_first_tokens_are_timed_by_mode_and_tiers_that_are_out_are_shown_until_t
     for status in (429, 429, 507):
         metrics.refused("acme", status)
     assert value("refused_requests_total", tenant="acme", status="429") == 2
+
+
+def test_the_page_names_every_metric_and_says_which_are_told_apart_by_tenant() -> None:
+    page = (Path(__file__).parents[2] / "docs/server.md").read_text("utf-8")
+    by_tenant, _, others = page.partition("## Metrics")[2].partition("\n## ")[0].partition("Without that label")
+    labels = {each._name: each._labelnames for each in vars(ReuseMetrics(CollectorRegistry())).values()}
+
+    def named(text: str) -> set[str]:
+        found = re.findall(r"`(?:cacheblend)?_([a-z_]+)", text)
+        return {f"cacheblend_{name.removesuffix('_total')}" for name in found}
+
+    assert named(by_tenant) == {name for name, those in labels.items() if "tenant" in those}
+    assert named(others) == {name for name, those in labels.items() if "tenant" not in those}
