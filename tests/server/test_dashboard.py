@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.server.observing import ReuseMetrics
 from tests.server.running import BODY_LIMIT, RunningServer
 from tests.server.test_server import PLAIN, chat, register
 
@@ -44,6 +47,19 @@ def test_every_metric_and_label_of_the_dashboard_is_one_of_a_running_server(serv
         known = [said[name] for name in re.findall(NAME, expression)]
         if all(labels is not None for labels in known):
             assert labels_of(expression) <= set().union(*known), expression
+
+
+def test_panels_show_a_tenant_that_has_only_asked_and_chunks_of_which_none_was_ever_found() -> None:
+    registry = CollectorRegistry()
+    asked = PromptOutcome("prefill", "no stored KV for any of the 1 chunks", Usage(70, 0, 0, 70), missing=("a",))
+    ReuseMetrics(registry).finished(asked, "acme")
+    said = {sample.name for family in registry.collect() for sample in family.samples}
+    for title, legend in (("Tokens computed by tenant", "{{tenant}}: prompts"), ("Where chunks were found", "nowhere")):
+        (panel,) = (panel for panel in PANELS if panel["title"] == title)
+        (expression,) = (target["expr"] for target in panel["targets"] if target["legendFormat"] == legend)
+        # What one side of an operation has no series of is not in its result.
+        needed = re.sub(rf"\(sum \(rate\({NAME}.*?\) or vector\(0\)\)", "", expression)
+        assert set(re.findall(NAME, needed)) <= said, title
 
 
 def test_what_the_legends_show_is_what_is_grouped_by_and_every_expression_is_whole() -> None:
