@@ -72,3 +72,9 @@ def test_of_an_index_it_is_the_model_that_made_it(run, model_dir, documents, tmp
     run("index", documents, "--store", tmp_path / "s", "--model", model_dir, "--chunk-tokens", 40)
     said = as_json(run("doctor", "--store", tmp_path / "s", "--json"))["model"]
     assert said == as_json(run("doctor", "--model", model_dir, "--json"))["model"]
+
+
+def test_what_only_a_calibration_reads_is_refused_without_one(run, model_dir, documents):
+    result = run("doctor", "--model", model_dir, "--documents", documents, "--plot", "plot.png")
+    assert result.exit_code == 2
+    assert "--documents, --plot: only with --calibrate" in result.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,6 +14,7 @@ from cacheblend_rag.console.engines import index_directory, open_engine, open_vl
 from cacheblend_rag.console.groups import ModelOptions, takes_groups
 from cacheblend_rag.console.output import echo, print_json, progress, status
 from cacheblend_rag.engines.models import BUNDLED_MODEL, SMOLLM2
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.commands.doctor_output import print_calibration, print_diagnosis, print_vllm
 
 if TYPE_CHECKING:
@@ -118,6 +119,11 @@ def doctor(
     as_json: options.AsJSON = False,
 ) -> None:
     """Say whether a model is blended, why, how, and what that gains on this machine; or calibrate it."""
+    given = [
+        f"--{each.name.replace('_', '-')}" for each in fields(wanted) if getattr(wanted, each.name) != each.default
+    ]
+    if given and not calibrate:
+        raise InputError(f"{', '.join(given)}: only with --calibrate.")
     generated = calibrate and not (store or wanted.prompts or wanted.documents)  # of the bundled model's world
     home = None if store is None else index_directory(store, "default")
     model = with_model(model, home, BUNDLED_MODEL if generated else SMOLLM2)
@@ -136,8 +142,6 @@ def doctor(
 
 
 def _diagnose_vllm(model: ModelOptions, store: Path | None, calibrate: bool, as_json: bool) -> None:
-    from cacheblend_rag.errors import InputError
-
     for name, given in (("--calibrate", calibrate), ("--store", store is not None)):
         if given:
             raise InputError(f"{name} goes with --engine transformers, whose findings hold for vLLM, too.")
@@ -175,7 +179,6 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
 
 
 def _standard(wanted: CalibrationOptions) -> Standard:
-    from cacheblend_rag.errors import InputError
     from cacheblend_rag.lab.doctor.judge import METRICS
     from cacheblend_rag.lab.doctor.standard import Standard
 
