@@ -17,6 +17,7 @@ from typer.main import get_command
 import cacheblend_rag
 from cacheblend_rag import errors
 from cacheblend_rag.cli import app
+from cacheblend_rag.cli.serve import serve
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -169,6 +170,21 @@ def test_the_reasons_explained_are_those_that_answers_give() -> None:
     assert len(reasons) == 11
     # Numbers and what stands for a part of its own are put into them.
     assert [part for reason in reasons for part in re.split(r"\d+|\.\.\.", reason) if part not in given] == []
+
+
+def test_the_servers_page_names_every_flag_of_ours() -> None:
+    page = (ROOT / "docs/server.md").read_text(encoding="utf-8")
+    said = set(re.findall(r"`(--[^`]+)`", page.partition("Own flags:")[2].partition("The server listens")[0]))
+    of_ours = {option for parameter in get_command(serve).params for option in parameter.opts} - {"--help", "-h"}
+    assert said == of_ours - {"--write-back"} | {"--[no-]write-back"}
+
+
+def test_the_page_about_traces_names_every_pass() -> None:
+    page = (ROOT / "docs/howto/observe.md").read_text(encoding="utf-8")
+    source = (ROOT / "cacheblend_rag/blending/fusor.py").read_text(encoding="utf-8")
+    passes = re.findall(r'self\._run\(\s*"(\w+)"', source)
+    assert len(passes) == 3
+    assert [name for name in passes if f"cacheblend.{name}_pass " not in page] == []
 
 
 def test_the_drawn_figures_are_what_the_script_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
