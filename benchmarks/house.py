@@ -1,15 +1,7 @@
-"""Counts what the code is: lines, long files and functions, names that stand twice, circles, and the files that a question runs.
-
-    python benchmarks/house.py
-    python benchmarks/house.py --trace ask       # `cacheblend ask`, from the command line to the first token
-    python benchmarks/house.py --trace chat      # LangChain's model in front of a server, down to vLLM's worker
-
-``benchmarks/files_run.py`` says how the files are counted that run.
-"""
+"""Counts what the code is: lines, long files and functions, names that stand twice, circles: ``python benchmarks/house.py``."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
@@ -177,7 +169,7 @@ def _listed(heading: str, found: list[str]) -> None:
 
 
 def print_counts() -> None:
-    """Print all that is counted without running anything."""
+    """Print all that is counted."""
     known = modules()
     lines = {module.place: module.lines for module in known.values()}
     lab = sum(count for place, count in lines.items() if place.startswith("lab/"))
@@ -203,21 +195,5 @@ def print_counts() -> None:
         _listed(heading, [" <-> ".join(each.removeprefix("cacheblend_rag.") for each in group) for group in found])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--trace", choices=("ask", "chat"), help="run a question, and list the files whose functions run"
-    )
-    wanted = parser.parse_args().trace
-    if wanted is None:
-        print_counts()
-        return
-    import files_run
-
-    ran = files_run.ask() if wanted == "ask" else files_run.chat()
-    for heading, files in ran.items():
-        _listed(heading, sorted(files))
-
-
 if __name__ == "__main__":
-    main()
+    print_counts()
