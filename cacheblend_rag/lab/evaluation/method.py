@@ -11,6 +11,7 @@ import torch
 
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.lab.samples import EvalCase
 from cacheblend_rag.prompts.chunk import Chunk
@@ -50,6 +51,24 @@ class Reply:
     reordered_full: str | None = None
     background_tokens: int = 0
     selection_tokens: float = 0.0
+
+    @classmethod
+    def of_requests(cls, text: str, requests: Sequence[Generation], last: Generation | None = None) -> Reply:
+        """Return an answer that took several requests, which is the text of the ``last``.
+
+        Without that nothing can be shown before all of them have been answered.
+        """
+        total = sum(done.timings.total_s for done in requests)
+        return cls(
+            text,
+            total if last is None else total - last.timings.total_s + last.timings.ttft_s,
+            total,
+            0.0,
+            sum(done.usage.prompt_tokens for done in requests),
+            sum(done.usage.computed_tokens for done in requests),
+            sum(done.usage.reused_tokens for done in requests),
+            "requests",
+        )
 
 
 class Method(ABC):

@@ -13,8 +13,8 @@ from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.lab.evaluation.baselines import MapReduce, MapRerank
-from cacheblend_rag.lab.evaluation.baselines.chunkwise import ChunkwiseAnswer
+from cacheblend_rag.lab.evaluation.baselines.chunkwise import MapReduce, MapRerank
+from cacheblend_rag.lab.evaluation.baselines.langchain import LangChainMethod
 from cacheblend_rag.lab.evaluation.marginal import marginalise, priors
 from cacheblend_rag.lab.evaluation.method import Method, Reply, generate_reply
 from cacheblend_rag.lab.evaluation.reordered import ReorderMethod
@@ -62,21 +62,6 @@ class SettingsMethod(Method):
         return generate_reply(engine, case.prompt, case.max_tokens, self.settings, self._free_loads)
 
 
-class ChunkwiseMethod(Method):
-    """Our MapReduce and MapRerank."""
-
-    def __init__(self, kind: type[MapReduce] | type[MapRerank]):
-        """Ask by ``kind``."""
-        self._kind = kind
-        self.name = self.key = kind.name
-        self.label = LABELS[self.name]
-
-    def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
-        asked = self._kind(engine, instruction=case.sample.instruction)
-        done = asked.answer(case.sample.question, case.chunks, SamplingParams(case.max_tokens))
-        return _reply(done)
-
-
 class MarginalMethod(Method):
     """The answer that is likeliest over the chunks, each alone in its prompt (REALM, RAG-Sequence).
 
@@ -105,35 +90,6 @@ class MarginalMethod(Method):
             sum(use.reused_tokens for use in uses),
             "requests",
         )
-
-
-def _reply(done: ChunkwiseAnswer) -> Reply:
-    return Reply(
-        done.text,
-        done.ttft_s,
-        done.total_s,
-        0.0,
-        done.prompt_tokens,
-        done.computed_tokens,
-        done.reused_tokens,
-        "requests",
-    )
-
-
-class LangChainMethod(Method):
-    """LangChain's own MapReduce and MapRerank chains, with their own prompts, over the same engine and chunks."""
-
-    def __init__(self, name: str):
-        """Run the chain behind ``name``."""
-        self.name = self.key = name
-        self.label = LABELS[name]
-
-    def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
-        from cacheblend_rag.lab.evaluation.baselines.langchain import map_reduce, map_rerank
-
-        run = map_reduce if self.name == "langchain_map_reduce" else map_rerank
-        done = run(engine, case.sample.question, case.chunks, SamplingParams(case.max_tokens))
-        return _reply(done)
 
 
 def make_methods(names: Sequence[str], blend: ResolvedSettings) -> list[Method]:
@@ -168,10 +124,10 @@ def _method(name: str, blend: ResolvedSettings) -> Method:
         "prefix": lambda: SettingsMethod(name, LABELS[name], PREFIX_CACHING, free_loads=True),
         "reuse": lambda: SettingsMethod(name, LABELS[name], FULL_REUSE),
         "blend": lambda: SettingsMethod(name, f"blend, {how}", blended),
-        "map_reduce": lambda: ChunkwiseMethod(MapReduce),
-        "map_rerank": lambda: ChunkwiseMethod(MapRerank),
-        "langchain_map_reduce": lambda: LangChainMethod(name),
-        "langchain_map_rerank": lambda: LangChainMethod(name),
+        "map_reduce": lambda: MapReduce(name, LABELS[name]),
+        "map_rerank": lambda: MapRerank(name, LABELS[name]),
+        "langchain_map_reduce": lambda: LangChainMethod(name, LABELS[name]),
+        "langchain_map_rerank": lambda: LangChainMethod(name, LABELS[name]),
         "marginal": MarginalMethod,
         "reorder": lambda: ReorderMethod(name, LABELS[name], None),
         "reorder+blend": lambda: ReorderMethod(name, f"{LABELS[name]}, {how}", blended),

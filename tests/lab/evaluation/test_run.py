@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 
@@ -13,14 +14,13 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.lab.datasets import hash_files
 from cacheblend_rag.lab.evaluation.answers import AnswersFile, answer_all
-from cacheblend_rag.lab.evaluation.baselines import MapReduce, MapRerank
+from cacheblend_rag.lab.evaluation.baselines.chunkwise import MapReduce, MapRerank
 from cacheblend_rag.lab.evaluation.evaluate import EvalSettings, evaluate, identify_run
 from cacheblend_rag.lab.evaluation.methods import make_methods
 from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.lab.evaluation.report import write_report
 from cacheblend_rag.lab.evaluation.summary import find_worst, summarize
 from cacheblend_rag.lab.samples import Sample
-from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.store.kv import WrittenBy
 
 pytestmark = pytest.mark.slow
@@ -250,39 +250,47 @@ def test_methods_that_do_not_exist_are_named(names, named):
         make_methods([n for n in names.split(",") if n], ModelProfile().resolve(BlendSettings(), 8))
 
 
-def test_map_reduce_asks_every_chunk_and_then_their_answers(engine):
-    chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS]
-    done = MapReduce(engine).answer("What?", chunks, SamplingParams(4))
-    assert len(done.parts) == 3
+def asked_by_chunk(engine, monkeypatch, max_tokens):
+    """A case, and what its requests are answered."""
+    case, answers = Preparer(engine, replace(FEW, max_tokens=max_tokens)).case(SAMPLES[0]), []
+    generate = engine.generate
+    monkeypatch.setattr(engine, "generate", lambda *given: answers.append(generate(*given)) or answers[-1])
+    return case, answers
+
+
+def test_map_reduce_asks_every_chunk_and_then_their_answers(engine, monkeypatch):
+    case, answers = asked_by_chunk(engine, monkeypatch, 4)
+    done = MapReduce("map_reduce", "MapReduce").reply(engine, case)
+    assert len(answers) == 3 + 1
+    assert done.text == answers[-1].text.strip()
     assert done.reused_tokens == 0
-    assert done.computed_tokens == done.prompt_tokens > sum(len(chunk.token_ids) for chunk in chunks)
+    assert done.computed_tokens == done.prompt_tokens > sum(len(chunk.token_ids) for chunk in case.chunks)
     assert done.ttft_s < done.total_s
-    with pytest.raises(InputError, match="at least one chunk"):
-        MapReduce(engine).answer("What?", [])
 
 
-def test_map_rerank_keeps_the_answer_the_model_is_surest_of(engine):
-    chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS]
-    done = MapRerank(engine).answer("What?", chunks, SamplingParams(3))
-    assert done.text == done.parts[done.scores.index(max(done.scores))]
-    assert len(set(done.scores)) == 3
-    assert all(0 < score <= 100 for score in done.scores)
+def test_map_rerank_keeps_the_answer_the_model_is_surest_of(engine, monkeypatch):
+    case, answers = asked_by_chunk(engine, monkeypatch, 3)
+    method = MapRerank("map_rerank", "MapRerank")
+    done = method.reply(engine, case)
+    parts = [each.text.strip() for each in answers]
+    _, scored = method.ask(engine, case)
+    scores = [score for _, score in scored]
+    assert [text for text, _ in scored] == parts
+    assert done.text == parts[scores.index(max(scores))]
+    assert len(set(scores)) == 3
+    assert all(0 < score <= 100 for score in scores)
     assert engine.on_first_logits is None
 
 
 def test_map_rerank_asks_for_scores_where_probabilities_are_not_shown(engine, monkeypatch):
     answered = engine.generate("harbour", SamplingParams(2))
+    case, method = Preparer(engine, FEW).case(SAMPLES[0]), MapRerank("map_rerank", "MapRerank")
     monkeypatch.delattr(engine, "on_first_logits")
-    replies = iter(["one Score: 20", "two\nscore: 90", "three"])
-
-    def generate(*args):
-        from dataclasses import replace
-
-        return replace(answered, text=next(replies))
-
-    monkeypatch.setattr(engine, "generate", generate)
-    done = MapRerank(engine).answer("What?", [make_chunk(text, engine.tokenizer) for text in TEXTS], SamplingParams(2))
-    assert (done.text, done.scores) == ("two", (20, 90, 0))
+    replies = cycle(["one Score: 20", "two\nscore: 90", "three"])
+    monkeypatch.setattr(engine, "generate", lambda *given: replace(answered, text=next(replies)))
+    done = method.reply(engine, case)
+    assert done.text == "two"
+    assert [score for _, score in method.ask(engine, case)[1]] == [20, 90, 0]
     assert done.ttft_s == done.total_s  # nothing can be shown before the last score is in
 
 

@@ -7,73 +7,45 @@ fails without one; here an answer without a score counts as one of score 0, or a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.errors import InputError, ModelError
-from cacheblend_rag.lab.evaluation.baselines.chunkwise import ChunkwiseAnswer
-from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.errors import ModelError
+from cacheblend_rag.lab.evaluation.baselines.chunkwise import Chunkwise
+from cacheblend_rag.lab.evaluation.method import Reply
+from cacheblend_rag.lab.samples import EvalCase
 
 if TYPE_CHECKING:
     from langchain_core.language_models import BaseLLM
 
 
-def map_reduce(
-    engine: BlendEngine, question: str, chunks: Sequence[Chunk], sampling: SamplingParams | None = None
-) -> ChunkwiseAnswer:
-    """Answer through ``load_qa_chain(chain_type="map_reduce")``.
+class LangChainMethod(Chunkwise):
+    """LangChain's own MapReduce and MapRerank chains, with their own prompts, over the same engine and chunks."""
 
-    Raises:
-        InputError: There are no chunks.
-        ModelError: langchain-classic is not installed.
-    """
-    log: list[Generation] = []
-    room = engine.context_window - (sampling or SamplingParams()).max_tokens
-    output = _run("map_reduce", engine, question, chunks, sampling, log, return_intermediate_steps=True, token_max=room)
-    return _summed(output["output_text"].strip(), tuple(output["intermediate_steps"]), (), log, reduces=True)
-
-
-def map_rerank(
-    engine: BlendEngine, question: str, chunks: Sequence[Chunk], sampling: SamplingParams | None = None
-) -> ChunkwiseAnswer:
-    """Answer through ``load_qa_chain(chain_type="map_rerank")``; raises as :func:`map_reduce` does."""
-    log: list[Generation] = []
-    output = _run("map_rerank", engine, question, chunks, sampling, log, return_intermediate_steps=True)
-    steps = output["intermediate_steps"]
-    parts, scores = tuple(step["answer"] for step in steps), tuple(int(step["score"]) for step in steps)
-    return _summed(output["output_text"].strip(), parts, scores, log, reduces=False)
-
-
-def _run(
-    kind: str,
-    engine: BlendEngine,
-    question: str,
-    chunks: Sequence[Chunk],
-    sampling: SamplingParams | None,
-    log: list[Generation],
-    **options: Any,
-) -> dict[str, Any]:
-    if not chunks:
-        raise InputError(f"LangChain's {kind} needs at least one chunk.")
-    try:
-        from langchain_classic.chains.question_answering import load_qa_chain
-        from langchain_classic.chains.question_answering.map_rerank_prompt import PROMPT
-        from langchain_core.documents import Document
-    except ImportError as error:
-        raise ModelError("LangChain's chains need langchain-classic: pip install 'cacheblend-rag[eval]'.") from error
-    if kind == "map_rerank":
-        options["prompt"] = PROMPT.model_copy(update={"output_parser": _lenient_parser()})
-    llm = _llm(engine, sampling or SamplingParams(), FULL_RECOMPUTE, log)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the whole package is deprecated; the paper's baselines are these chains
-        chain = load_qa_chain(llm, chain_type=kind, **options)
-        documents = [Document(page_content=chunk.text) for chunk in chunks]
-        output: dict[str, Any] = chain.invoke({"input_documents": documents, "question": question})
-    return output
+    def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
+        """Answer through ``load_qa_chain``; raises ModelError where langchain-classic is not installed."""
+        try:
+            from langchain_classic.chains.question_answering import load_qa_chain
+            from langchain_classic.chains.question_answering.map_rerank_prompt import PROMPT
+            from langchain_core.documents import Document
+        except ImportError as error:
+            raise ModelError(
+                "LangChain's chains need langchain-classic: pip install 'cacheblend-rag[eval]'."
+            ) from error
+        kind = self.name.removeprefix("langchain_")
+        options: dict[str, Any] = {"token_max": engine.context_window - case.max_tokens}
+        if kind == "map_rerank":
+            options = {"prompt": PROMPT.model_copy(update={"output_parser": _lenient_parser()})}
+        log: list[Generation] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the whole package is deprecated; the paper's baselines are these chains
+            chain = load_qa_chain(_llm(engine, case.max_tokens, log), chain_type=kind, **options)
+            documents = [Document(page_content=chunk.text) for chunk in case.chunks]
+            output = chain.invoke({"input_documents": documents, "question": case.sample.question})
+        return Reply.of_requests(output["output_text"].strip(), log, log[-1] if kind == "map_reduce" else None)
 
 
 def _lenient_parser() -> Any:
@@ -87,7 +59,7 @@ def _lenient_parser() -> Any:
     return Lenient(regex=r"(?s)(.*?)\s*Score:\s*(\d+)", output_keys=["answer", "score"], default_output_key="answer")
 
 
-def _llm(engine: BlendEngine, sampling: SamplingParams, settings: BlendSettings, log: list[Generation]) -> BaseLLM:
+def _llm(engine: BlendEngine, max_tokens: int, log: list[Generation]) -> BaseLLM:
     from langchain_core.language_models import BaseLLM
     from langchain_core.outputs import Generation as Text
     from langchain_core.outputs import LLMResult
@@ -102,9 +74,7 @@ def _llm(engine: BlendEngine, sampling: SamplingParams, settings: BlendSettings,
         ) -> LLMResult:
             texts = []
             for prompt in prompts:
-                done = engine.generate(
-                    prompt, SamplingParams(sampling.max_tokens, stop=tuple(stop or sampling.stop)), settings
-                )
+                done = engine.generate(prompt, SamplingParams(max_tokens, stop=tuple(stop or ())), FULL_RECOMPUTE)
                 log.append(done)
                 texts.append([Text(text=done.text)])
             return LLMResult(generations=texts)
@@ -113,20 +83,3 @@ def _llm(engine: BlendEngine, sampling: SamplingParams, settings: BlendSettings,
             return list(engine.tokenizer.encode(text, add_special_tokens=False))
 
     return EngineLLM()
-
-
-def _summed(
-    text: str, parts: tuple[str, ...], scores: tuple[float, ...], log: Sequence[Generation], *, reduces: bool
-) -> ChunkwiseAnswer:
-    total = sum(done.timings.total_s for done in log)
-    last = log[-1].timings
-    return ChunkwiseAnswer(
-        text,
-        parts,
-        scores,
-        total - last.total_s + last.ttft_s if reduces else total,
-        total,
-        sum(done.usage.prompt_tokens for done in log),
-        sum(done.usage.computed_tokens for done in log),
-        sum(done.usage.reused_tokens for done in log),
-    )
