@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from cacheblend_rag.lab.doctor.measure import take_turns
 from cacheblend_rag.lab.doctor.workbench import Workbench, name_methods
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
+Axis = Literal["chunks", "chunk_tokens", "batch"]
 Point = dict[str, Any]
 Progress = Callable[[str], None]
 
@@ -33,26 +34,32 @@ QUESTION_TOKENS: Final = 32
 READY: Final = "ready"
 """The method that blends KV which needs no loading."""
 _SIMULATED_REQUESTS: Final = 4000
+_RATES: Final = 12
 _METHODS: Final = name_methods(BLEND)
 
 
-def sweep_chunks(
-    place: Workbench, counts: Sequence[int] = (2, 4, 6, 8), repeat: int = 3, say: Progress = lambda line: None
+def sweep_sizes(
+    place: Workbench, axis: Axis, values: Sequence[int], repeat: int = 3, say: Progress = lambda line: None
 ) -> list[Point]:
-    """Vary the number of chunks of 512 tokens."""
-    return [p for n in counts for p in _point(place, {"chunks": n}, n, CHUNK_TOKENS, _METHODS, repeat, say)]
+    """Vary the number of chunks of 512 tokens, the length of six chunks, or how many requests for six arrive together.
 
-
-def sweep_lengths(
-    place: Workbench, lengths: Sequence[int] = (128, 256, 512, 768), repeat: int = 3, say: Progress = lambda line: None
-) -> list[Point]:
-    """Vary the length of six chunks."""
-    return [p for n in lengths for p in _point(place, {"chunk_tokens": n}, 6, n, _METHODS, repeat, say)]
+    This engine computes one request's tokens at a time, so the TTFT of the last of a batch, which is what is given, is the sum
+    of their prefills: nothing is measured there that a loop would not show.
+    """
+    points = []
+    for n in values:
+        chunks, tokens, batch = {
+            "chunks": (n, CHUNK_TOKENS, 1),
+            "chunk_tokens": (6, n, 1),
+            "batch": (6, CHUNK_TOKENS, n),
+        }[axis]
+        points += _point(place, {axis: n}, chunks, tokens, _METHODS, repeat, say, batch)
+    return points
 
 
 def sweep_ratio(
     place: Workbench,
-    ratios: Sequence[float] = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5),
+    ratios: Sequence[float],
     policy: str | None = None,
     repeat: int = 3,
     say: Progress = lambda line: None,
@@ -70,17 +77,6 @@ def sweep_ratio(
         }
         for p in points
     ]
-
-
-def sweep_batch(
-    place: Workbench, sizes: Sequence[int] = (1, 2, 4, 8), repeat: int = 3, say: Progress = lambda line: None
-) -> list[Point]:
-    """Vary how many requests arrive together.
-
-    This engine computes one request's tokens at a time, so the TTFT of the last of them, which is what is given, is the sum
-    of their prefills: nothing is measured here that a loop would not show.
-    """
-    return [p for n in sizes for p in _point(place, {"batch": n}, 6, CHUNK_TOKENS, _METHODS, repeat, say, n)]
 
 
 def sweep_devices(
@@ -164,11 +160,11 @@ def simulate_queue(
     return points
 
 
-def choose_rates(service_s: Mapping[str, Sequence[tuple[float, float]]], count: int = 12) -> list[float]:
+def choose_rates(service_s: Mapping[str, Sequence[tuple[float, float]]]) -> list[float]:
     """Return rates up to what the fastest method can serve."""
     best = max(1 / float(np.mean([total for _, total in measured])) for measured in service_s.values())
     slowest = min(1 / float(np.mean([total for _, total in measured])) for measured in service_s.values())
-    return [float(rate) for rate in np.geomspace(slowest / 4, best * 0.97, count)]
+    return [float(rate) for rate in np.geomspace(slowest / 4, best * 0.97, _RATES)]
 
 
 def _prompt(place: Workbench, chunks: int, chunk_tokens: int) -> TokenizedPrompt:

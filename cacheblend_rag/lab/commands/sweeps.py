@@ -51,13 +51,11 @@ def chunks(
     """Measure the TTFT against the number and the length of chunks."""
     wanted = _parse_numbers(counts, "--counts", int)
     sizes = _parse_numbers(lengths, "--lengths", int) if lengths else []
-    from cacheblend_rag.lab.bench.sweeps import sweep_chunks, sweep_lengths
+    from cacheblend_rag.lab.bench.sweeps import sweep_sizes
 
     def sweep(place: Workbench, say: Say) -> list[Point]:
-        return [
-            *sweep_chunks(place, wanted, how.repeat, say),
-            *(sweep_lengths(place, sizes, how.repeat, say) if sizes else []),
-        ]
+        by_count = sweep_sizes(place, "chunks", wanted, how.repeat, say)
+        return by_count + sweep_sizes(place, "chunk_tokens", sizes, how.repeat, say)
 
     _run(how, sweep, {"chunks": "chunks of 512 tokens", "chunk_tokens": "tokens in each of 6 chunks"})
 
@@ -70,9 +68,9 @@ def batch(
 ) -> None:
     """Measure the last TTFT of requests that arrive together (this engine computes one at a time)."""
     wanted = _parse_numbers(sizes, "--sizes", int)
-    from cacheblend_rag.lab.bench.sweeps import sweep_batch
+    from cacheblend_rag.lab.bench.sweeps import sweep_sizes
 
-    _run(how, lambda place, say: sweep_batch(place, wanted, how.repeat, say), {"batch": "requests at once"})
+    _run(how, lambda place, say: sweep_sizes(place, "batch", wanted, how.repeat, say), {"batch": "requests at once"})
 
 
 @takes_groups

@@ -18,7 +18,7 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.lab.bench.sweeps import simulate_queue, sweep_batch, sweep_chunks, sweep_devices, sweep_ratio
+from cacheblend_rag.lab.bench.sweeps import simulate_queue, sweep_devices, sweep_ratio, sweep_sizes
 from cacheblend_rag.lab.bench.throttled import ThrottledStore
 from cacheblend_rag.lab.evaluation.attention import AttentionInspector
 from cacheblend_rag.lab.evaluation.evaluate import EvalSettings
@@ -120,7 +120,7 @@ def test_reads_of_one_device_wait_for_each_other(monkeypatch):
 
 def test_sweeps_time_every_method_at_every_point(engine):
     place = FigureContext(engine, SMALL, Path()).workbench
-    points = sweep_chunks(place, (1, 2), repeat=1)
+    points = sweep_sizes(place, "chunks", (1, 2), repeat=1)
     assert [(p["chunks"], p["method"]) for p in points] == [
         (n, m) for n in (1, 2) for m in ("full", "prefix", "reuse", "blend")
     ]
@@ -131,7 +131,7 @@ def test_sweeps_time_every_method_at_every_point(engine):
     assert prefix["computed_tokens"] > blend["computed_tokens"] > reuse["computed_tokens"]
     ratios = sweep_ratio(place, (0.25,), repeat=1)
     assert [(p["ratio"], p["method"]) for p in ratios] == [(1.0, "full"), (0.0, "reuse"), (0.25, "blend")]
-    assert len(sweep_batch(place, (1,), repeat=1)) == 4
+    assert len(sweep_sizes(place, "batch", (1,), repeat=1)) == 4
     with pytest.raises(InputError, match="throttled"):
         sweep_devices(place)
 

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from cacheblend_rag.lab.bench.sweeps import (
-    choose_rates,
-    simulate_queue,
-    sweep_batch,
-    sweep_chunks,
-    sweep_lengths,
-)
+from cacheblend_rag.lab.bench.sweeps import Axis, choose_rates, simulate_queue, sweep_sizes
 from cacheblend_rag.lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_rag.lab.evaluation.figures.quality import CORE
 from cacheblend_rag.lab.evaluation.methods import LABELS
@@ -49,22 +44,16 @@ def _draw_rates(rows: Sequence[Row]) -> Drawing:
 def _measure_sizes(context: FigureContext, say: Say) -> list[Row]:
     place = context.workbench
     window = context.engine.context_window - 200
-    counts = [n for n in (2, 4, 6, 8) if n * 512 < window]
-    lengths = [n for n in (128, 256, 512, 768) if n * 6 < window]
-    rows = []
-    rows += [
-        {"panel": "chunks", "x": p["chunks"], **p}
-        for p in sweep_chunks(place, counts, context.repeat, lambda text: say(0.1, text))
+    sweeps: list[tuple[Axis, list[int], int, float]] = [
+        ("chunks", [n for n in (2, 4, 6, 8) if n * 512 < window], context.repeat, 0.1),
+        ("chunk_tokens", [n for n in (128, 256, 512, 768) if n * 6 < window], context.repeat, 0.4),
+        ("batch", [1, 2, 4], max(1, context.repeat - 1), 0.7),
     ]
-    rows += [
-        {"panel": "chunk_tokens", "x": p["chunk_tokens"], **p}
-        for p in sweep_lengths(place, lengths, context.repeat, lambda text: say(0.4, text))
+    return [
+        {"panel": panel, "x": point[panel], **point}
+        for panel, values, repeat, share in sweeps
+        for point in sweep_sizes(place, panel, values, repeat, partial(say, share))
     ]
-    rows += [
-        {"panel": "batch", "x": p["batch"], **p}
-        for p in sweep_batch(place, (1, 2, 4), max(1, context.repeat - 1), lambda text: say(0.7, text))
-    ]
-    return rows
 
 
 def _draw_sizes(rows: Sequence[Row]) -> Drawing:
