@@ -74,6 +74,15 @@ def test_of_an_index_it_is_the_model_that_made_it(run, model_dir, documents, tmp
     assert said == as_json(run("doctor", "--model", model_dir, "--json"))["model"]
 
 
+def test_a_store_at_home_is_found_where_the_shell_leaves_the_tilde(run, model_dir, tmp_path, monkeypatch):
+    measured = []
+    (tmp_path / "acme").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("cacheblend_rag.lab.doctor.diagnose.measure_disk", lambda at, cold: measured.append(at))
+    assert run("doctor", "--model", model_dir, "--store", "~/acme").exit_code == 0
+    assert set(measured) == {tmp_path / "acme"}
+
+
 def test_what_only_a_calibration_reads_is_refused_without_one(run, model_dir, documents):
     result = run("doctor", "--model", model_dir, "--documents", documents, "--plot", "plot.png")
     assert result.exit_code == 2

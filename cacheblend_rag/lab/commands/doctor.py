@@ -125,8 +125,8 @@ def doctor(
     if given and not calibrate:
         raise InputError(f"{', '.join(given)}: only with --calibrate.")
     generated = calibrate and not (store or wanted.prompts or wanted.documents)  # of the bundled model's world
-    home = None if store is None else index_directory(store, "default")
-    model = with_model(model, home, BUNDLED_MODEL if generated else SMOLLM2)
+    store = None if store is None else index_directory(store, "default")
+    model = with_model(model, store, BUNDLED_MODEL if generated else SMOLLM2)
     if engine == "vllm":
         _diagnose_vllm(model, store, calibrate, as_json)
         return
