@@ -16,6 +16,8 @@ from cacheblend_rag.frameworks import RetrievalLog
 RETRIEVALS = RetrievalLog()
 """Of all chains in this process. Runnables run in copies of their context, so it goes by the runs that callbacks are told of."""
 
+_asking: ContextVar[UUID | None] = ContextVar("cacheblend_asking_run", default=None)
+
 
 class RetrievalWatcher(BaseCallbackHandler):
     """Notes which runs there are, and what the retrievers among them return; one inside another counts for nothing."""
@@ -24,12 +26,7 @@ class RetrievalWatcher(BaseCallbackHandler):
 
     @property
     def ignore_llm(self) -> bool:
-        """Leave out models' runs, and so their prompts, which LangChain would print for it."""
-        return True
-
-    @property
-    def ignore_chat_model(self) -> bool:
-        """Do the same for chat models."""
+        """Leave out texts' models, whose prompts LangChain would print for it, and all tokens."""
         return True
 
     def on_chain_start(self, *args: Any, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
@@ -44,6 +41,10 @@ class RetrievalWatcher(BaseCallbackHandler):
 
     on_chain_error = on_tool_end = on_tool_error = on_retriever_error = on_chain_end
 
+    def on_chat_model_start(self, *args: Any, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
+        """Note the run that asks a chat model: its stream is not told of it."""
+        _asking.set(parent_run_id)
+
     def on_retriever_end(self, documents: Sequence[Document], *, run_id: UUID, **kwargs: Any) -> None:
         """Note what it has returned."""
         RETRIEVALS.note(run_id, retrieved(documents))
@@ -56,8 +57,8 @@ def retrieved(documents: Sequence[Document]) -> list[tuple[str, ...]]:
 
 
 def run_of(manager: CallbackManagerForLLMRun | AsyncCallbackManagerForLLMRun | None) -> UUID | None:
-    """Return the run that asked for a model's run, None where it is the outermost."""
-    return None if manager is None else manager.parent_run_id
+    """Return the run that asked for a model's run, None where it is the outermost; LangChain hands chat streams no manager."""
+    return _asking.get() if manager is None else manager.parent_run_id
 
 
 _WATCHER = RetrievalWatcher()

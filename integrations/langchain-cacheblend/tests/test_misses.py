@@ -252,6 +252,28 @@ def test_streams_texts_and_callbacks_carry_the_report(scripted: ScriptedEngine) 
     assert infos.info["cacheblend"]["retrieved"]["matched"] == 1
 
 
+async def test_a_stream_is_part_of_the_run_that_asks_for_it(scripted: ScriptedEngine) -> None:
+    """LangChain hands chat models' streams no run, and `invoke` streams where somebody listens."""
+
+    async def of_async(asked: Any) -> None:
+        async for _ in asked.astream("When?"):
+            pass
+
+    asking: list[tuple[dict[str, bool], Callable[[Any], Any]]] = [
+        ({}, lambda asked: list(asked.stream("When?"))),
+        ({}, of_async),
+        ({"streaming": True}, lambda asked: asked.invoke("When?")),
+        ({"streaming": True}, lambda asked: asked.ainvoke("When?")),
+    ]
+    for number, (options, ask) in enumerate(asking):
+        retriever = of(scripted, [note(number, "gong")])  # that nobody has retrieved before
+        with pytest.raises(AlteredChunkError):
+            found = ask(chain(scripted, retriever, re_flowed, on_miss="error", **options))
+            if asyncio.iscoroutine(found):
+                await found
+    assert not scripted.requests
+
+
 def test_retriever_and_model_called_one_after_the_other(scripted: ScriptedEngine) -> None:
     texts = [note(n, "organ") for n in range(11, 14)]
     documents = of(scripted, texts).invoke("When?")
