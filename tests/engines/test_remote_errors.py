@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import gc
 import pickle
 import socket
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -193,8 +196,6 @@ def test_a_request_is_sent_again_after_a_server_error_but_not_after_a_refusal(fa
 
 
 def test_a_server_that_does_not_answer_in_time_is_named_with_what_to_do(fake) -> None:
-    import asyncio
-
     async def never(_: Any) -> Response:
         await asyncio.sleep(30)
         return Response()
@@ -324,3 +325,18 @@ def test_it_registers_and_forgets_in_its_holders_name(fake: FakeServer) -> None:
             assert engine.forget([chunk]) == 0
             assert held[-1] == holder
             assert pickle.loads(pickle.dumps(engine))._holder == holder
+
+
+def test_nothing_is_held_of_an_event_loop_that_has_ended(fake) -> None:
+    """Each has connections of its own; programs without a loop start one for each call."""
+    fake.handle = lambda _: stream(piece("x", 5, finish="length"), usage(), "[DONE]")
+    engine = connect(fake)
+
+    async def ask() -> Any:
+        await engine.agenerate(BlendPrompt(("Who?",)), SHORT)
+        await engine.agenerate(BlendPrompt(("Where?",)), SHORT)
+        return weakref.ref(asyncio.get_running_loop())
+
+    ended = [asyncio.run(ask()) for _ in range(2)]
+    gc.collect()
+    assert [loop() for loop in ended] == [None, None]

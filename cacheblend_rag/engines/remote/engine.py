@@ -216,8 +216,9 @@ class RemoteEngine(BlendEngine):
         answer = ServerAnswer(self._wire.url, self.fingerprint.digest, self.tokenizer, request["logprobs"] or 0)
         with RequestSpans(self.namespace.name, "client") as spans:  # those of the server are parts of them
             request["extra_headers"] = spans.headers
+            client = await self._wire.asynchronous()
             with self._wire.explained(answer.begun):
-                async with await self._wire.asynchronous().completions.create(**request) as pieces:
+                async with await client.completions.create(**request) as pieces:
                     async for piece in pieces:
                         text = answer.push(piece)
                         if text:

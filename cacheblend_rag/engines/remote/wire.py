@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
-from weakref import WeakKeyDictionary
 
 from openai import APIConnectionError, APIError, APIStatusError, APITimeoutError, AsyncOpenAI, OpenAI, Timeout
 
@@ -208,14 +207,23 @@ class Wire:
             "max_retries": max_retries,
         }
         self.sync = OpenAI(**self._arguments)
-        self._async: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI] = WeakKeyDictionary()
+        self._async: dict[asyncio.AbstractEventLoop, tuple[AsyncOpenAI, AsyncGenerator[AsyncOpenAI, None]]] = {}
 
-    def asynchronous(self) -> AsyncOpenAI:
+    async def asynchronous(self) -> AsyncOpenAI:
         """Return the client of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._async:
-            self._async[loop] = AsyncOpenAI(**self._arguments)
-        return self._async[loop]
+            opened = self._open(loop)
+            self._async[loop] = await anext(opened), opened
+        return self._async[loop][0]
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[AsyncOpenAI, None]:
+        """Yield a client of ``loop``, which closes its generators when it ends; open connections would hold it."""
+        async with AsyncOpenAI(**self._arguments) as client:
+            try:
+                yield client
+            finally:
+                del self._async[loop]
 
     @contextmanager
     def explained(self, begun: Callable[[], bool] = lambda: False) -> Iterator[None]:
