@@ -212,7 +212,9 @@ class EngineFields(Serializable):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Return what decides the answer: the key of LangChain's LLM cache, and what tracers see."""
-        return {"model_name": self.model_name, "fingerprint": self.engine.fingerprint.digest, **options_of(self)}
+        # LangChain puts the call's `stop`, None as well, in the place of ours.
+        own = {"fingerprint": self.engine.fingerprint.digest, "stop_sequences": self.stop, **options_of(self)}
+        return {"model_name": self.model_name, **own}
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the model's own tokens of ``text``, without any that a template adds."""

@@ -26,7 +26,7 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.errors import PromptTooLongError, UnknownChunkError
 from cacheblend_rag.store.kv import ModelFingerprint
-from langchain_cacheblend import ChatCacheBlend
+from langchain_cacheblend import CacheBlendLLM, ChatCacheBlend
 
 from scripted import ScriptedEngine
 
@@ -308,6 +308,13 @@ def test_langchains_llm_cache_tells_models_and_settings_apart(scripted: Scripted
     for llm in models * 2:
         llm.invoke("Who?")
     assert (len(scripted.prompts), len(other.prompts)) == (2, 1)
+
+
+@pytest.mark.parametrize("model", [ChatCacheBlend, CacheBlendLLM])
+def test_langchains_llm_cache_tells_models_with_other_stop_strings_apart(model: Any, scripted: ScriptedEngine) -> None:
+    cache = InMemoryCache()
+    whole, stopped = (str(model(engine=scripted, cache=cache, stop=stop).invoke("Who?")) for stop in (None, ["to"]))
+    assert "Answer to" in whole and "Answer to" not in stopped
 
 
 class Ship(BaseModel):
