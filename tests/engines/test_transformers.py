@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ from cacheblend_rag.blending.profile import ModelProfile, log_uncalibrated, save
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.engines.transformers.engine import planned
+from cacheblend_rag.engines.transformers.engine import PromptRun, planned
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.lab.scoring import score
 from cacheblend_rag.prompts.chunk import make_chunk
@@ -209,3 +210,31 @@ def test_a_chat_template_is_honoured_and_its_header_is_exact(tmp_path: Path) -> 
     assert tokens.token_ids[: len(engine.header_ids)] == engine.header_ids
     assert tokens.spans[0].start == len(engine.header_ids)
     assert len(tokens.spans) == len(TEXTS)
+
+
+async def test_a_call_that_is_cancelled_ends_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, tokens = Scene(), []
+    engine = engine_for(make_model(hf.LlamaConfig(**_CONFIG)), scene)
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    decode, leave = PromptRun._decode, PromptRun.__exit__
+
+    def held_up(run: PromptRun, token: int) -> None:
+        tokens.append(token)
+        begun.set()
+        go_on.wait(30)
+        decode(run, token)
+
+    def left(run: PromptRun, *error: object) -> None:
+        leave(run, *error)
+        ended.set()
+
+    monkeypatch.setattr(PromptRun, "_decode", held_up)
+    monkeypatch.setattr(PromptRun, "__exit__", left)
+    call = asyncio.create_task(engine.agenerate(scene.prompt, SamplingParams(max_tokens=100)))
+    assert await asyncio.to_thread(begun.wait, 30)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    go_on.set()
+    assert await asyncio.to_thread(ended.wait, 30)
+    assert len(tokens) < 100 - 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 
@@ -275,7 +277,23 @@ class TransformersEngine(ModelOwner):
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
         """See :class:`BlendEngine`; the pool of threads bounds how many hold KV at once."""
-        return await asyncio.to_thread(self.generate, prompt, sampling, settings)
+        gone = threading.Event()
+
+        def answered() -> Generation | None:
+            done: Generation | None = None
+            with closing(cast(Any, self.stream(prompt, sampling, settings))) as events:
+                for event in events:
+                    done = event.generation
+                    if gone.is_set():  # nobody waits for it any more
+                        break
+            return done
+
+        try:
+            done = await asyncio.to_thread(answered)
+        finally:
+            gone.set()
+        assert done is not None
+        return done
 
     def _stream(self, request: Request, guide: Guide | None, begin: float) -> Iterator[StreamEvent]:
         # What is written back once the answer is there belongs to no span of the request.
