@@ -211,8 +211,8 @@ class CacheBlendLLM(FunctionCallingLLM):
         Raises:
             InputError: A value of a wrong type or outside its range.
         """
-        options = with_usual_names(options)
-        check_given({"on_miss": self.on_miss, **options_of(self), **options})
+        options = options_of(self, with_usual_names(options))
+        check_given({"on_miss": self.on_miss, **options})
         copy = self.model_copy(update=options)
         sampling_of(options_of(copy), room=1)
         copy._check_window()

@@ -14,7 +14,7 @@ from scripted import ScriptedEngine
 from cacheblend_rag import BlendEngine, BlendSettings, InputError
 from cacheblend_rag.frameworks import encoder_for
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
-from llama_index_cacheblend import CacheBlendLLM, ChunkPreservingPromptHelper, use_engine
+from llama_index_cacheblend import CacheBlendLLM, CacheBlendSynthesizer, ChunkPreservingPromptHelper, use_engine
 
 USER = [ChatMessage(role="user", content="Who is the captain?")]
 DEFAULTS = {"max_tokens": None, "temperature": 0.0, "top_p": 1.0, "seed": None, "stop": None}
@@ -65,6 +65,14 @@ def test_blend_options_of_a_call_go_before_those_of_the_llm(scripted: ScriptedEn
     assert scripted.asked[-1].settings.reuse == "off"
     with pytest.raises(InputError, match="quality='fast' chooses ratio"):
         llm.complete("Who?", quality="fast", ratio=0.7)
+
+
+def test_options_of_a_synthesizer_go_before_a_quality_that_its_llm_has(scripted: ScriptedEngine) -> None:
+    fast = CacheBlendLLM(engine=scripted, quality="fast")
+    CacheBlendSynthesizer(llm=fast, ratio=0.7).get_response("Who?", ["A note."])
+    assert scripted.asked[-1].settings.ratio == 0.7
+    assert (fast.with_options(ratio=0.7).quality, fast.with_options(seed=3).quality) == (None, "fast")
+    assert CacheBlendLLM(engine=scripted, ratio=0.7).with_options(quality="fast").ratio is None
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
