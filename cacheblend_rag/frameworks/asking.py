@@ -204,8 +204,7 @@ def ask(
         PromptTooLongError: Prompt and answer exceed the context window.
         AlteredChunkError: As ``on_miss`` wants it.
     """
-    if tools.required is not False:
-        options = {**options, "json_schema": call_schema(tools.specs, tools.required)}
+    options = {**options, "json_schema": _form_of(tools, options.get("json_schema"))}
     settings = blend_settings(options)
     prompt, retrieved = find_retrieved(engine, build, log, run, checked_on_miss(options["on_miss"]))
     tokens = engine.tokenize(prompt)
@@ -219,6 +218,15 @@ def ask(
     reader = CallReader(*tools) if tools.specs else None
     wanted = settings.policy if options["on_miss"] == "error" else None
     return Asked(engine, request, retrieved, reader, None if wanted is None else policy_name(wanted))
+
+
+def _form_of(tools: ToolsAsked, schema: Mapping[str, Any] | str | None) -> Mapping[str, Any] | str | None:
+    """Return the JSON schema of an answer that is to conform to ``schema``, or may or must call a tool."""
+    if tools.required is not False:
+        return call_schema(tools.specs, tools.required)
+    if schema is None or not tools.specs:
+        return schema
+    return call_schema(tools.specs, True, SamplingParams(json_schema=schema).schema())
 
 
 def openai_logprobs(logprobs: Iterable[TokenLogprob], tokenizer: Any) -> list[dict[str, Any]]:

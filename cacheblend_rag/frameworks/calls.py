@@ -74,38 +74,56 @@ def required_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | bool
     return str(choice)
 
 
-def call_schema(tools: Sequence[Mapping[str, Any]], required: str | bool) -> dict[str, Any]:
-    """Return the JSON schema of a call of the ``required`` tool, True for any: an object with ``name`` and ``arguments``."""
-    calls, definitions = [], {}
+def call_schema(
+    tools: Sequence[Mapping[str, Any]], required: str | bool, answer: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the JSON schema of a call of the ``required`` tool, True for any: an object with ``name`` and ``arguments``.
+
+    With an ``answer`` what conforms to that schema will do as well.
+    """
+    calls: list[dict[str, Any]] = []
+    definitions: dict[str, Any] = {}
     for function in (tool["function"] for tool in tools):
         if required is not True and function["name"] != required:
             continue
-        parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
-        for place in ("$defs", "definitions"):
-            for name, definition in parameters.pop(place, {}).items():
-                definitions[f"{function['name']}.{name}"] = _moved(definition, function["name"])
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": function["name"]}, "arguments": _moved(parameters, function["name"])},
+                "properties": {
+                    "name": {"const": function["name"]},
+                    "arguments": _lifted(parameters, function["name"], definitions),
+                },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
         )
-    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if answer is not None:
+        calls.append(_lifted(answer, "", definitions))
+    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
     return {**schema, "$defs": definitions} if definitions else schema
 
 
-def _moved(schema: Any, tool: str) -> Any:
-    """Let references to a tool's own definitions point to where :func:`call_schema` puts them."""
+def _lifted(schema: Mapping[str, Any], owner: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without its definitions, which are put into ``definitions`` under names of their owner's own."""
+    left = dict(schema)
+    for place in ("$defs", "definitions"):
+        for name, definition in left.pop(place, {}).items():
+            definitions[f"{owner}.{name}"] = _moved(definition, owner)
+    moved: dict[str, Any] = _moved(left, owner)
+    return moved
+
+
+def _moved(schema: Any, owner: str) -> Any:
+    """Let references to an owner's definitions point to where :func:`_lifted` puts them."""
     if isinstance(schema, Mapping):
         return {
-            key: _DEFINED.sub(f"#/$defs/{tool}.", value)
+            key: _DEFINED.sub(f"#/$defs/{owner}.", value)
             if key == "$ref" and isinstance(value, str)
-            else _moved(value, tool)
+            else _moved(value, owner)
             for key, value in schema.items()
         }
-    return [_moved(item, tool) for item in schema] if isinstance(schema, list) else schema
+    return [_moved(item, owner) for item in schema] if isinstance(schema, list) else schema
 
 
 class CallRead(NamedTuple):

@@ -138,3 +138,13 @@ def test_call_schemas_accept_calls_and_nothing_else() -> None:
     assert not valid({**CALL, "more": 1})
     only = Draft202012Validator(call_schema([*TOOLS, TREE], "weather")).is_valid
     assert only({"name": "weather", "arguments": {"place": {"city": "x"}}}) and not only(CALL)
+
+
+def test_a_schema_of_answers_stands_beside_that_of_calls() -> None:
+    answer = {**CITY, "properties": {"city": {"$ref": "#/$defs/Node"}}, "$defs": {"Node": {"type": "string"}}}
+    schema = call_schema([*TOOLS, TREE], True, answer)
+    Draft202012Validator.check_schema(schema)
+    valid = Draft202012Validator(schema).is_valid
+    assert valid(CALL) and valid({"city": "x"})
+    assert valid({"name": "tree", "arguments": {"label": "a", "children": [{"label": "b", "children": []}]}})
+    assert not valid({"city": 3}) and not valid({"name": "tree", "arguments": {"label": "a", "children": ["b"]}})

@@ -102,11 +102,12 @@ def test_structured_output_conforms_whatever_the_weights(engine: BlendEngine, me
         assert isinstance(made, Verdict)
 
 
-def test_an_agent_calls_its_tools_itself_and_reuses_what_they_return(engine: BlendEngine) -> None:
+@pytest.mark.parametrize("form", [ToolStrategy(Verdict), Verdict], ids=["as a tool", "as such"])
+def test_an_agent_calls_its_tools_itself_and_reuses_what_they_return(form: Any, engine: BlendEngine) -> None:
     """Which of the two a random model calls is a toss: some run looks something up, and ends soon after."""
     torch.manual_seed(0)
     llm = hot(engine, ratio=0.15).model_copy(update={"seed": None})  # with a seed it would toss alike at every turn
-    agent = create_agent(llm, [look_up], response_format=ToolStrategy(Verdict))
+    agent = create_agent(llm, [look_up], response_format=form)
     for _ in range(30):
         try:
             state = agent.invoke({"messages": [("human", "What of the harbour?")]}, {"recursion_limit": 12})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from jsonschema import Draft202012Validator
+from langchain.agents import create_agent
 from langchain_core.tools import tool
 from pydantic import BaseModel
 
@@ -63,3 +65,23 @@ def test_tool_choice_none_shows_no_tools(scripted: ScriptedEngine) -> None:
 def test_models_whose_template_shows_no_tools_say_so(engine: TransformersEngine) -> None:
     with pytest.raises(InputError, match="does not show tools"):
         ChatCacheBlend(engine=engine).bind_tools([search]).invoke("x")
+
+
+def test_an_agent_that_is_to_answer_in_some_form_may_still_call_its_tools() -> None:
+    engine = ScriptedEngine(answer='{"name": "search", "arguments": {"query": "Marlow", "limit": 1}}')
+
+    @tool
+    def search(query: str, limit: int) -> str:
+        """Look something up."""
+        engine.answer = '{"city": "Marlow"}'
+        return query
+
+    state = create_agent(ChatCacheBlend(engine=engine), [search], response_format=Place).invoke(
+        {"messages": ["Where?"]}
+    )
+    assert state["structured_response"] == Place(city="Marlow")
+    assert [message.type for message in state["messages"]] == ["human", "ai", "tool", "ai"]
+    may_say = [Draft202012Validator(sampling.json_schema).is_valid for sampling in engine.sampling]
+    for allowed in may_say:
+        assert allowed({"city": "Marlow"}) and not allowed({"name": "rm", "arguments": {}})
+        assert allowed({"name": "search", "arguments": {"query": "x", "limit": 1}})
