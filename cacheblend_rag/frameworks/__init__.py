@@ -17,6 +17,7 @@ from cacheblend_rag.frameworks.calls import NO_TOOLS as NO_TOOLS
 from cacheblend_rag.frameworks.calls import CallsRead as CallsRead
 from cacheblend_rag.frameworks.calls import ToolsAsked as ToolsAsked
 from cacheblend_rag.frameworks.calls import check_shown as check_shown
+from cacheblend_rag.frameworks.calls import new_call_id as new_call_id
 from cacheblend_rag.frameworks.calls import required_tool as required_tool
 from cacheblend_rag.frameworks.calls import tools_asked as tools_asked
 from cacheblend_rag.frameworks.existing import ExistingEstimate as ExistingEstimate

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
 
 from cacheblend_rag.engines.sampling import begun_at_end
 from cacheblend_rag.errors import InputError
@@ -141,6 +142,11 @@ class CallsRead:
     calls: tuple[CallRead, ...] = ()
     invalid: tuple[str, ...] = ()
     error: str = ""
+
+
+def new_call_id() -> str:
+    """Return an id for a call: nine letters and digits, as the templates of Mistral's models want it and no other minds."""
+    return uuid4().hex[:9]
 
 
 class CallReader:

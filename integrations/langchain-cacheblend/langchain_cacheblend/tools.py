@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from uuid import uuid4
 
 from langchain_core.messages import InvalidToolCall, ToolCall
 from langchain_core.messages.tool import ToolCallChunk, invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.utils.json import parse_partial_json
 
-from cacheblend_rag.frameworks import CallsRead
+from cacheblend_rag.frameworks import CallsRead, new_call_id
 
 
 def tool_calls(read: CallsRead) -> tuple[list[ToolCall], list[InvalidToolCall]]:
     """Return the calls of an answer, and those that cannot be read."""
-    calls = [tool_call(name=call.name, args=call.arguments, id=_new_id()) for call in read.calls]
-    return calls, [invalid_tool_call(name=None, args=text, id=_new_id(), error=read.error) for text in read.invalid]
+    calls = [tool_call(name=call.name, args=call.arguments, id=new_call_id()) for call in read.calls]
+    return calls, [invalid_tool_call(name=None, args=text, id=new_call_id(), error=read.error) for text in read.invalid]
 
 
 def tool_call_chunks(read: CallsRead) -> list[ToolCallChunk]:
@@ -33,7 +32,3 @@ def _unreadable(arguments: str) -> str:
     except ValueError:
         return arguments
     return json.dumps(arguments, ensure_ascii=False) if isinstance(mended, dict) else arguments
-
-
-def _new_id() -> str:
-    return f"call_{uuid4().hex[:24]}"

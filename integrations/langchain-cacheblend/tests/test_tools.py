@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from jsonschema import Draft202012Validator
 from langchain.agents import create_agent
+from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel
 
@@ -85,3 +86,19 @@ def test_an_agent_that_is_to_answer_in_some_form_may_still_call_its_tools() -> N
     for allowed in may_say:
         assert allowed({"city": "Marlow"}) and not allowed({"name": "rm", "arguments": {}})
         assert allowed({"name": "search", "arguments": {"query": "x", "limit": 1}})
+
+
+def test_calls_have_ids_that_every_template_takes() -> None:
+    """Those of Mistral's models refuse conversations with others."""
+    engine = ScriptedEngine(answer='[{"name": "search", "arguments": {"query": "Marlow"}}]')
+    refused = "{% if ID|length != 9 or not ID.isalnum() %}{{ raise_exception('nine letters and digits!') }}{% endif %}"
+    engine.tokenizer.chat_template = (
+        "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}" + refused.replace("ID", "c.id") + "{% endfor %}"
+        "{% if m.role == 'tool' %}" + refused.replace("ID", "m.tool_call_id") + "{% endif %}{% endfor %}"
+    )
+    llm = ChatCacheBlend(engine=engine).bind_tools([search])
+    asking = llm.invoke("What of Marlow?")
+    engine.answer = "Fine."
+    answer = llm.invoke([HumanMessage("What of Marlow?"), asking, search.invoke(asking.tool_calls[0])])
+    assert answer.content == "Fine."

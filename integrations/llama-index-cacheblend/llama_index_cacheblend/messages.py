@@ -36,12 +36,19 @@ def plain_message(engine: BlendEngine, message: ChatMessage) -> dict[str, Any]:
         "content": _text_of(message.blocks, message.role),
         "named": _named(engine, message.additional_kwargs.get(CHUNK_IDS) or ()),
     }
+    if (answered := message.additional_kwargs.get("tool_call_id")) is not None:
+        plain["tool_call_id"] = answered
     if (made := message.additional_kwargs.get(CALLS)) is not None:
         plain["tool_calls"] = made
     calls: list[Any] = [block for block in message.blocks if block.block_type == "tool_call"]
     if calls:
         plain["tool_calls"] = [
-            {"type": "function", "function": {"name": call.tool_name, "arguments": call.tool_kwargs}} for call in calls
+            {
+                "id": call.tool_call_id,
+                "type": "function",
+                "function": {"name": call.tool_name, "arguments": call.tool_kwargs},
+            }
+            for call in calls
         ]
     return plain
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import uuid4
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
 from llama_index.core.llms.llm import ToolSelection
 
-from cacheblend_rag.frameworks import CallsRead
+from cacheblend_rag.frameworks import CallsRead, new_call_id
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
@@ -45,7 +44,7 @@ def with_calls(response: _Response, read: CallsRead | None) -> _Response:
     if read.calls:
         kwargs[CALLS] = [
             {
-                "id": f"call_{uuid4().hex[:24]}",
+                "id": new_call_id(),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from llama_index.core.base.llms import types
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
@@ -120,3 +121,28 @@ def test_models_whose_template_shows_no_tools_say_so(llm: CacheBlendLLM) -> None
         other.chat_with_tools([LOOK_UP], user_msg="x")
     with pytest.raises(InputError, match="formatted without it"):
         llm.complete("x", formatted=True, tools=[LOOK_UP.metadata.to_openai_tool()])
+
+
+def test_calls_and_their_results_keep_the_ids_that_templates_want() -> None:
+    """Those of Mistral's models refuse conversations without, or with others than nine letters and digits."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled_corpus().parent / "model")
+    refused = (
+        "{% if ID is not defined or ID|length != 9 or not ID.isalnum() %}{{ raise_exception('no id') }}{% endif %}"
+    )
+    tokenizer.chat_template = (
+        "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}" + refused.replace("ID", "c.id") + "{% endfor %}"
+        "{% if m.role == 'tool' %}" + refused.replace("ID", "m.tool_call_id") + "{% endif %}{% endfor %}"
+    )
+    scripted = ScriptedEngine(tokenizer, '[{"name": "look_up", "arguments": {"topic": "bakery"}}]')
+    llm = CacheBlendLLM(engine=scripted, set_tokenizer=False)
+    asking = llm.chat_with_tools([LOOK_UP], user_msg="What of it?")
+    (call,) = llm.get_tool_calls_from_response(asking)
+    told = ChatMessage(role="tool", content=NOTE, additional_kwargs={"tool_call_id": call.tool_id})
+    scripted.answer = "Fine."
+    asked = ChatMessage(role="user", content="What of it?")
+    assert llm.chat_with_tools([LOOK_UP], chat_history=[asked, asking.message, told]).message.content == "Fine."
+    if hasattr(types, "ToolCallBlock"):  # the lowest supported version has none
+        named = {"tool_name": call.tool_name, "tool_kwargs": call.tool_kwargs}
+        block = types.ToolCallBlock(tool_call_id=call.tool_id, **named)
+        assert llm.chat([asked, ChatMessage(role="assistant", blocks=[block]), told]).message.content == "Fine."
