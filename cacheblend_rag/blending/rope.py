@@ -99,7 +99,7 @@ def _delta(table: CosSin, columns: slice, source: torch.Tensor, target: torch.Te
 
 
 def apply_rotation(k: torch.Tensor, rotation: Rotation, layout: Layout, first: int = 0) -> torch.Tensor:
-    """Return a copy of ``k``, ``[kv_heads, tokens, head_dim]``, whose tokens from ``first`` on are rotated, in fp32.
+    """Return a copy of ``k``, ``[..., tokens, head_dim]``, whose tokens from ``first`` on are rotated, in fp32.
 
     Dimensions beyond the rotated ones pass through.
     """
@@ -109,9 +109,9 @@ def apply_rotation(k: torch.Tensor, rotation: Rotation, layout: Layout, first: i
         left, right = slice(0, half), slice(half, 2 * half)
     else:
         left, right = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    a, b = k[:, first:, left].float(), k[:, first:, right].float()
-    out[:, first:, left] = a * rotation.cos - b * rotation.sin
-    out[:, first:, right] = b * rotation.cos + a * rotation.sin
+    a, b = k[..., first:, left].float(), k[..., first:, right].float()
+    out[..., first:, left] = a * rotation.cos - b * rotation.sin
+    out[..., first:, right] = b * rotation.cos + a * rotation.sin
     return out
 
 

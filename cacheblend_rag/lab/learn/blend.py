@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from cacheblend_rag.blending.rope import Rope, Rotation
+from cacheblend_rag.blending.rope import Layout, Rope, apply_rotation
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 
 NOWHERE = 1 << 30
@@ -282,28 +282,15 @@ class BatchBlender:
         """Return the keys rotated from their source to their target positions; layers of a kind are moved together."""
         rotations = self.rope.rotations(source, target)
         found = list(keys)
-        groups: dict[tuple[int, str, torch.Size], list[int]] = {}
+        groups: dict[tuple[int, Layout, torch.Size], list[int]] = {}
         for layer, (table, layout) in enumerate(zip(self.rope.table_of_layer, self.rope.layout_of_layer, strict=True)):
             if layout != "none":
                 groups.setdefault((table, layout, keys[layer].shape), []).append(layer)
         for (table, kind, _), layers in groups.items():
-            moved = rotate(torch.stack([keys[layer] for layer in layers]), rotations[table], kind)
+            moved = apply_rotation(torch.stack([keys[layer] for layer in layers]), rotations[table], kind)
             for layer, one in zip(layers, moved.unbind(), strict=True):
                 found[layer] = one
         return found
-
-
-def rotate(keys: torch.Tensor, rotation: Rotation, layout: str) -> torch.Tensor:
-    """Return keys ``[..., tokens, dim]`` rotated in fp32, in their own dtype: ``apply_rotation`` for gradients and any rank."""
-    half = rotation.cos.shape[-1]
-    turned, rest = keys[..., : 2 * half].float(), keys[..., 2 * half :]
-    if layout == "half":
-        a, b = turned.chunk(2, -1)
-    else:
-        a, b = turned[..., ::2], turned[..., 1::2]
-    parts = a * rotation.cos - b * rotation.sin, b * rotation.cos + a * rotation.sin
-    out = torch.cat(parts, -1) if layout == "half" else torch.stack(parts, -1).flatten(-2)
-    return torch.cat([out.to(keys.dtype), rest], -1) if rest.shape[-1] else out.to(keys.dtype)
 
 
 @torch.no_grad()
