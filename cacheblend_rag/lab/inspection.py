@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from cacheblend_rag.blending.fusor import FuseResult, fuse
-from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.lab.doctor.calibrated_engine import planner_of
+from cacheblend_rag.lab.doctor.compared import fresh_and_stale
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 
@@ -35,15 +35,10 @@ class PromptInspector:
 
         Squared L2 distance, summed over KV heads, between stored KV at its place and the full prefill's, in fp32 on the CPU.
         """
-        _, full = self._engine.subject().full_prefill(self.tokens.token_ids)
-        runner = self._engine.runner
         found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        with LayerLoader((), self._plan.stale, self._rope, runner.num_layers, runner.device) as loader:
-            for layer, true in enumerate(full.layers):
-                placed = loader.layer(layer)
-                assert placed is not None
-                for side, fresh, stale in zip(found, true, placed.moved().kv, strict=True):
-                    side.append((fresh[:, placed.positions].float() - stale.float()).square().sum((0, 2)).cpu())
+        for pair in fresh_and_stale(self._plan, self._engine.subject(), self.tokens, self._rope):
+            for side, fresh, stale in zip(found, *pair, strict=True):
+                side.append((fresh.float() - stale.float()).square().sum((0, 2)).cpu())
         return torch.stack(found[0]), torch.stack(found[1])
 
     def measure_deviation(self) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -130,9 +130,8 @@ class PromptMeasurement:
 
     def _ranked(self, alone: ChunkKV, before: Sequence[int], ids: Sequence[int]) -> ChunkKV:
         """Return a chunk's KV with its static deviation, as an index holds it."""
-        _, whole = self._subject.full_prefill([*before, *ids])
-        behind = [LayerKV(k[:, len(before) :], v[:, len(before) :]) for k, v in whole.layers]
-        return alone.ranked(static_deviation(alone, behind, len(before), self._rope))
+        behind = cut(self._subject.full_prefill([*before, *ids])[1], len(before))
+        return alone.ranked(static_deviation(alone, behind.layers, behind.start, self._rope))
 
     def compare(self, options: FuseOptions) -> Comparison:
         """Blend, and compare the distributions of the answer's tokens; raises InputError where another policy had to choose."""
@@ -211,18 +210,23 @@ class PromptMeasurement:
     @cached_property
     def _deviations(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return how far stored KV at its place is from the full prefill's, and the mean square ``[layers]`` of a token's."""
-        plan = self._plan
-        _, full = self._subject.full_prefill(self.prompt.token_ids)
-        device = full.layers[0].k.device
         rows, sizes = [], []
-        with LayerLoader((), plan.stale, self._rope, self._subject.num_layers, device) as loader:
-            for layer, true in enumerate(full.layers):
-                placed = loader.layer(layer)
-                assert placed is not None
-                fresh = LayerKV(true.k[:, placed.positions], true.v[:, placed.positions])
-                rows.append(kv_deviation(fresh, placed.moved().kv))
-                sizes.append(kv_deviation(fresh, LayerKV(torch.zeros_like(fresh.k), torch.zeros_like(fresh.v))).mean())
+        for fresh, stale in fresh_and_stale(self._plan, self._subject, self.prompt, self._rope):
+            rows.append(kv_deviation(fresh, stale))
+            sizes.append(kv_deviation(fresh, LayerKV(torch.zeros_like(fresh.k), torch.zeros_like(fresh.v))).mean())
         return torch.stack(rows).cpu(), torch.stack(sizes).cpu()
+
+
+def fresh_and_stale(
+    plan: BlendPlan, subject: TransformersSubject, prompt: TokenizedPrompt, rope: Rope
+) -> Iterator[tuple[LayerKV, LayerKV]]:
+    """Yield of each layer the KV that a full prefill gives the tokens with stale KV, and their stored KV at its place."""
+    _, full = subject.full_prefill(prompt.token_ids)
+    with LayerLoader((), plan.stale, rope, subject.num_layers, full.layers[0].k.device) as loader:
+        for layer, true in enumerate(full.layers):
+            placed = loader.layer(layer)
+            assert placed is not None
+            yield LayerKV(true.k[:, placed.positions], true.v[:, placed.positions]), placed.moved().kv
 
 
 class Scored(SelectionPolicy):

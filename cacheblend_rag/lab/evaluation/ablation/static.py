@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from cacheblend_rag.blending.gate import cut
 from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, highest, policy
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
 from cacheblend_rag.blending.static import Distances, probe_ids, static_parts
@@ -19,7 +20,7 @@ from cacheblend_rag.lab.evaluation.ablation.deviation import RATIOS
 from cacheblend_rag.lab.evaluation.ablation.tally import Comparisons
 from cacheblend_rag.lab.evaluation.attention import AttentionInspector
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
-from cacheblend_rag.store.kv import ChunkKV, LayerKV
+from cacheblend_rag.store.kv import ChunkKV
 
 BASE: Final = "static"
 """What is in use, and what the other variants are held against."""
@@ -162,7 +163,7 @@ def _know(
     shuffled = Random(0).sample(bundled, len(bundled))
     starts = [start for start, _ in measurement.stale]
     before = [span.chunk.token_ids for span in prompt.spans if any(span.end <= start for start in starts)]
-    alone = [_alone(engine, ids) for ids in chunks]
+    alone = [_behind(engine, engine.header_ids, ids) for ids in chunks]
     probes: dict[str, Sequence[Sequence[int]]] = {
         "bundled text": [bundled] * len(chunks),
         f"its first {_SHORT_PROBE} tokens": [bundled[:_SHORT_PROBE]] * len(chunks),
@@ -183,20 +184,12 @@ def _know(
     return _Known(distances, seen.mean((1, 2))[:, inside], digest.mean((0, 1, 2))[inside], measurement.oracle)
 
 
-def _alone(engine: TransformersEngine, ids: Sequence[int]) -> ChunkKV:
-    _, kv = engine.subject().full_prefill([*engine.header_ids, *ids])
-    start = len(engine.header_ids)
-    return ChunkKV([_behind(layer, start) for layer in kv.layers], start)
+def _behind(engine: TransformersEngine, before: Sequence[int], ids: Sequence[int]) -> ChunkKV:
+    return cut(engine.subject().full_prefill([*before, *ids])[1], len(before))
 
 
 def _distances(engine: TransformersEngine, probe: Sequence[int], ids: Sequence[int], alone: ChunkKV) -> Distances:
     """Measure a chunk behind ``probe``, as the engine's ranking does behind the bundled text."""
     assert engine.rope is not None
-    before = [*engine.header_ids, *probe]
-    _, whole = engine.subject().full_prefill([*before, *ids])
-    behind = [_behind(kv, len(before)) for kv in whole.layers]
-    return Distances.of(static_parts(alone, behind, len(before), engine.rope))
-
-
-def _behind(kv: LayerKV, start: int) -> LayerKV:
-    return LayerKV(kv.k[:, start:], kv.v[:, start:])
+    behind = _behind(engine, [*engine.header_ids, *probe], ids)
+    return Distances.of(static_parts(alone, behind.layers, behind.start, engine.rope))
