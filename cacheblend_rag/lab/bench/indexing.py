@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from cacheblend_rag.engines.entries import Ranking
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.precompute import rows_per_batch
-from cacheblend_rag.lab.doctor.measure import check_positive, count_rounds
+from cacheblend_rag.lab.doctor.measure import check_positive, count_rounds, take_turns
 from cacheblend_rag.lab.doctor.workbench import Workbench, own_attention
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -51,14 +52,16 @@ def bench_index(
     deviation as well; ``rank_cost`` is how many times as long that takes.
     """
     say = progress or (lambda line: None)
-    steps = {"plain": _plain_prefill, "index": _index, "ranked": _index_ranked}
+    steps: dict[str, Callable[[Workbench, list[Chunk]], float]] = {
+        "plain": _plain_prefill,
+        "index": _index,
+        "ranked": partial(_index, ranking="now"),
+    }
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for number, name in count_rounds(settings.repeat):
         say(name)
         chunks = place.random_chunks(settings.chunks, settings.chunk_tokens, settings.seed + number)
-        # Each round begins with another method: none always has the same one before it.
-        order = [list(steps)[(number + turn) % len(steps)] for turn in range(len(steps))]
-        for step in order:
+        for step in take_turns(steps, number):
             seconds = steps[step](place, chunks)
             if number:
                 taken[step].append(seconds)
@@ -81,10 +84,6 @@ def _plain_requests(place: Workbench, chunks: list[Chunk]) -> float:
     with ThreadPoolExecutor(len(prompts)) as pool:
         list(pool.map(lambda p: place.engine.generate(p, SamplingParams(max_tokens=1)), prompts))
     return time.perf_counter() - begin
-
-
-def _index_ranked(place: Workbench, chunks: list[Chunk]) -> float:
-    return _index(place, chunks, "now")
 
 
 def _index(place: Workbench, chunks: list[Chunk], ranking: Ranking = "off") -> float:

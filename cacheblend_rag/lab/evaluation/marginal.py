@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -54,7 +53,6 @@ def marginalise(
     prompts: Sequence[BlendPrompt],
     prior: Sequence[float],
     sampling: SamplingParams | None = None,
-    settings: BlendSettings | None = None,
 ) -> Marginal:
     """Let every prompt give an answer, and weigh each of these answers by its likelihood behind all of them.
 
@@ -63,15 +61,14 @@ def marginalise(
         prompts: One for each chunk.
         prior: p(z|x) of each chunk.
         sampling: How answers are decoded.
-        settings: How stored KV is treated.
 
     Raises:
         InputError: The engine cannot score.
     """
-    generations = tuple(engine.generate(prompt, sampling, settings) for prompt in prompts)
+    generations = tuple(engine.generate(prompt, sampling) for prompt in prompts)
     answers = list(dict.fromkeys(done.text.strip() for done in generations))
     completions = [answer_ids(engine.tokenizer, answer) for answer in answers]
-    scores = [score(engine, prompt, completions, settings) for prompt in prompts]
+    scores = [score(engine, prompt, completions) for prompt in prompts]
     likelihood = np.exp([[each.logprob for each in row] for row in scores])
     probability = (np.asarray(prior) @ likelihood).tolist()
     ranked = sorted(zip(answers, probability, strict=True), key=lambda pair: -pair[1])

@@ -26,6 +26,7 @@ _MEANS: Final = {
 
 _COMPUTE: Final = {"computed_share": ("computed_tokens",), "compute_share": ("computed_tokens", "selection_tokens")}
 
+_WORST: Final = 10
 _SHARES: Final = {"em", "agreement_with_full", "agreement_with_reordered_full"}
 
 
@@ -76,10 +77,8 @@ def _numbers(rows: Sequence[Row]) -> dict[str, Any]:
     return found
 
 
-def find_worst(
-    rows: Sequence[Row], methods: Sequence[str], count: int = 10, reference: str = "full"
-) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return the questions on which a method does worst against ``reference``, all answers side by side.
+def find_worst(rows: Sequence[Row], methods: Sequence[str]) -> tuple[str | None, list[dict[str, Any]]]:
+    """Return the ten questions on which a method does worst against full recompute, all answers side by side.
 
     First those that it alone gets wrong, then other differing answers, then by first-token KL; none that agree as
     ``agreement_with_full`` counts it, from the first word to the last.
@@ -87,23 +86,19 @@ def find_worst(
     Args:
         rows: Answers.
         methods: The first of them that ever disagrees is the one that is shown.
-        count: Most questions.
-        reference: The method to agree with.
 
     Returns:
-        The method, None if all of them always agree or ``reference`` is not among the rows; and its questions.
+        The method, None if all of them always agree or full recompute is not among the rows; and its questions.
     """
     by_id: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_id.setdefault(row["id"], {})[row["method"]] = row
     for method in methods:
-        pairs = [found for found in by_id.values() if method in found and reference in found]
+        pairs = [found for found in by_id.values() if method in found and "full" in found]
         differing = [found for found in pairs if not found[method]["agrees_with_full"]]
         if differing:
-            chosen = sorted(differing, key=lambda found: _badness(found[method], found[reference]), reverse=True)[
-                :count
-            ]
-            return method, [_side_by_side(found, method) for found in chosen]
+            differing.sort(key=lambda found: _badness(found[method], found["full"]), reverse=True)
+            return method, [_side_by_side(found, method) for found in differing[:_WORST]]
     return None, []
 
 

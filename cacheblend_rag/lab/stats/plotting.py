@@ -83,9 +83,9 @@ def figure(width: float = 6.4, height: float = 3.6, columns: int = 1, rows: int 
         yield made, made.subplots(rows, columns)
 
 
-def draw_points(axes: Axes, name: str, label: str, x: Any, y: Any, interval: Any = None, index: int = 0) -> None:
+def draw_points(axes: Axes, name: str, label: str, x: Any, y: Any, interval: Any = None) -> None:
     """Draw a line with markers; ``interval`` is a pair of lists, low and high."""
-    look = style(name, index)
+    look = style(name)
     if interval is not None:
         low, high = interval
         axes.fill_between(x, low, high, color=look["color"], alpha=0.13, linewidth=0)
@@ -109,15 +109,14 @@ def draw_methods(
         )
 
 
-def log_scale(axes: Axes, x: bool = True, y: bool = False) -> None:
-    """Make axes logarithmic, with plain numbers at 1, 2 and 5 times the powers of ten."""
+def log_scale(axes: Axes, y: bool = False) -> None:
+    """Make the x axis logarithmic, and the y axis if wanted, with plain numbers at 1, 2 and 5 times the powers of ten."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    if x:
-        axes.set_xscale("log")
+    axes.set_xscale("log")
     if y:
         axes.set_yscale("log")
-    for axis in [axes.xaxis] * x + [axes.yaxis] * y:
+    for axis in [axes.xaxis] + [axes.yaxis] * y:
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(NullLocator())
