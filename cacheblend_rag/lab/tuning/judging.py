@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -44,10 +44,6 @@ class Gain:
     def sure(self) -> bool:
         """Return whether it is better with 95% confidence."""
         return self.low > 0 and self.difference > 0
-
-    def to_dict(self) -> dict[str, float]:
-        """Return it for JSON."""
-        return asdict(self)
 
 
 def gain(before: Sequence[float], after: Sequence[float], groups: Sequence[str]) -> Gain:

@@ -43,8 +43,8 @@ class TuneResult:
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON; the held-out measures are at the top."""
         return {
-            **{name: found.to_dict() for name, found in self.held_out.items()},
-            "out_of_domain": {name: found.to_dict() for name, found in self.out_of_domain.items()},
+            **{name: asdict(found) for name, found in self.held_out.items()},
+            "out_of_domain": {name: asdict(found) for name, found in self.out_of_domain.items()},
             "saved": None if self.saved is None else str(self.saved),
             "documents": self.documents,
             "why": self.why,
