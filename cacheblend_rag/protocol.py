@@ -51,8 +51,8 @@ class NamedChunks(StrictModel):
         spans: For a prompt of token ids: where its chunks stand.
     """
 
-    chunk_ids: tuple[str, ...] = Field(default=(), max_length=MAX_TEXTS)
-    spans: tuple[SpanBody, ...] = Field(default=(), max_length=MAX_TEXTS)
+    chunk_ids: tuple[str, ...] = Field(default=(), max_length=MAX_TEXTS, fail_fast=True)
+    spans: tuple[SpanBody, ...] = Field(default=(), max_length=MAX_TEXTS, fail_fast=True)
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,15 @@ class ChunkBody(StrictModel):
 
     text: str = Field(min_length=1)
     id: str | None = Field(default=None, min_length=1, max_length=512)
-    token_ids: tuple[int, ...] | None = Field(default=None, min_length=1)
+    token_ids: tuple[int, ...] | None = Field(default=None, min_length=1, fail_fast=True)
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
 class PrecomputeBody(StrictModel):
     """The body of ``POST /v1/chunks``: ``texts`` or ``chunks``, and the ``holder`` that they are registered for."""
 
-    texts: tuple[str, ...] = Field(default=(), max_length=MAX_TEXTS)
-    chunks: tuple[ChunkBody, ...] = Field(default=(), max_length=MAX_TEXTS)
+    texts: tuple[str, ...] = Field(default=(), max_length=MAX_TEXTS, fail_fast=True)
+    chunks: tuple[ChunkBody, ...] = Field(default=(), max_length=MAX_TEXTS, fail_fast=True)
     holder: str = Field(default="", max_length=MAX_HOLDER)
 
 

@@ -138,6 +138,7 @@ async def build_app(
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
 
+    from cacheblend_rag.server.bodies import stop_at_first
     from cacheblend_rag.server.middleware import answer_errors
     from cacheblend_rag.server.routes import chunk_router
     from cacheblend_rag.server.served_engine import ServedEngine
@@ -146,6 +147,7 @@ async def build_app(
     served: Any = ServedEngine(llm, tenants, metrics)
     tasks = await llm.get_supported_tasks()
     app = build_vllm_app(args, tasks, llm.model_config)
+    stop_at_first(app)
     app.state.limits = replace(limits, refused=metrics.refused)
     answer_errors(app)
     await init_app_state(served, app.state, args, tasks)
