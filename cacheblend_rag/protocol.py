@@ -30,13 +30,16 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+ChunkId = Annotated[str, AfterValidator(checked_id)]
+
+
 class SpanBody(StrictModel):
     """A chunk in a prompt of token ids: positions ``start`` (inclusive) to ``end`` (exclusive).
 
     ``text`` lets the server store the chunk if it has never seen it, and the id is that of the text.
     """
 
-    id: Annotated[str, AfterValidator(checked_id)] = Field(min_length=1, max_length=512)
+    id: ChunkId = Field(min_length=1, max_length=512)
     start: int = Field(ge=0)
     end: int = Field(gt=0)
     text: str | None = None
@@ -51,7 +54,7 @@ class NamedChunks(StrictModel):
         spans: For a prompt of token ids: where its chunks stand.
     """
 
-    chunk_ids: tuple[str, ...] = Field(default=(), max_length=MAX_TEXTS, fail_fast=True)
+    chunk_ids: tuple[ChunkId, ...] = Field(default=(), max_length=MAX_TEXTS, fail_fast=True)
     spans: tuple[SpanBody, ...] = Field(default=(), max_length=MAX_TEXTS, fail_fast=True)
 
 

@@ -294,9 +294,13 @@ _JSON = json.JSONEncoder(allow_nan=False, default=str)
 
 
 def checked_id(name: str) -> str:
-    """Return a chunk's id; raises InputError for one with a NUL, behind which SQLite's functions read no further."""
+    """Return a chunk's id; raises InputError for one that SQLite's functions cannot read, or not beyond its NUL."""
     if "\0" in name:
         raise InputError(f"the id {name!r} has a NUL character. Use another id.")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"the id {name!r} is not valid Unicode. Use another id.") from None
     return name
 
 

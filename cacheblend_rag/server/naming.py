@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
-from cacheblend_rag.prompts.chunk import Chunk, TextEncoder, chunk_id, encoder_for, make_chunk
+from cacheblend_rag.prompts.chunk import Chunk, TextEncoder, checked_id, chunk_id, encoder_for, make_chunk
 from cacheblend_rag.prompts.placing import Contents, search_content
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import SEPARATOR
@@ -117,7 +117,7 @@ def _name_of(block: Any) -> str | None:
     if not isinstance(block, Mapping) or block.get("type") != "text":
         return None
     if block.get("id") is not None:
-        return str(block["id"])
+        return checked_id(str(block["id"]))
     text = str(block.get("text") or "").strip()
     return chunk_id(text) if text and block.get("cache_control") is not None else None
 

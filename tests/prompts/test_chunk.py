@@ -13,12 +13,15 @@ from cacheblend_rag.protocol import read_options
 from tests.conftest import tokenizer_named
 
 
-def test_an_id_with_a_nul_is_refused() -> None:
-    with pytest.raises(InputError, match=r"'a\\x00b' has a NUL"):
-        Chunk("a\0b", "Text.", (1,))
-    span = {"id": "a\0b", "start": 0, "end": 1}
-    with pytest.raises(InputError, match=r"cacheblend: the id 'a\\x00b' has a NUL"):
-        read_options({"cacheblend": {"spans": [span]}})
+@pytest.mark.parametrize(
+    ("name", "why"), [("a\0b", r"'a\\x00b' has a NUL"), ("a\ud800b", r"'a\\ud800b' is not valid Unicode")]
+)
+def test_an_id_that_no_table_can_hold_is_refused(name: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        Chunk(name, "Text.", (1,))
+    for named in ({"spans": [{"id": name, "start": 0, "end": 1}]}, {"chunk_ids": [name]}):
+        with pytest.raises(InputError, match="cacheblend: "):
+            read_options({"cacheblend": named})
 
 
 @pytest.mark.parametrize("value", [nan, -inf, [{"deep": inf}], {(1, 2): 3}])

@@ -101,6 +101,12 @@ def test_unknown_ids_are_refused_wherever_they_stand() -> None:
         naming()[0].prompts("x", ["nowhere"])
 
 
+def test_a_block_whose_id_is_no_unicode_is_refused() -> None:
+    block = {"type": "text", "text": "Who?", "id": "\ud800"}
+    with pytest.raises(InputError, match="not valid Unicode"):
+        naming()[0].messages([{"role": "user", "content": [block]}], ())
+
+
 def test_plain_prompts_get_the_chunks_they_lack() -> None:
     a, b = CHUNKS[:2]
     prompts = [f"{b.text} Who?", "Who?"]
