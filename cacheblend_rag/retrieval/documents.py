@@ -204,6 +204,7 @@ def load_document(path: Path | str) -> Document | SkippedDocument:
         digest = xxhash.xxh3_128(data).hexdigest()
         suffix = path.suffix.lower()
         text, metadata = (decode(data), {}) if suffix in _PLAIN else PARSER.parse(suffix, data)
+        text = text.encode("utf-8", "replace").decode()  # a format may spell half a character, which is no Unicode
         if not text.strip():
             raise UnusableFileError("it holds no text", blank=True)
     except UnusableFileError as error:

@@ -176,8 +176,7 @@ def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
     unreadable: list[int] = []
     for number in range(count):
         try:
-            text = reader.pages[number].extract_text()
-            pages[number + 1] = text.replace("\0", "").encode("utf-8", "replace").decode()
+            pages[number + 1] = reader.pages[number].extract_text().replace("\0", "")
         except MemoryError:
             raise
         except Exception as error:

@@ -184,5 +184,4 @@ def json_text(data: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def _indented(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False)
-    return text.encode("utf-8", "replace").decode()  # JSON may spell half a character, which is no Unicode
+    return value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False)
