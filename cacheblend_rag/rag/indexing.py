@@ -14,7 +14,14 @@ from cacheblend_rag.printable import size
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.rag.planning import CutDocument, IndexPlan, Planner, TooMuchKVError
-from cacheblend_rag.retrieval.documents import Document, FoundDocuments, SkippedDocument, file_digest, load_document
+from cacheblend_rag.retrieval.documents import (
+    Document,
+    FoundDocuments,
+    SkippedDocument,
+    file_digest,
+    is_directory,
+    load_document,
+)
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store import TieredStore
 from cacheblend_rag.store.base import stats_of
@@ -307,7 +314,7 @@ class _IndexRun:
 
 def vanished(candidates: Iterable[str], roots: Sequence[Path]) -> list[str]:
     """Return the documents below the given directories whose files are certainly gone."""
-    directories = [root for root in roots if root.is_dir()]
+    directories = [root for root in roots if is_directory(root)]
     gone = []
     for name in sorted(candidates):
         if not any(Path(name).is_relative_to(directory) for directory in directories):

@@ -121,7 +121,7 @@ def find_documents(
     if "" in given:  # it would be the current directory
         raise InputError("A path is empty: a variable that is not set? Write . for the current directory.")
     roots = [absolute(path) for path in given]
-    missing = [str(root) for root in roots if not root.exists()]
+    missing = [str(root) for root in roots if _is_missing(root)]
     if missing:
         raise InputError(f"No such file or directory: {', '.join(missing)}. Check the spelling.")
     skipped: list[SkippedDocument] = []
@@ -140,14 +140,14 @@ def _walk(
         if path in seen or (path != root and _matches(path, root, exclude)):
             continue
         wanted = not include or path == root or _matches(path, root, include)
-        if path != root and path.is_symlink():
+        if path != root and os.path.islink(path):  # noqa: PTH114 - Path's own raise where looking is forbidden
             leads_out = not any(_real(path).is_relative_to(each) for each in inside)
             if leads_out and wanted:
                 skipped.append(SkippedDocument(str(path), _LEADS_OUT))
-            if leads_out or path.is_dir():
+            if leads_out or is_directory(path):
                 continue
         seen.add(path)
-        entries = _visible(path) if path.is_dir() else None
+        entries = _visible(path) if is_directory(path) else None
         if entries is not None:
             pending.extend((entry, root) for entry in reversed(entries))
         elif wanted:
@@ -219,6 +219,21 @@ def absolute(path: Path | str) -> Path:
     """Make absolute without following links: a document is known by the name the user sees."""
     # Path.expanduser() raises for "~$a.docx", which is nobody's home, and Path.absolute() keeps "..".
     return Path(os.path.abspath(os.path.expanduser(path)))  # noqa: PTH100, PTH111
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:  # it cannot be looked at: to load it tells why
+        return False
+    return False
+
+
+def is_directory(path: Path) -> bool:
+    """Say whether that is a directory, as far as it may be looked at."""
+    return os.path.isdir(path)  # noqa: PTH112 - Path's own raises where that is forbidden
 
 
 def _real(path: Path) -> Path:

@@ -23,7 +23,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError, StoreError, StoreMismatchError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, header_ids, rag_header
-from cacheblend_rag.rag.indexing import IndexProgress
+from cacheblend_rag.rag.indexing import IndexProgress, vanished
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.database import IndexDatabase
 from cacheblend_rag.retrieval.embedding import Embedder
@@ -122,6 +122,10 @@ def test_a_run_lists_the_store_no_oftener_for_more_unchanged_documents(
         assert not pipeline.index(paths).added
         counts.append(len(listed))
     assert counts[0] == counts[1] > 0
+
+
+def test_below_a_folder_that_cannot_be_looked_at_nothing_has_vanished() -> None:
+    assert vanished(["/docs/a.txt"], [Path("l" * 300)]) == []
 
 
 def test_vanished_documents_leave_with_their_kv_unless_another_holds_the_chunk(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pypdf
 import pytest
@@ -282,6 +283,30 @@ def test_a_directory_that_cannot_be_listed_is_reported(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "scandir", refusing)
     assert list(find_documents([tmp_path]).files) == [tmp_path / "closed", tmp_path / "open.txt"]
     assert skipped(tmp_path / "closed").reason == "it cannot be read: Permission denied"
+
+
+def test_what_cannot_be_looked_at_is_skipped_and_the_others_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "closed").mkdir()
+    for name in ("closed/a.txt", "open.txt"):
+        (tmp_path / name).write_text("x")
+
+    def forbidding(look: Any) -> Any:
+        def refusing(path: Any, *args: Any, **named: Any) -> Any:
+            if "closed/" in str(path):
+                raise PermissionError(13, "Permission denied", str(path))
+            return look(path, *args, **named)
+
+        return refusing
+
+    for name in ("stat", "lstat"):  # as in a directory that may be listed and not entered; modes do not stop root
+        monkeypatch.setattr(os, name, forbidding(getattr(os, name)))
+    closed, long = tmp_path / "closed/a.txt", tmp_path / ("l" * 300)
+    assert list(find_documents([tmp_path]).files) == [closed, tmp_path / "open.txt"]
+    assert list(find_documents([closed, long]).files) == [closed, long]
+    assert skipped(closed).reason == "it cannot be read: Permission denied"
+    assert skipped(long).reason == "it cannot be read: File name too long"
 
 
 def test_a_missing_path_is_an_input_error_before_anything_is_listed(tmp_path: Path) -> None:
