@@ -15,6 +15,7 @@ from llama_index.core.chat_engine import CondensePlusContextChatEngine
 from llama_index.core.chat_engine.types import AgentChatResponse, StreamingAgentChatResponse
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.ingestion import run_transformations
+from llama_index.core.memory import Memory
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
@@ -149,6 +150,7 @@ class CacheBlendChatEngine(CondensePlusContextChatEngine):
         own, options = llm_for(engine, llm, cls.__name__, options), other_options(options)
         if unknown := set(options) - set(inspect.signature(cls.from_defaults).parameters):  # it would drop them
             raise InputError(f"{cls.__name__} takes no {listed(unknown)}.")
+        options["memory"] = options.get("memory") or _memory(own, options.get("chat_history"))
         made = cls.from_defaults(CacheBlendRetriever(retriever, own.engine), own, **options)
         assert isinstance(made, cls)
         made._chunks_last = options.get("context_prompt") is None
@@ -207,6 +209,14 @@ class CacheBlendChatEngine(CondensePlusContextChatEngine):
             message, chat_history
         )
         return _with_usage(answer, calls)
+
+
+def _memory(llm: CacheBlendLLM, history: list[ChatMessage] | None) -> Memory:
+    """Return a memory that leaves room for chunks: LlamaIndex's default may fill the window, and then nothing can be asked."""
+    limit = (llm.metadata.context_window - llm.metadata.num_output) // 2
+    return Memory.from_defaults(
+        chat_history=history or [], token_limit=max(1, limit), token_flush_size=max(1, limit // 4)
+    )
 
 
 def _with_usage(response: _Response, calls: list[dict[str, Any]]) -> _Response:

@@ -9,6 +9,7 @@ import pytest
 from llama_index.core import VectorStoreIndex
 from llama_index.core.chat_engine import SimpleChatEngine
 from llama_index.core.memory import ChatMemoryBuffer, Memory
+from scripted import ScriptedEngine
 
 from cacheblend_rag import BlendEngine, TransformersEngine, bundled_questions
 from llama_index_cacheblend import CacheBlendChatEngine, CacheBlendLLM, collect_usage
@@ -79,3 +80,15 @@ def test_a_chat_is_answered_as_by_a_model_that_keeps_nothing(
     whole = over(index, CacheBlendLLM(engine=engine, max_tokens=10, quality="full"))
     for question in QUESTIONS:
         assert str(kept.chat(question)) == str(whole.chat(question))
+
+
+def test_a_long_conversation_leaves_room_for_the_notes(engine: BlendEngine, index: VectorStoreIndex) -> None:
+    scripted = ScriptedEngine(engine.tokenizer, "The harbour was built by Ada Brenmoor in 1911. " * 15, window=2048)
+    llm = CacheBlendLLM(engine=scripted, set_tokenizer=False)
+    chat = CacheBlendChatEngine.from_index(index, llm=llm, similarity_top_k=2, skip_condense=True)
+    for turn in range(12):
+        chat.chat(f"And what of bell number {turn}?")
+    assert len(scripted.asked) == 12
+    assert len(chat.chat_history) > 2
+    begun = CacheBlendChatEngine.from_index(index, llm=llm, chat_history=chat.chat_history[:2])
+    assert begun.chat_history == chat.chat_history[:2]
