@@ -63,6 +63,7 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         self.lasts, self.remote = any(tier.lasts for tier in tiers), any(tier.remote for tier in tiers)
         self._lock = threading.RLock()  # reentrant: a handle can end by garbage collection while it is held
         self._promoting = 0
+        self._deleting = self._deleted = 0  # deletes under way, and those that have ended
         self._promotions: WeakSet[Promotion] = WeakSet()
         self._refused: dict[KVStore, str] = {}
         self._behind = {
@@ -81,6 +82,7 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
 
     def get(self, key: KVKey) -> StoredKV | None:
         """See :meth:`KVStore.get`. The fastest tier that has the entry serves it; the use counts in all of them."""
+        deleted = self._deleted
         for level, tier in enumerate(self.tiers):
             found = self._on_its_way(tier, key) or tier.get(key)
             if found is None:
@@ -89,7 +91,7 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
                 if isinstance(slower, Evicting):
                     slower.touch(key)
             self._events.add("hits")
-            return self._promoted(key, found, self.tiers[:level])
+            return self._promoted(key, found, self.tiers[:level], deleted)
         self._events.add("misses")
         return None
 
@@ -148,11 +150,16 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
     def delete(self, key: KVKey) -> bool:
         """See :meth:`KVStore.delete`; from every tier, also where one refuses."""
         with self._lock:
+            self._deleting += 1
             promotions = list(self._promotions)
-        for promotion in promotions:
-            promotion.give_up(key)  # else it would come back with the last layer that a prompt reads
-        waiting = [queue.cancel(key) for queue in self._behind.values()]
-        return any(_of_each(self.tiers, lambda tier: tier.delete(key))) or any(waiting)
+        try:
+            for promotion in promotions:
+                promotion.give_up(key)  # else it would come back with the last layer that a prompt reads
+            waiting = [queue.cancel(key) for queue in self._behind.values()]
+            return any(_of_each(self.tiers, lambda tier: tier.delete(key))) or any(waiting)
+        finally:
+            with self._lock:
+                self._deleting, self._deleted = self._deleting - 1, self._deleted + 1
 
     def touch(self, key: KVKey) -> None:
         for tier in self._evicting:
@@ -221,14 +228,17 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         for tier in self.tiers:
             tier.close()
 
-    def _promoted(self, key: KVKey, found: StoredKV, faster: Sequence[KVStore]) -> StoredKV:
-        """Return ``found``, wrapped so that reading all of it puts it into the ``faster`` tiers that can hold it."""
+    def _promoted(self, key: KVKey, found: StoredKV, faster: Sequence[KVStore], deleted: int) -> StoredKV:
+        """Return ``found``, wrapped so that reading all of it puts it into the ``faster`` tiers that can hold it.
+
+        ``deleted`` is how many deletes had ended when it was looked for: behind another one it may be what must not come back.
+        """
         targets = [tier for tier in faster if tier.budget is None or tier.budget >= found.nbytes]
         if not targets:
             return found
         limit = max(math.inf if tier.budget is None else tier.budget for tier in targets)
         with self._lock:
-            if self._promoting + found.nbytes > limit:
+            if self._deleting or self._deleted != deleted or self._promoting + found.nbytes > limit:
                 return found
             self._promoting += found.nbytes
             promotion = Promotion(key, found, targets, self._promotion_ended)

@@ -9,6 +9,7 @@ import pytest
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
+from cacheblend_rag.store.kv import KVKey, StoredKV
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
 
@@ -53,6 +54,38 @@ def test_an_entry_that_is_deleted_while_it_is_read_does_not_come_back(root: Path
     other.finish()
     assert {entry.key for entry in store.entries()} == {key_of(2)}
     assert store.tiers[0].contains(key_of(2))
+
+
+@pytest.mark.parametrize("method", ["get", "delete"])
+def test_an_entry_that_is_deleted_while_it_is_looked_for_does_not_come_back(
+    root: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    slow = DiskStore(root)
+    slow.put(key_of(1), kv_of(1))
+    store = TieredStore([MemoryStore(), slow])
+    found: list[StoredKV | None] = []
+    get, delete = slow.get, slow.delete
+
+    def got_and_deleted(key: KVKey) -> StoredKV | None:
+        monkeypatch.undo()
+        handle = get(key)
+        assert store.delete(key)
+        return handle
+
+    def deleted_behind_a_get(key: KVKey) -> bool:
+        found.append(store.get(key))
+        return delete(key)
+
+    monkeypatch.setattr(slow, method, got_and_deleted if method == "get" else deleted_behind_a_get)
+    if method == "get":
+        found.append(store.get(key_of(1)))
+    else:
+        assert store.delete(key_of(1))
+    (handle,) = found
+    assert handle is not None
+    assert same(handle, kv_of(1)), "whoever reads it reads on"
+    handle.finish()
+    assert not store.contains(key_of(1))
 
 
 def test_promotions_hold_no_more_than_the_faster_tier_may(root: Path) -> None:
