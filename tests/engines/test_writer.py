@@ -23,7 +23,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.retrieval.database import IndexConfig
 from cacheblend_rag.store import open_store
-from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
+from cacheblend_rag.store.kv import ChunkKV, ModelFingerprint, WrittenBy
 from tests.blending.families import BLENDED, NOT_BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 from tests.blending.test_parity import blended_logits
@@ -224,6 +224,21 @@ def test_what_is_forgotten_while_it_is_written_back_is_not_stored_behind_it(
         assert engine.generate(SCENE.prompt, ONE).missing == tuple(chunk.id for chunk in SCENE.chunks)
         assert [engine.entries.contains(chunk.token_ids) for chunk in SCENE.chunks] == [False, True, True, True]
         assert {chunk.id for chunk in engine.registry} == {chunk.id for chunk in others}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_is_forgotten_right_before_it_is_written_back_is_not_known_again(
+    model: Any, monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    *stored, last = SCENE.chunks
+    with engine_for(model, SCENE, writer=None) as engine:
+        engine.precompute(stored)
+        if not in_place:
+            engine.registry.add([last])
+        monkeypatch.setattr(ChunkKV, "finish", lambda self: engine.forget([last.id]))  # as another thread might
+        assert engine.generate(SCENE.prompt, ONE).missing == (last.id,)
+        # A chunk that the prompt brings along becomes known by it.
+        assert engine.entries.contains(last.token_ids) == (last.id in engine.registry) == in_place
 
 
 def stored_by(engine: TransformersEngine) -> tuple[list[bool], ...]:

@@ -88,13 +88,13 @@ class PromptRun:
             span.kv.finish()
         lacking = set(self.outcome.unranked) - gone
         unranked = [span.chunk for span in self.plan.stale if span.chunk and span.chunk.id in lacking]
-        self._model.write_back(missing, unranked)
+        self._model.write_back(missing, unranked, self._known)
 
     def prefill(self, trace: Trace | None) -> None:
         """Make the prompt's KV and its last token's logits, from stored KV where there is some that helps."""
         self._trace = trace
         if self._model.profile.blockwise and self._request.settings.reuse == "chunks":
-            self._model.write_back([span.chunk for span in self._request.prompt.spans], ())
+            self._model.write_back([span.chunk for span in self._request.prompt.spans], (), self._known)
         unusable: set[tuple[int, ...]] = set()
         late: set[tuple[int, ...]] = set()
         with self._model.lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -273,11 +273,15 @@ class ModelOwner(BlendEngine):
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
         """See :class:`BlendEngine`; ``[header] + chunk`` is computed, batched, and the chunk's slice kept."""
         self.check_open()
+        self.registry.add(chunks)
         return self._precompute(self.entries, chunks, progress, self.ranking == "now")
 
     def precompute_first(self, chunks: Sequence[Chunk]) -> PrecomputeReport:
         self.check_open()
-        return PrecomputeReport() if self.writer is None else self._precompute(self.entries.by(None), chunks)
+        if self.writer is None:
+            return PrecomputeReport()
+        self.registry.add(chunks)
+        return self._precompute(self.entries.by(None), chunks)
 
     def _precompute(
         self,
@@ -286,7 +290,6 @@ class ModelOwner(BlendEngine):
         progress: Callable[[int], None] | None = None,
         ranking: bool = False,
     ) -> PrecomputeReport:
-        self.registry.add(chunks)
         if not self.stores:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
         with self._storing:  # one at a time, so that none computes what another is about to store
@@ -326,17 +329,21 @@ class ModelOwner(BlendEngine):
         except CacheBlendError as error:
             warnings.warn(f"The model's own KV of a chunk could not be stored: {error}", stacklevel=2)
 
-    def write_back(self, missing: Sequence[Chunk], unranked: Sequence[Chunk]) -> None:
+    def write_back(self, missing: Sequence[Chunk], unranked: Sequence[Chunk], known: Collection[str]) -> None:
         """Store what a prompt found missing, where that is wanted: the KV of chunks, and static deviations of others.
 
-        All is computed anew behind the header: what the prompt left in its cache has attended to its context.
+        All is computed anew behind the header: what the prompt left in its cache has attended to its context. Of the chunks
+        whose ids were ``known`` when it came, those that are not any more were forgotten, and stay so; others become known.
         """
         self._notice.look(self.entries, missing)
         if not (self._write_back and self.stores):
             return
         try:
+            self.check_open()
+            wanted = (*missing, *(unranked if self.ranking != "off" else ()))
+            self.registry.add(chunk for chunk in wanted if chunk.id not in known)
             if missing:
-                self.precompute(missing)
+                self._precompute(self.entries, missing, ranking=self.ranking == "now")
         except CacheBlendError as error:
             warnings.warn(f"The KV of {len(missing)} chunks could not be written back: {error}", stacklevel=2)
         try:
