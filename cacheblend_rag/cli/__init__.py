@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
+from io import TextIOWrapper
 from pkgutil import resolve_name
 from typing import Annotated, Any, TextIO
 
@@ -119,6 +120,8 @@ def _options(
     # OpenMP's threads spin while they wait. On a core that another process wants, too, all wait for one that spins for long.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's: an answer may hold what a terminal's encoding lacks
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.showwarning = _show_warning
@@ -144,6 +147,9 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("CACHEBLEND_DEBUG"):
             raise
+        if isinstance(error, OSError):  # what the system refuses: a full disk, a name that is too long, a missing permission
+            echo(f"Error: {error}", err=True)
+            sys.exit(CacheBlendError.exit_code)
         echo(
             f"Error: unexpected {type(error).__name__}: {error}\nThis is a bug in cacheblend-rag. Run it again with "
             "CACHEBLEND_DEBUG=1 for the traceback, and report it.",

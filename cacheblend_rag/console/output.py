@@ -42,7 +42,8 @@ def counted(number: int, thing: str) -> str:
 
 def print_json(data: Any) -> None:
     """Print one JSON document on stdout."""
-    echo(json.dumps(data, indent=2, ensure_ascii=False, default=str))
+    unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+    echo(json.dumps(data, indent=2, ensure_ascii=not unicode, default=str))
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -65,6 +65,31 @@ def test_a_bug_is_exit_code_70(monkeypatch, capsys):
     assert ended.value.code == 70 and "This is a bug in cacheblend-rag" in capsys.readouterr().err
 
 
+def test_what_the_system_refuses_is_no_bug(monkeypatch, capsys):
+    failing(monkeypatch, PermissionError(13, "Permission denied", "/root/store"))
+    monkeypatch.delenv("CACHEBLEND_DEBUG", raising=False)
+    monkeypatch.setattr("sys.argv", ["cacheblend", "store", "ls"])
+    with pytest.raises(SystemExit) as ended:
+        cacheblend_rag.cli.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "Error: [Errno 13] Permission denied: '/root/store'\n"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_terminal_that_lacks_a_character_is_shown_its_number(monkeypatch, as_json):
+    said = "Müller “–” 🙂"
+
+    def say(*_: object, **__: object) -> None:
+        output.print_json(said) if as_json else output.echo(said)
+
+    monkeypatch.setattr("cacheblend_rag.cli.store.open_inventory", say)
+    result = CliRunner(charset="latin-1").invoke(app, ["store", "evict", "--to", "0"])
+    shown = result.stdout_bytes.decode("latin-1").strip()
+    assert shown == (
+        '"M\\u00fcller \\u201c\\u2013\\u201d \\ud83d\\ude42"' if as_json else "Müller \\u201c\\u2013\\u201d \\U0001f642"
+    )
+
+
 def test_a_mistyped_flag_is_exit_code_2(run: Run):
     assert run("store", "ls", "--no-such-flag").exit_code == 2
 
