@@ -175,7 +175,7 @@ def test_5_the_store_holds_only_kv_computed_behind_the_header(bug: bool, monkeyp
     engine.precompute(scene.chunks[:2])
     if bug:
 
-        def from_the_prompt(self: Any, chunks: Any, unranked: Any) -> None:
+        def from_the_prompt(self: Any, chunks: Any, unranked: Any, known: Any) -> None:
             _, in_context = self.subject().full_prefill(scene.prompt.token_ids)
             for span in scene.prompt.spans:
                 if span.chunk in chunks:
