@@ -121,7 +121,8 @@ def _options(
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's: an answer may hold what a terminal's encoding lacks
+        # As stderr's: an answer may hold what a terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.showwarning = _show_warning
@@ -147,7 +148,8 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("CACHEBLEND_DEBUG"):
             raise
-        if isinstance(error, OSError):  # what the system refuses: a full disk, a name that is too long, a missing permission
+        # What the system refuses: a full disk, a name that is too long, a missing permission.
+        if isinstance(error, OSError):
             echo(f"Error: {error}", err=True)
             sys.exit(CacheBlendError.exit_code)
         echo(
