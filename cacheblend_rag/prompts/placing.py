@@ -2,17 +2,19 @@
 
 A chunk's text is searched for in each message's content, before it is rendered. Where the template puts the contents is seen by
 rendering the messages once more with a stand-in for each: what stands between the stand-ins is the template's, and what stands in
-their places is the content, unless the template has rewritten it.
+their places is the content, unless the template has rewritten it. Where it writes a content inside a JSON string, as Llama 3's do
+with what a tool returned, a chunk is the registered one of the escaped text, if there is one.
 """
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from secrets import token_hex
 
-from cacheblend_rag.prompts.chunk import Chunk, PlainText, TextEncoder
+from cacheblend_rag.prompts.chunk import Chunk, PlainText, TextEncoder, chunk_id
 from cacheblend_rag.prompts.matching import Range
 from cacheblend_rag.prompts.registry import MATCH_WINDOW, ChunkRegistry
 from cacheblend_rag.prompts.templates import PROBE
@@ -90,14 +92,15 @@ class Contents:
         known = (text_of(piece) for pieces in self._contents for piece in pieces if not isinstance(piece, str))
         return any(map(encoder.markers, known))
 
-    def placed(self, rendered: str, skeleton: str, encoder: TextEncoder) -> list[Piece]:
+    def placed(self, rendered: str, skeleton: str, registry: ChunkRegistry, encoder: TextEncoder) -> list[Piece]:
         """Return the pieces of ``rendered``.
 
         Args:
             rendered: The messages as the template renders them.
             skeleton: The same with the probes.
-            encoder: Knows special tokens. What the template has rewritten, and all behind it, is searched for chunks as in
-                :func:`search_rendered`.
+            registry: Chunks that may stand in place of those that the template has escaped.
+            encoder: Knows special tokens. What the template has rewritten otherwise, and all behind it, is searched for the
+                contents' chunks as in :func:`search_rendered`.
         """
         first, *rest = skeleton.split(_PROBE)
         pieces: list[Piece] = []
@@ -109,31 +112,48 @@ class Contents:
                 if not dot or not digits.isdecimal():  # the template has cut it
                     break
                 number = int(digits)
-                found = self._trimmed(rendered, end, self.texts[number], literal)
+                found = self._standing(rendered, end, number, literal, registry)
                 if found is None:
                     break
                 seen.add(number)
-                whole = found == (0, len(self.texts[number]))
-                pieces += self._contents[number] if whole else _cut(self._contents[number], found)
-                pieces.append(literal)
-                end += found[1] - found[0] + len(literal)
+                pieces += [*found, literal]
+                end += sum(map(len, map(text_of, found))) + len(literal)
         left = [pieces for number, pieces in enumerate(self._contents) if number not in seen]
         pieces += _located(rendered[end:], [p for content in left for p in content if isinstance(p, Chunk)], encoder)
         return _joined(pieces)
 
-    @staticmethod
-    def _trimmed(rendered: str, at: int, text: str, literal: str) -> Range | None:
-        """Return which part of a content stands at ``at``, with the template's ``literal`` behind it."""
-        for trim in _TRIMS:
-            start, stop = trim(text)
-            if rendered.startswith(text[start:stop], at) and rendered.startswith(literal, at + stop - start):
-                return start, stop
+    def _standing(
+        self, rendered: str, at: int, number: int, literal: str, registry: ChunkRegistry
+    ) -> list[Piece] | None:
+        """Return the part of a content that stands at ``at``, with the template's ``literal`` behind it."""
+        text = self.texts[number]
+        for write in (str, _in_json):
+            for trim in _TRIMS:
+                start, stop = trim(text)
+                body = write(text[start:stop])
+                if rendered.startswith(body, at) and rendered.startswith(literal, at + len(body)):
+                    return [_written(piece, write, registry) for piece in _cut(self._contents[number], (start, stop))]
         return None
 
 
 def text_of(piece: Piece) -> str:
     """Return the text of a piece."""
     return piece if isinstance(piece, str) else piece.text
+
+
+def _in_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _written(piece: Piece, write: Callable[[str], str], registry: ChunkRegistry) -> Piece:
+    """Return a piece as it is written; a chunk that this changes is data, and a chunk only where that one is registered."""
+    text = write(text_of(piece))
+    if text == text_of(piece):
+        return piece
+    if isinstance(piece, str):
+        return text
+    known = registry.get(chunk_id(text)) if isinstance(piece, Chunk) else None
+    return known if known is not None and known.text == text else PlainText(text)
 
 
 def _named_places(text: str, named: Sequence[Chunk], barred: Sequence[Range]) -> list[tuple[int, Chunk]]:

@@ -151,7 +151,7 @@ def rag_prompt(
     prompt reads ``{instruction}``, chunks, ``Question: {question}`` and ``Answer:``. Earlier questions and their answers
     (``history``, oldest first) stand between the chunks and the question, as turns of their own.
     """
-    prompt = _rendered(tokenizer, _rag_messages(instruction, chunks, question, history))
+    prompt = _rendered(tokenizer, _rag_messages(instruction, chunks, question, history), ChunkRegistry())
     header = rag_header(tokenizer, instruction)
     first, *rest = prompt.segments
     if isinstance(first, str) and first != header and first.startswith(header):
@@ -197,7 +197,7 @@ def chat_prompt(
         named = [*message.get("named", ()), *everywhere]
         pieces = [piece for part in parts for piece in _pieces(part, registry, tokenizer, named)]
         found.append({**{k: v for k, v in message.items() if k != "named"}, "content": pieces})
-    return _rendered(tokenizer, found, tools)
+    return _rendered(tokenizer, found, registry, tools)
 
 
 def text_prompt(tokenizer: Any, text: str, registry: ChunkRegistry, *, chunk_ids: Iterable[str] = ()) -> BlendPrompt:
@@ -273,7 +273,10 @@ def _rag_messages(
 
 
 def _rendered(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    registry: ChunkRegistry,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> BlendPrompt:
     """Render messages with contents in pieces, and say where the pieces are."""
     contents = Contents([message["content"] for message in messages])
@@ -281,7 +284,7 @@ def _rendered(
     if all(isinstance(piece, str) for message in messages for piece in message["content"]):
         return BlendPrompt((rendered,) if rendered else ())
     skeleton = render_probes(tokenizer, _saying(messages, contents.probes), tools)
-    return BlendPrompt(tuple(contents.placed(rendered, skeleton, encoder_for(tokenizer))))
+    return BlendPrompt(tuple(contents.placed(rendered, skeleton, registry, encoder_for(tokenizer))))
 
 
 def _saying(messages: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[dict[str, Any]]:

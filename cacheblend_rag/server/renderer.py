@@ -198,7 +198,7 @@ class BlendRenderer:
             probing = (await skeleton(probed) or {}).get("prompt")
         except ValueError:  # a template that reads what is said
             probing = None
-        return [await asyncio.to_thread(contents.placed, rendered, probing or "", encoder)]
+        return [await asyncio.to_thread(contents.placed, rendered, probing or "", registry, encoder)]
 
     def _found_in_texts(
         self, request: CompletionLike, inputs: Sequence[Any], options: RequestOptions, leads: Sequence[Sequence[Chunk]]

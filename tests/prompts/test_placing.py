@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -125,6 +126,7 @@ REWRITING = {
     "drops thoughts": CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}"),
     "reads what is said": "{% if 'probe' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}" + CHATML,
     "shouts": CHATML.replace("{{ m['content'] }}", "{{ m['content'] | upper }}"),
+    "as JSON": CHATML.replace("{{ m['content'] }}", "{{ {'output': m['content']} | tojson }}"),
     "plain": PLAIN_TEMPLATE,
 }
 
@@ -146,6 +148,22 @@ def test_templates_that_rewrite_what_is_said_lose_reuse_at_most(how: str) -> Non
     clean = [{**message, "content": "x"} for message in chat]
     if how not in ("drops thoughts", "reads what is said"):  # those leave the turn as it was said
         assert live(prompt, tokenizer) == live(BlendPrompt((render(tokenizer, clean),)), tokenizer)
+
+
+def test_where_a_template_writes_what_is_said_in_json_a_chunk_is_the_registered_one_of_its_escaped_text() -> None:
+    tokenizer = byte_level(REWRITING["as JSON"])
+    quoted, short = make_chunk(f'She said "never"\nto him, {TURN}', tokenizer), make_chunk('"No"', tokenizer)
+    chat = [{"role": "user", "content": ["\n", quoted, '\n"Who?" ', short, "\n"]}]
+    rendered = render(
+        tokenizer, [{"role": "user", "content": "".join(map(str, ("\n", quoted.text, '\n"Who?" "No"\n')))}]
+    )
+    escaped = make_chunk(json.dumps(quoted.text)[1:-1], tokenizer)
+    taken = Chunk(escaped.id, "Another text that has its id.", escaped.token_ids)
+    for known, chunks in (([], []), ([taken], []), ([escaped], [escaped])):
+        prompt = chat_prompt(tokenizer, chat, ChunkRegistry([quoted, *known]))
+        assert text_of(prompt) == rendered
+        assert [piece for piece in prompt.segments if isinstance(piece, Chunk)] == chunks
+        assert turns(prompt, tokenizer) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
 
 
 def test_what_is_kept_of_a_template_is_of_this_template_these_roles_and_these_tools_only() -> None:

@@ -118,3 +118,27 @@ async def test_a_streamed_agent_reuses_it_too(told: ToldEngine, notes: CacheBlen
     async for step in agent.astream(asked, stream_mode="updates"):
         messages += [message for update in step.values() for message in update["messages"]]
     check_reuse(messages, told)
+
+
+def test_where_a_template_writes_tool_results_in_json_they_are_reused_from_the_second_prompt_on(
+    embedding: BundledEmbeddings,
+) -> None:
+    """Llama 3's does: the chunks that stand in its prompts are those of the texts as they are escaped."""
+    escaping = TEMPLATE.replace(
+        "{{ m['content'] }}", "{{ m['content'] | tojson if m.role == 'tool' else m['content'] }}"
+    )
+    said = [
+        Document(f'{name} said "no".\nNobody knows why; {name} was asked twice that year.') for name in ("Ada", "Bo")
+    ]
+    with ToldEngine(answer, escaping) as engine:
+        found = CacheBlendRetriever.from_documents(said, engine, embedding=embedding, k=2)
+        agent = create_agent(ChatCacheBlend(engine=engine, on_miss="error"), [retriever_tool(found, "content")])
+        reports = [
+            agent.invoke({"messages": [HumanMessage(question)]})["messages"][-1].response_metadata["cacheblend"]
+            for question in ("Why 'no'?", "Who was asked?")
+        ]
+    assert [report["retrieved"]["summary"] for report in reports] == [
+        "2 retrieved, 2 not stored yet",
+        "2 retrieved, 2 matched",
+    ]
+    assert reports[1]["usage"]["reused_tokens"] > reports[0]["usage"]["reused_tokens"]
