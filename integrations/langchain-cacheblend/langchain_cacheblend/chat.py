@@ -11,7 +11,7 @@ from uuid import UUID
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
@@ -78,9 +78,24 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         }
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Return the number of tokens the model sees for these messages, rendered with its chat template."""
-        prompt = self._prompt(messages, tools=[convert_to_openai_tool(tool) for tool in tools or ()])
-        return len(self.engine.tokenize(prompt).token_ids)
+        """Return the number of tokens the model sees for these messages, rendered with its chat template.
+
+        Where the template refuses them, as many do parts of a history (``trim_messages`` asks about such), each counts alone.
+        """
+        specs = [convert_to_openai_tool(tool) for tool in tools or ()]
+        try:
+            return self._length(messages, specs) if messages else 0
+        except InputError:
+            return sum(self._length_alone(message, specs if at == 0 else ()) for at, message in enumerate(messages))
+
+    def _length(self, messages: Sequence[BaseMessage], tools: Sequence[Mapping[str, Any]]) -> int:
+        return len(self.engine.tokenize(self._prompt(messages, tools=tools)).token_ids)
+
+    def _length_alone(self, message: BaseMessage, tools: Sequence[Mapping[str, Any]]) -> int:
+        try:
+            return self._length([message], tools)
+        except InputError:  # no template refuses what a user says first
+            return self._length([HumanMessage(message.content)], tools)
 
     def _prompt(
         self, messages: Sequence[BaseMessage], chunk_ids: Sequence[str] = (), tools: Sequence[Mapping[str, Any]] = ()

@@ -13,7 +13,15 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.load import dumps
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    HumanMessage,
+    RemoveMessage,
+    SystemMessage,
+    ToolMessage,
+    trim_messages,
+)
 from pydantic import BaseModel, Field
 
 from cacheblend_rag import (
@@ -281,6 +289,25 @@ class TestParameters:
         messages = [SystemMessage("Answer from the notes."), HumanMessage("Hello")]
         assert llm.get_num_tokens_from_messages(messages) == llm.invoke(messages).usage_metadata["input_tokens"]
         assert llm.get_token_ids("the captain") == engine.tokenizer("the captain", add_special_tokens=False).input_ids
+
+    def test_a_history_is_trimmed_by_tokens_where_the_template_refuses_parts_of_one(self, llm, scripted) -> None:
+        alternating = (
+            "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+            "{{ raise_exception('roles must alternate') }}{% endif %}<<{{ m['role'] }}>>{{ m['content'] }}\n{% endfor %}"
+        )
+        scripted.tokenizer.chat_template = alternating
+        said = [AIMessage("Good day."), HumanMessage("Who?"), AIMessage("Ada Brenmoor."), HumanMessage("Since when?")]
+        most = llm.get_num_tokens_from_messages(said[1:]) + 8
+        kept = trim_messages(
+            [SystemMessage("Be brief."), *said],
+            max_tokens=most,
+            token_counter=llm,
+            start_on="human",
+            include_system=True,
+        )
+        assert kept == [SystemMessage("Be brief."), said[-1]]
+        assert llm.get_num_tokens_from_messages(said[::-1]) >= llm.get_num_tokens_from_messages(said[1:])
+        assert llm.get_num_tokens_from_messages([]) == 0
 
     def test_what_is_written_and_traced_holds_no_engine(self, scripted) -> None:
         scripted.token = "secret-7f3a"
