@@ -16,8 +16,10 @@ from cacheblend_rag.lab.evaluation.summary import summarize  # not public: a tab
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """Return the answers of one run; contexts of different runs are different groups."""
-    _, *lines = file.read_text(encoding="utf-8").splitlines()
-    return [{**row, "group": f"{file}:{row['group']}"} for row in map(json.loads, lines)]
+    _, *lines = file.read_text(encoding="utf-8").strip().split("\n")  # not splitlines: U+2028 stands in JSON strings
+    # What is answered again, to be compared, counts once: as it was last.
+    latest = {(row["id"], row["key"]): row for row in map(json.loads, lines)}
+    return [{**row, "group": f"{file}:{row['group']}"} for row in latest.values()]
 
 
 def interval(found: dict[str, Any], name: str) -> str:

@@ -55,8 +55,8 @@ def plot_calibration(found: Calibration, file: Path) -> None:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.xaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:g}"[0] in "235" else "")
-        low = min(100 * each.agreement.value for each in found.measured)
-        axes.set_ylim(max(0.0, min(low, goal) - 6), 101)
+        shown = [100 * each.agreement.value for each in found.measured]
+        axes.set_ylim(max(0.0, min(*shown, goal) - 6), max(*shown, 100) + 1)
         axes.set_xlabel("compute, % of a full recompute (dense and question passes included)")
         axes.set_ylabel(
             _AXIS.get(found.standard.by, f"100% less the fall of {found.standard.metric} below full recompute's, %")
