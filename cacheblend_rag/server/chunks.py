@@ -234,7 +234,7 @@ class ServedChunks:
         self._catalogue.refresh(force=True)
         if holder is not None:
             names = self._catalogue.release(names, holder)
-        named = iter(self._client.registry) if everything else map(self._client.registry.get, names)
+        named = iter(self._client.registry) if everything else map(self._client.registry.get, dict.fromkeys(names))
         kept, gone = ("index", "shared"), list[str]()
         while some := list(islice(named, _AT_ONCE)):
             wanted = [chunk for chunk in some if chunk is not None and self._catalogue.origin(chunk.id) not in kept]

@@ -286,6 +286,12 @@ async def test_a_deletion_that_names_some_and_asks_for_all_is_refused(server: Se
     assert (refused.status_code, len(server.registry)) == (422, 2)
 
 
+async def test_a_chunk_that_is_named_twice_is_deleted_once(server: Server) -> None:
+    await server.register({"id": "a", "text": TEXTS[0]}, {"id": "b", "text": TEXTS[1]})
+    gone = (await server("DELETE", "?id=a&id=b&id=a")).json()["data"]
+    assert [each["id"] for each in gone] == ["a", "b"]
+
+
 async def test_an_id_with_a_nul_is_refused_and_finds_no_other_chunk(server: Server) -> None:
     await server.register({"id": "a", "text": TEXTS[1]})
     refused = await server.register({"id": "a\0b", "text": TEXTS[0]})
