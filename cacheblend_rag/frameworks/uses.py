@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
+from cacheblend_rag.prompts.placing import in_json
 from cacheblend_rag.prompts.prompt import chunk_of
 from cacheblend_rag.prompts.registry import MATCH_WINDOW
 
@@ -32,7 +33,7 @@ def renditions(text: str) -> tuple[str, ...]:
     """Return the renditions of a text that differ from it, without outer whitespace; those too short to be found are left out."""
     forms = (
         json.dumps(text)[1:-1],
-        json.dumps(text, ensure_ascii=False)[1:-1],
+        in_json(text),
         repr(text)[1:-1],
         html.escape(text, quote=True),
         html.escape(text, quote=False),

@@ -127,7 +127,7 @@ class Contents:
     ) -> list[Piece] | None:
         """Return the part of a content that stands at ``at``, with the template's ``literal`` behind it."""
         text = self.texts[number]
-        for write in (str, _in_json):
+        for write in (str, in_json):
             for trim in _TRIMS:
                 start, stop = trim(text)
                 body = write(text[start:stop])
@@ -141,7 +141,8 @@ def text_of(piece: Piece) -> str:
     return piece if isinstance(piece, str) else piece.text
 
 
-def _in_json(text: str) -> str:
+def in_json(text: str) -> str:
+    """Return a text as it stands inside a JSON string that a chat template writes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -154,9 +154,7 @@ def test_where_a_template_writes_what_is_said_in_json_a_chunk_is_the_registered_
     tokenizer = byte_level(REWRITING["as JSON"])
     quoted, short = make_chunk(f'She said "never"\nto him, {TURN}', tokenizer), make_chunk('"No"', tokenizer)
     chat = [{"role": "user", "content": ["\n", quoted, '\n"Who?" ', short, "\n"]}]
-    rendered = render(
-        tokenizer, [{"role": "user", "content": "".join(map(str, ("\n", quoted.text, '\n"Who?" "No"\n')))}]
-    )
+    rendered = render(tokenizer, [{"role": "user", "content": f'\n{quoted.text}\n"Who?" "No"\n'}])
     escaped = make_chunk(json.dumps(quoted.text)[1:-1], tokenizer)
     taken = Chunk(escaped.id, "Another text that has its id.", escaped.token_ids)
     for known, chunks in (([], []), ([taken], []), ([escaped], [escaped])):
