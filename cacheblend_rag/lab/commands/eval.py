@@ -85,11 +85,13 @@ class EvalOptions:
         """Return them with ``more`` of the evaluation's settings.
 
         Raises:
-            InputError: A value is out of range.
+            InputError: A value is out of range, or there is no such data set.
         """
+        from cacheblend_rag.lab.datasets import file_of
         from cacheblend_rag.lab.evaluation.evaluate import EvalSettings
         from cacheblend_rag.lab.evaluation.prepare import Preparation
 
+        file_of(self.dataset, self.data)  # said before a model is loaded
         return EvalSettings(
             self.dataset,
             self.data,

@@ -86,6 +86,8 @@ def tune_retriever(
     command goes on from there.
     """
     from cacheblend_rag.errors import InputError
+    from cacheblend_rag.lab.stats.rows import read_rows
+    from cacheblend_rag.lab.tuning.saving import check_free
 
     if [questions is not None, generate is not None, demo].count(True) != 1:
         raise InputError("Give one of --questions FILE, --generate N and --demo.")
@@ -93,13 +95,14 @@ def tune_retriever(
     target = (output or directory.with_name(f"{directory.name}-retriever")).expanduser()
     if demo and output is None and store is None:
         shutil.rmtree(target, ignore_errors=True)  # an earlier demonstration's
+    if questions is not None:
+        read_rows(questions.expanduser())  # what is wrong with it is said before a model is loaded
+    check_free(target)
     chosen = with_model(model, directory, BUNDLED_MODEL) if demo else model
     with open_pipeline(chosen, directory, budgets, must_exist=not demo) as pipeline:
-        from cacheblend_rag.lab.tuning.saving import check_free
         from cacheblend_rag.lab.tuning.training import TrainSettings
         from cacheblend_rag.lab.tuning.tune import TuneSettings, tune
 
-        check_free(target)
         settings = TuneSettings(
             TrainSettings(how.loss, how.part, how.epochs, seed=how.seed), how.candidates, how.seed, how.answers
         )

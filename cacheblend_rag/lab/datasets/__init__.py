@@ -82,11 +82,11 @@ def load_data_set(
     """
     if limit < 1:
         raise InputError(f"limit is {limit}; ask for at least 1 question.")
-    if name == "demo":
+    file = file_of(name, data)
+    if file is None:
         wanted = DEFAULT_KINDS if kinds is None else kinds
         samples = demo_samples(tokenizer, limit, seed, kinds=wanted, chunks=chunks, chunk_tokens=chunk_tokens)
         return DataSet(samples, {}, [])
-    file = _file_of(name, data)
     found = read_data_set(file, seed)
     samples = found.samples
     if kinds is not None:
@@ -105,13 +105,18 @@ def hash_files(name: str, data: Path | None) -> dict[str, str]:
     Raises:
         InputError: No such data set or file.
     """
+    file = file_of(name, data)
+    return {} if file is None else {file.name: hash_file(file)}
+
+
+def file_of(name: str, data: Path | None) -> Path | None:
+    """Return the file that :func:`load_data_set` would read; None for ``demo``, which has none.
+
+    Raises:
+        InputError: No such data set or file.
+    """
     if name == "demo":
-        return {}
-    file = _file_of(name, data)
-    return {file.name: hash_file(file)}
-
-
-def _file_of(name: str, data: Path | None) -> Path:
+        return None
     if name in NAMED:
         return find_file(name, data)
     file = Path(name).expanduser()

@@ -137,6 +137,11 @@ def test_eval_names_what_it_cannot_use(run, model_dir, tmp_path, args, named, mo
     assert named in result.stderr
 
 
+def test_a_data_set_that_is_not_there_is_named_before_a_model_is_loaded(run, tmp_path):
+    wrong = run("eval", "--model", tmp_path / "nowhere", "--dataset", "qestions.jsonl", "--out", tmp_path)
+    assert wrong.exit_code == 2 and "no data set 'qestions.jsonl'" in wrong.stderr
+
+
 def test_figures_are_made_from_the_command_line_and_refuse_what_there_is_not(run, model_dir, questions, tmp_path):
     result = run("figures", "--model", model_dir, "--dataset", questions, "--only", "8", "--out", tmp_path / "r")
     assert result.exit_code == 0, result.stderr

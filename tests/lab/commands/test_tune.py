@@ -79,6 +79,14 @@ def test_a_run_says_how_long_it_takes_compares_and_saves_nothing_that_is_no_bett
     assert found["questions"]["held_out"] == 12
 
 
+def test_a_wrong_file_or_output_is_named_before_anything_is_loaded(run, questions, tmp_path):
+    base = ["tune-retriever", "--store", tmp_path, "--model", tmp_path / "nowhere"]
+    wrong = run(*base, "--questions", tmp_path / "qestions.jsonl", "--output", tmp_path / "out")
+    assert wrong.exit_code == 2 and "qestions.jsonl cannot be read" in wrong.stderr
+    taken = run(*base, "--questions", questions, "--output", tmp_path)
+    assert taken.exit_code == 2 and "stays as it is" in taken.stderr
+
+
 def test_what_cannot_be_tuned_is_refused(run, model_dir, store, questions, monkeypatch):
     monkeypatch.setattr("cacheblend_rag.lab.tuning.generate._HOPELESS", 4)  # questions, none of which come back
     base = ["tune-retriever", "--store", store, "--model", model_dir]
@@ -86,8 +94,6 @@ def test_what_cannot_be_tuned_is_refused(run, model_dir, store, questions, monke
     assert run(*base, "--questions", questions, "--demo").exit_code == 2
     mixed = run(*base, "--demo")
     assert mixed.exit_code == 2 and "other documents than the demonstration's" in mixed.stderr
-    taken = run(*base, "--questions", questions, "--output", store)
-    assert taken.exit_code == 2 and "stays as it is" in taken.stderr
     wrote = run(*base, "--generate", 40)
     assert wrote.exit_code == 2 and "Use a larger --model, or give --questions" in wrote.stderr
 
