@@ -144,10 +144,11 @@ def nothing_to_read(found: FoundDocuments, known: Mapping[str, str]) -> IndexRep
 def forget(engine: BlendEngine, index: ChunkIndex, chunks: Sequence[Chunk]) -> None:
     """Have an engine forget chunks that an index holds no more, with all of their KV, whoever has written it."""
     engine.forget(chunks)
-    entries, noted = engine.entries, index.config.writer
-    if entries is not None and noted not in (None, engine.writer):
+    if (entries := engine.entries) is None:
+        return
+    for writer in index.config.writers:
         for chunk in chunks:
-            entries.by(noted).delete(chunk.token_ids)
+            entries.by(writer).delete(chunk.token_ids)
 
 
 class _IndexRun:
@@ -215,7 +216,7 @@ class _IndexRun:
             f"the store's budget, {size(most)}, is smaller than the KV of one (see --disk-budget and --chunk-tokens)"
         )
         another = "it was computed without this KV writer, or by another one; index those documents again, too"
-        others = [lasting.by(hand) for hand in {None, self.index.config.writer} - {lasting.writer}]
+        others = [lasting.by(hand) for hand in {None, *self.index.config.writers} - {lasting.writer}]
         for chunk in self.index.chunks():
             if chunk.id not in self.report.without_kv and not lasting.contains(chunk.token_ids):
                 never = most is not None and len(chunk.token_ids) * self.planner.token_bytes > most

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,10 +122,9 @@ class Inventory(Closing):
         stored = self._stored()
         found = []
         with self._index() as index:
-            own = None if index is None else self._entries(index)
+            hands = () if index is None else self._hands(index)
             for chunk in index.chunks() if index is not None else ():
-                assert own is not None
-                keys = _keys(own, chunk)
+                keys = _keys(hands, chunk)
                 parts = [part for key in keys for part in self._parts(key, stored)]
                 for key in keys:
                     stored.pop(entry_of(key), None)
@@ -215,8 +214,8 @@ class Inventory(Closing):
         with ChunkIndex(self._home) as index, indexing_alone(self._home):
             held = {chunk.id for chunk in index.chunks_of(path)}
             orphans = index.delete(path)
-            own, stored = self._entries(index), self._stored()
-            keys = {key for chunk in orphans for key in _keys(own, chunk)}
+            hands, stored = self._hands(index), self._stored()
+            keys = {key for chunk in orphans for key in _keys(hands, chunk)}
             parts = [part for key in keys for part in self._parts(key, stored)]
             freed = sum(part.nbytes for part in parts if self.store.delete(part.key))
         return RemovedDocument(path, len(held), len(orphans), freed)
@@ -252,6 +251,11 @@ class Inventory(Closing):
         made = index.config
         return Entries(self.store, made.model, made.header_ids, namespace=self._namespace, writer=made.writer)
 
+    def _hands(self, index: ChunkIndex) -> tuple[Entries, ...]:
+        """Return the entries of all who may have written KV of its chunks: its KV writers, former ones, too, and the model."""
+        entries = self._entries(index)
+        return (*(entries.by(each) for each in index.config.writers), entries.by(None))
+
     @contextmanager
     def _index(self) -> Iterator[ChunkIndex | None]:
         if not ChunkIndex.exists(self._home):
@@ -265,9 +269,9 @@ class Inventory(Closing):
         self.store.close()
 
 
-def _keys(entries: Entries, chunk: Chunk) -> tuple[KVKey, ...]:
+def _keys(hands: Iterable[Entries], chunk: Chunk) -> tuple[KVKey, ...]:
     """Return the key of a chunk's whole KV as each hand writes it."""
-    return tuple(hand.own_key(chunk.token_ids) for hand in entries.hands)
+    return tuple(hand.own_key(chunk.token_ids) for hand in hands)
 
 
 def _item(name: str, path: str, tokens: int, keys: tuple[KVKey, ...], parts: Sequence[EntryInfo]) -> InventoryItem:

@@ -64,6 +64,7 @@ class IndexConfig:
         overlap: Tokens repeated from one chunk to the next.
         embedding: Name or path of the sentence-transformers model; None takes what the index has, or the default for a new one.
         writer: The KV writer that has written the KV of all chunks; None for the model itself. It may change.
+        former: The KV writers before it, whose KV of the same chunks may be stored, too.
     """
 
     model: ModelFingerprint
@@ -72,14 +73,25 @@ class IndexConfig:
     overlap: int = 0
     embedding: str | None = None
     writer: WrittenBy | None = None
+    former: tuple[WrittenBy, ...] = ()
+
+    @property
+    def writers(self) -> tuple[WrittenBy, ...]:
+        """Return all KV writers, the present one first."""
+        return self.former if self.writer is None else (self.writer, *self.former)
+
+    def written_by(self, writer: WrittenBy) -> IndexConfig:
+        """Return this with another KV writer, behind which those so far are former ones."""
+        return replace(self, writer=writer, former=tuple(each for each in self.writers if each != writer))
 
     @classmethod
     def from_json(cls, text: str) -> IndexConfig:
         """Read the stored form."""
         fields = json.loads(text)
         model, header = ModelFingerprint(**fields.pop("model")), tuple(fields.pop("header_ids"))
-        writer = fields.pop("writer")
-        return cls(model=model, header_ids=header, writer=writer and WrittenBy(**writer), **fields)
+        writer, former = fields.pop("writer"), fields.pop("former", ())  # the latter is newer than the format
+        fields |= {"writer": writer and WrittenBy(**writer), "former": tuple(WrittenBy(**each) for each in former)}
+        return cls(model=model, header_ids=header, **fields)
 
     def unused_by(self, writer: WrittenBy | None) -> str | None:
         """Return what to do where the KV that this index's writer has written is not that of ``writer``; None where it is."""

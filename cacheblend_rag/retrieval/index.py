@@ -257,7 +257,7 @@ class ChunkIndex(IndexDatabase, ChunkSource):
             StoreError: The index cannot be written.
         """
         with self.transaction():
-            self.put_config(replace(self.config, writer=writer))
+            self.put_config(self.config.written_by(writer))
 
     def stats(self) -> IndexStats:
         """Count what is in the index."""

@@ -100,11 +100,11 @@ def test_an_index_by_a_writer_takes_what_one_without_takes(run, model_dir, docum
     assert planned[1] == pytest.approx(planned[0], rel=0.01)
 
 
-def test_with_a_document_goes_its_kv_of_every_hand_also_without_the_writer(
+def test_with_a_document_goes_its_kv_of_every_hand_and_former_writers_also_without_a_writer(
     run, model_dir, documents, tmp_path, writers
 ):
     store, model = tmp_path / "store", ["--model", model_dir]
-    for more in ([], ["--writer", writers[0]]):
+    for more in ([], *(["--writer", writer] for writer in writers)):
         assert run("index", documents, "--store", store, *model, *more).exit_code == 0
     before = as_json(run("store", "ls", "--store", store, "--json"))
     assert run("documents", "rm", documents / "ships.txt", "--store", store).exit_code == 0
