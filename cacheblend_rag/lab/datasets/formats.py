@@ -13,6 +13,7 @@ from typing import Any
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.samples import Packing, Sample, Task
+from cacheblend_rag.prompts.chunk import chunk_id
 
 QA = "Answer the question from the notes with a few words."
 SUMMARY = "Read the notes."
@@ -221,9 +222,11 @@ def _plain(row: Row, name: str) -> Sample:
         raise ValueError(f"task {task!r} is not qa, summary or dialogue")
     if not texts:
         raise ValueError("there is no text to answer from: the context is missing or empty")
-    extra = {name: row[name] for name in ("instruction", "group") if name in row}
+    extra = {"instruction": row["instruction"]} if "instruction" in row else {}
+    # Questions about the same texts are not independent.
+    group = str(row.get("group") or chunk_id("\0".join(texts)))
     packing: Packing = "ready" if "chunks" in row else "split"
-    return Sample(name, row["question"], answers, texts, packing, task, str(row.get("kind", "")), **extra)
+    return Sample(name, row["question"], answers, texts, packing, task, str(row.get("kind", "")), group, **extra)
 
 
 def _clean(text: str) -> str:

@@ -165,6 +165,15 @@ def test_plain_rows_bring_chunks_or_documents(tmp_path):
     assert first.id != second.id
 
 
+def test_plain_rows_about_the_same_texts_are_a_group_unless_they_name_another(tmp_path):
+    rows = [{"question": f"Q{number}", "answer": "A", "chunks": ["one", "two"]} for number in range(4)]
+    rows[1]["chunks"] = ["two", "one"]
+    rows[3]["group"] = "mine"
+    first, turned, third, named = (sample.group for sample in read_samples(write(tmp_path / "a.jsonl", rows)))
+    assert first == third
+    assert len({first, turned, named}) == 3 and named == "mine"
+
+
 @pytest.mark.parametrize(
     ("content", "named"),
     [
