@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise, zip_longest
 from typing import Any
 
@@ -92,6 +93,7 @@ def test_other_ratios_are_the_reference(engine, model, ratio: float) -> None:
     assert (got - full).abs().max() > 1e-2, "the scene is too easy to tell a blend from a full prefill"
 
 
+@lru_cache(2)
 def scores(
     engine: Any, model: Any, scene: Scene, missing: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -108,13 +110,17 @@ def scores(
     return torch.tensor(positions), ranked
 
 
+def best(policy: str, positions: torch.Tensor, ranked: dict[str, torch.Tensor]) -> list[int]:
+    """Which 30% of the stale tokens the policy recomputes."""
+    order = ranked[policy].argsort(descending=True)[: round(0.3 * len(positions))]
+    return positions[order].sort().values.tolist()
+
+
 def chosen_by(
     engine: Any, model: Any, policy: str, scene: Scene = SCENE, missing: tuple[int, ...] = ()
 ) -> tuple[list[int], torch.Tensor]:
-    """Which 30% of the stale tokens the policy recomputes, and the log-probabilities after it, from the reference."""
-    positions, ranked = scores(engine, model, scene, missing)
-    order = ranked[policy].argsort(descending=True)[: round(0.3 * len(positions))]
-    chosen = positions[order].sort().values.tolist()
+    """What the policy recomputes, and the log-probabilities after it, from the reference."""
+    chosen = best(policy, *scores(engine, model, scene, missing))
     done = reference.blend(model, scene.header, scene.parts(missing), 0.3, chosen=chosen)
     return chosen, done.logits.log_softmax(-1)
 
@@ -130,7 +136,8 @@ def rank(engine: Any, scene: Scene, missing: tuple[int, ...] = ()) -> None:
 def test_what_is_ranked_without_a_dense_pass_is_the_reference(engine, model, policy: str) -> None:
     rank(engine, SCENE)
     chosen, expected = chosen_by(engine, model, policy)
-    assert chosen != chosen_by(engine, model, "static" if policy != "static" else "query")[0], "the scene is too easy"
+    another = best("static" if policy != "static" else "query", *scores(engine, model, SCENE, ()))
+    assert chosen != another, "the scene is too easy"
     settings = BlendSettings(0.3, policy, (1,))
     torch.testing.assert_close(first_logprobs(engine, SCENE.prompt, settings), expected, atol=1e-4, rtol=0)
     engine.reset_prefix_cache()
@@ -154,7 +161,7 @@ def test_each_question_selects_for_itself(engine, model) -> None:
     for scene in (SCENE, other):
         chosen, expected = chosen_by(engine, model, "static-query", scene)
         torch.testing.assert_close(first_logprobs(engine, scene.prompt, settings), expected, atol=1e-4, rtol=0)
-    assert chosen != chosen_by(engine, model, "static-query")[0], "the questions are too much alike to tell"
+    assert chosen != best("static-query", *scores(engine, model, SCENE, ())), "the questions are too much alike to tell"
 
 
 def test_hybrid_selects_as_in_the_transformers_engine(engine, model) -> None:
