@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
@@ -19,6 +22,9 @@ from cacheblend_rag.frameworks import Asked
 from langchain_cacheblend.requests import EngineFields, langchain_errors, usage_metadata
 from langchain_cacheblend.runs import run_of
 
+_NOT_OPTIONS = ("stop", "callbacks", "tags", "metadata", "run_name", "run_id")
+_options: ContextVar[Mapping[str, Any]] = ContextVar("options of the call", default=MappingProxyType({}))
+
 
 class CacheBlendLLM(EngineFields, BaseLLM):
     """The text twin of :class:`ChatCacheBlend`: the prompt goes to the model as it is, without a chat template.
@@ -29,6 +35,21 @@ class CacheBlendLLM(EngineFields, BaseLLM):
     @property
     def _llm_type(self) -> str:
         return "cacheblend"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """Return what decides the answer, the call's options too: LangChain keys its cache of text models by these alone."""
+        return {**super()._identifying_params, **_options.get()}
+
+    def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
+        """See :class:`BaseLLM`."""
+        with _identified_by(kwargs):
+            return super().generate(prompts, *args, **kwargs)
+
+    async def agenerate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
+        """See :class:`BaseLLM`."""
+        with _identified_by(kwargs):
+            return await super().agenerate(prompts, *args, **kwargs)
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return super()._get_ls_params(stop=stop if stop is not None else self.stop, **kwargs)
@@ -110,6 +131,15 @@ class CacheBlendLLM(EngineFields, BaseLLM):
 
     def _chunk(self, text: str, done: Generation | None, asked: Asked) -> GenerationChunk:
         return GenerationChunk(text=text, generation_info=self._info(done, asked) if done is not None else None)
+
+
+@contextmanager
+def _identified_by(kwargs: Mapping[str, Any]) -> Iterator[None]:
+    token = _options.set({name: value for name, value in kwargs.items() if name not in _NOT_OPTIONS})
+    try:
+        yield
+    finally:
+        _options.reset(token)
 
 
 def _counts(usage: UsageMetadata | None) -> dict[str, Any]:

@@ -344,6 +344,15 @@ def test_langchains_llm_cache_tells_models_with_other_stop_strings_apart(model: 
     assert "Answer to" in whole and "Answer to" not in stopped
 
 
+@pytest.mark.parametrize("model", [ChatCacheBlend, CacheBlendLLM])
+async def test_langchains_llm_cache_tells_calls_with_other_options_apart(model: Any, scripted: ScriptedEngine) -> None:
+    llm = model(engine=scripted, cache=InMemoryCache())
+    for options in ({}, {"ratio": 1.0}, {"ratio": 0.5}) * 2:
+        llm.invoke("Who?", config={"tags": ["any"]}, **options)
+        await llm.ainvoke("Who?", **options)
+    assert len(scripted.prompts) == 3
+
+
 class Ship(BaseModel):
     """What is known of a ship, in a form that even a small model can fill."""
 
