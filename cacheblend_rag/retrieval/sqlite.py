@@ -6,6 +6,7 @@ The tables are in the modules of the two files: ``database.py`` (the index) and 
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Hashable, Iterator
@@ -60,7 +61,7 @@ class SQLiteFile(Closing):
             with suppress(OSError):  # it exists, or SQLite says why it cannot
                 create_file(self.path)  # SQLite gives the files beside it the permissions that this one has
         db = sqlite3.connect(
-            f"file:{quote(str(self.path.absolute()))}?mode={mode}",
+            f"file:{quote(os.fsencode(self.path.absolute()))}?mode={mode}",
             uri=True,
             timeout=self.busy_timeout_s,
             isolation_level=None,
@@ -160,7 +161,8 @@ class SQLiteFile(Closing):
             raise StoreError(f"Cannot {action} {self.name} {self.path}: {error.strerror or error}.") from error
 
     def _explain(self, error: sqlite3.Error, action: str) -> StoreError:
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+        extended = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+        code = extended if extended == sqlite3.SQLITE_READONLY_DBMOVED else extended & 0xFF
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
             return self.damaged(str(error))
         what = {
@@ -169,6 +171,10 @@ class SQLiteFile(Closing):
             ),
             sqlite3.SQLITE_FULL: "the disk is full; free some space (nothing that was stored before is lost)",
             sqlite3.SQLITE_READONLY: "no write permission; only reading works",
+            sqlite3.SQLITE_READONLY_DBMOVED: (
+                "it was moved, deleted or replaced while it was open; restart what has it open, which sees the former "
+                "one alone"
+            ),
             sqlite3.SQLITE_CANTOPEN: "it cannot be opened; check the permissions of the file and its directory",
             sqlite3.SQLITE_IOERR: f"the disk reports an error ({error}); check it and the space left",
         }.get(code, str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,3 +99,28 @@ def test_an_interrupted_write_is_not_read_without_write_permission(
     healed = IndexDatabase(copy, None)
     assert count_documents(healed) == 0
     healed.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_index_that_was_moved_while_open_says_so_when_it_is_written(directory: Path, replaced: bool) -> None:
+    with IndexDatabase(directory, CONFIG) as index:
+        if replaced:  # as by a backup
+            shutil.copy(index.path, directory / "copy")
+            (directory / "copy").rename(index.path)
+        else:
+            index.path.unlink()
+        with pytest.raises(StoreError, match="moved, deleted or replaced while it was open; restart what has it open"):
+            add_document(index, "one")
+
+
+def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
+    directory = tmp_path / os.fsdecode(b"caf\xe9 #?%41")
+    try:
+        directory.mkdir()
+    except OSError:
+        pytest.skip("this file system takes UTF-8 alone")
+    with IndexDatabase(directory, CONFIG) as index:
+        add_document(index, "one")
+    assert IndexDatabase.exists(directory)
+    with IndexDatabase(directory, None) as again:
+        assert count_documents(again) == 1
