@@ -230,14 +230,24 @@ def user_file(kind: str, name: str) -> Path:
 
 
 def user_folder(kind: Literal["cache", "data"]) -> Path:
-    """Return where this user's files lie: in CACHEBLEND_HOME, else where the system keeps what programs keep."""
+    """Return where this user's files lie: in CACHEBLEND_HOME, else where the system keeps what programs keep.
+
+    Raises:
+        InputError: The user has no home directory, and CACHEBLEND_HOME is not set.
+    """
     if home := os.environ.get("CACHEBLEND_HOME"):
         return Path(home)
     try:
-        from platformdirs import user_cache_path, user_data_path
-    except ImportError:  # a bare image of torch and transformers, and those are Linux
-        return Path.home() / (".cache" if kind == "cache" else ".local/share") / "cacheblend"
-    return (user_cache_path if kind == "cache" else user_data_path)("cacheblend")
+        try:
+            from platformdirs import user_cache_path, user_data_path
+        except ImportError:  # a bare image of torch and transformers, and those are Linux
+            return Path.home() / (".cache" if kind == "cache" else ".local/share") / "cacheblend"
+        return (user_cache_path if kind == "cache" else user_data_path)("cacheblend")
+    except RuntimeError as error:  # of a container that runs as a user it does not know
+        raise InputError(
+            "This user has no home directory, where what is kept for them would lie. Set HOME, or CACHEBLEND_HOME to a "
+            "directory for it."
+        ) from error
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:

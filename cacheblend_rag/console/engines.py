@@ -15,6 +15,7 @@ from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOpt
 from cacheblend_rag.console.output import echo, status
 from cacheblend_rag.engines.models import BUNDLED_MODEL, NO_WRITER, SMOLLM2, is_named
 from cacheblend_rag.errors import InputError, StoreError
+from cacheblend_rag.homes import from_home
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
@@ -33,7 +34,7 @@ _Options = TypeVar("_Options", bound=ModelOptions)
 def store_directory(given: Path | None) -> Path:
     """Return the store's directory: the given one, else one in the user's cache directory (or ``CACHEBLEND_HOME``)."""
     if given is not None:
-        return given.expanduser()
+        return from_home(given)
     from cacheblend_rag.blending.profile import user_folder
 
     return user_folder("cache") / "store"
@@ -230,6 +231,6 @@ def model_for(files: Iterable[Path]) -> str:
 
 def _found_anywhere(model: str | None) -> str | None:
     """Return a model's whole path, where it is one: it is recorded in indexes, which are opened from elsewhere, too."""
-    if model is None or is_named(model) or not (at := Path(model).expanduser()).exists():
+    if model is None or is_named(model) or not (at := from_home(model)).exists():
         return model
     return str(at.resolve())

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from cacheblend_rag.blending.policies import POLICIES
+from cacheblend_rag.homes import from_home
 
 _of_model = partial(typer.Option, rich_help_panel="Model")
 _of_blending = partial(typer.Option, rich_help_panel="Blending")
@@ -146,7 +147,7 @@ Encrypt = Annotated[
 
 def _where_it_is(embedding: str | None) -> str | None:
     """Return a directory's whole path: it is recorded in the index, which is opened from elsewhere, too."""
-    if embedding is not None and (at := Path(embedding).expanduser()).is_dir():
+    if embedding is not None and (at := from_home(embedding)).is_dir():
         return str(at.resolve())
     return embedding
 

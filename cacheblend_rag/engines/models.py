@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.homes import from_home
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +66,7 @@ def model_directory(model: str | Path | None) -> Path:
     if is_bundled(model):
         return bundled_model_directory()
     name = str(model)
-    file = smollm2_file() if name == SMOLLM2 else Path(name).expanduser()
+    file = smollm2_file() if name == SMOLLM2 else from_home(name)
     if file is not None and file.suffix == ".gguf" and file.is_file():
         from cacheblend_rag.blending.profile import user_folder
         from cacheblend_rag.engines.gguf import made_of_gguf
@@ -73,7 +74,7 @@ def model_directory(model: str | Path | None) -> Path:
         return made_of_gguf(file, user_folder("cache") / "models")
     if name == SMOLLM2:
         return _smollm2_on_hub()
-    path = Path(name).expanduser()
+    path = from_home(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise OSError(f"{path} has no config.json.")
@@ -125,7 +126,7 @@ def writer_directory(writer: str | Path) -> Path:
     """Return the directory of a KV writer that :func:`writer_of` has named."""
     if str(writer) in (SMOLLM2, PROBE_WRITER):
         return _WRITERS / writer
-    return Path(writer).expanduser().absolute()
+    return from_home(writer).absolute()
 
 
 def dtype_named(name: str) -> torch.dtype:

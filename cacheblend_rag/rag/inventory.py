@@ -13,6 +13,7 @@ from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.models import writer_of
 from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError, UnknownChunkError
+from cacheblend_rag.homes import from_home
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.indexing import IndexReport, nothing_to_read, vanished
 from cacheblend_rag.rag.locking import indexing_alone
@@ -76,7 +77,7 @@ class Inventory(Closing):
         Raises:
             StoreError: There is none, or it cannot be read.
         """
-        self.directory = Path(directory).expanduser()
+        self.directory = from_home(directory)
         self._namespace, self._home = Namespace(namespace), home_of(self.directory, namespace)
         known = ChunkIndex.exists(self._home) or (self.directory / "kv").is_dir() or recorded_tiers(self.directory)
         if not self.directory.is_dir() or not known:

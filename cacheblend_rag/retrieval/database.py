@@ -14,6 +14,7 @@ from typing import Any
 from filelock import FileLock
 
 from cacheblend_rag.errors import InputError, StoreError, StoreMismatchError
+from cacheblend_rag.homes import from_home
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
@@ -192,7 +193,7 @@ class IndexDatabase(SQLiteFile):
     @staticmethod
     def exists(directory: Path | str) -> bool:
         """Say whether ``directory`` holds such a file with tables in it, of whatever kind, or one that cannot be read now."""
-        file = SQLiteFile(Path(directory).expanduser() / FILE_NAME)
+        file = SQLiteFile(from_home(directory) / FILE_NAME)
         if not file.path.is_file():
             return False
         try:

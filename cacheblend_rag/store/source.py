@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from cacheblend_rag.errors import InputError, UnknownKeyError
+from cacheblend_rag.homes import from_home
 from cacheblend_rag.store.files import DEFAULT_NAME, Namespace, make_root
 from cacheblend_rag.store.kv import KeyName, KVKey, plain
 
@@ -99,7 +100,7 @@ class Keyring:
         Raises:
             InputError: There are none, the default one is missing, one cannot be read or is no key, or a package is missing.
         """
-        found = Path(directory).expanduser()
+        found = from_home(directory)
         keys: dict[str, bytes] = {}
         try:
             for file in sorted(found.glob(f"*{_ENDING}")):
@@ -145,7 +146,7 @@ def make_key(directory: Path, namespace: str = DEFAULT_NAME) -> Path:
     Raises:
         InputError: There is one, the name cannot be a namespace's, or the directory cannot be written to.
     """
-    file = directory.expanduser() / f"{Namespace(namespace).name}{_ENDING}"
+    file = from_home(directory) / f"{Namespace(namespace).name}{_ENDING}"
     try:
         make_root(file.parent)
         file.touch(0o600, exist_ok=False)

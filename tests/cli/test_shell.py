@@ -145,3 +145,33 @@ def test_an_option_means_the_same_in_every_command():
                 helps.setdefault(option.opts[0], set()).add(option.help or "")
     assert {name for name, found in helps.items() if len(found) > 1} - own == set()
     assert len(helps["--model"]) == len(helps["--engine"]) == len(helps["--k"]) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("documents", "ls", "--store"),
+        ("index", __file__, "--model"),
+        ("index", __file__, "--writer"),
+        ("index", __file__, "--embedding"),
+        ("index", __file__, "--encrypt"),
+        ("store", "keygen"),
+    ],
+)
+def test_the_home_of_a_user_who_does_not_exist_is_no_bug(run: Run, command: tuple[str, ...]):
+    result = run(*command, "~nobody-at-all/x")
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert "there is no user nobody-at-all" in result.stderr
+
+
+def test_a_user_without_a_home_directory_is_told_what_to_set(run: Run, monkeypatch):
+    def unknown(_: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)  # as of a container's user that is in no passwd
+    for name in ("CACHEBLEND_HOME", "HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for command in (("documents", "ls"), ("documents", "ls", "-s", "~/store")):
+        result = run(*command)
+        assert result.exit_code == 2, result.output
+        assert "HOME" in result.stderr

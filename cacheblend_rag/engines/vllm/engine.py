@@ -28,6 +28,7 @@ from cacheblend_rag.engines.vllm.asking import ask_gate
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.starting import StartError, spawn_if_forking_fails
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.homes import from_home
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import Header
 from cacheblend_rag.store import KVStore, open_store
@@ -98,9 +99,7 @@ class VLLMEngine(BlendClient, BlendEngine):
             StoreError: The store cannot be opened.
         """
         self._temporary = Path(tempfile.mkdtemp(prefix="cacheblend-")) if store is None else None
-        where = self._temporary or (
-            store if isinstance(store, str) and is_urls(store) else Path(store or "").expanduser()
-        )
+        where = self._temporary or (store if isinstance(store, str) and is_urls(store) else from_home(store or ""))
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="cacheblend-vllm", daemon=True)
         self._thread.start()

@@ -18,6 +18,7 @@ from cacheblend_rag.console.engines import open_engine, open_vllm, with_model
 from cacheblend_rag.console.groups import BlendOptions, ModelOptions, takes_groups
 from cacheblend_rag.console.output import counted, echo, print_json, progress, seconds, table
 from cacheblend_rag.engines.models import BUNDLED_MODEL, SMOLLM2
+from cacheblend_rag.homes import from_home
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
@@ -103,7 +104,7 @@ class EvalOptions:
                 self.k,
                 self.chunk_tokens,
                 max_tokens=max_tokens,
-                query_encoder=None if self.retriever is None else str(self.retriever.expanduser()),
+                query_encoder=None if self.retriever is None else str(from_home(self.retriever)),
             ),
             **more,
         )

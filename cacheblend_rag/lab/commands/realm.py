@@ -11,6 +11,7 @@ import typer
 from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import takes_groups
 from cacheblend_rag.console.output import counted, echo, print_json, progress, table
+from cacheblend_rag.homes import from_home
 from cacheblend_rag.lab.commands.realm_options import (
     TRAINING,
     Batch,
@@ -64,7 +65,7 @@ def pretrain(
     from cacheblend_rag.lab.realm.pretrain import pretrain as run
     from cacheblend_rag.lab.realm.salient import salient_finder
 
-    preset = pretraining(bert if bert in (TINY, BUNDLED) else str(Path(bert).expanduser().resolve()))
+    preset = pretraining(bert if bert in (TINY, BUNDLED) else str(from_home(bert).resolve()))
     settings = replace(
         preset,
         shape=replace(
@@ -83,7 +84,7 @@ def pretrain(
     finder = salient_finder()[0] if masking.spans == "salient" else "random"
     echo(_SPANS.get(finder, f"Masking what {finder} finds, and dates."), err=True)
     with progress("Pre-training:") as show:
-        run(lambda tokenizer, size: read_corpus(corpus.expanduser(), tokenizer, size), output, settings, where, show)
+        run(lambda tokenizer, size: read_corpus(from_home(corpus), tokenizer, size), output, settings, where, show)
     _report_run(output, {"spans": finder}, as_json, "cacheblend realm finetune --model")
 
 
@@ -270,7 +271,7 @@ def _share(score: dict[str, float] | None) -> str:
 def _read(questions: Path) -> list[RealmQuestion]:
     from cacheblend_rag.lab.realm.questions import read_questions
 
-    found = read_questions(questions.expanduser())
+    found = read_questions(from_home(questions))
     for skipped in found.skipped[:3]:
         echo(f"Skipped {questions.name}, {skipped}", err=True)
     if len(found.skipped) > 3:

@@ -15,6 +15,7 @@ from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, takes_gr
 from cacheblend_rag.console.output import echo, print_json, progress, table
 from cacheblend_rag.demo.bundle import demo_store_name
 from cacheblend_rag.engines.models import BUNDLED_MODEL
+from cacheblend_rag.homes import from_home
 
 if TYPE_CHECKING:
     from cacheblend_rag.console.output import Show
@@ -92,11 +93,11 @@ def tune_retriever(
     if [questions is not None, generate is not None, demo].count(True) != 1:
         raise InputError("Give one of --questions FILE, --generate N and --demo.")
     directory = _demo_directory(store, model.device, how.seed) if demo else store_directory(store)
-    target = (output or directory.with_name(f"{directory.name}-retriever")).expanduser()
+    target = from_home(output or directory.with_name(f"{directory.name}-retriever"))
     if demo and output is None and store is None:
         shutil.rmtree(target, ignore_errors=True)  # an earlier demonstration's
     if questions is not None:
-        read_rows(questions.expanduser())  # what is wrong with it is said before a model is loaded
+        read_rows(from_home(questions))  # what is wrong with it is said before a model is loaded
     check_free(target)
     chosen = with_model(model, directory, BUNDLED_MODEL) if demo else model
     with open_pipeline(chosen, directory, budgets, must_exist=not demo) as pipeline:

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.homes import from_home
 from cacheblend_rag.lab.datasets.files import ENVIRONMENT, NAMED, find_file
 from cacheblend_rag.lab.datasets.formats import (
     PLAIN_FORMAT,
@@ -119,7 +120,7 @@ def file_of(name: str, data: Path | None) -> Path | None:
         return None
     if name in NAMED:
         return find_file(name, data)
-    file = Path(name).expanduser()
+    file = from_home(name)
     if not file.is_file():
         raise InputError(f"There is no data set {name!r}; give demo, {', '.join(NAMED)}, or a file of JSON lines.")
     return file

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.homes import from_home
 
 ENVIRONMENT = "CACHEBLEND_DATA"
 
@@ -44,7 +45,7 @@ def find_file(name: str, data: Path | None) -> Path:
             f"{name} is not part of this package. Point to your copy with --data DIR or {ENVIRONMENT}=DIR: a directory with "
             f"the file, or with a folder {_FOLDERS[name][0]}/."
         )
-    root = root.expanduser()
+    root = from_home(root)
     if root.is_file():
         return root
     if not root.is_dir():

@@ -17,6 +17,7 @@ from cacheblend_rag.engines.models import end_tokens, why_not_blendable
 from cacheblend_rag.engines.transformers.owner import LoadedModel, device_named, load_model
 from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import ModelError
+from cacheblend_rag.homes import from_home
 from cacheblend_rag.lab.doctor.measure import describe_machine
 from cacheblend_rag.lab.learn.adapter import load_writing_copy, save_writer, writing_copy
 from cacheblend_rag.lab.learn.answers import greedy
@@ -98,7 +99,7 @@ def learn(
         ModelError: The model cannot be loaded or blended.
     """
     settings, say = settings or LearnSettings(minutes=30), say or (lambda line: None)
-    check_free(output := output.expanduser())
+    check_free(output := from_home(output))
     place = device_named(device)
     loaded = load_model(model, tokenizer, place, dtype or (torch.bfloat16 if place.type == "cuda" else None))
     lesson, settings, origin = _lesson(loaded, start, settings)

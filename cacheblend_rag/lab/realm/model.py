@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from cacheblend_rag.errors import InputError, ModelError
+from cacheblend_rag.homes import from_home
 from cacheblend_rag.lab.realm.inputs import Inputs
 
 TINY: Final = "tiny"
@@ -199,7 +200,7 @@ class RealmModel(nn.Module):
                 positions.copy_(_waves(*positions.shape) * model.config.initializer_range)
             model._begin_with(model.encoder)
             return model
-        place = _bundled() if bert == BUNDLED else Path(bert).expanduser()
+        place = _bundled() if bert == BUNDLED else from_home(bert)
         try:
             config, tokenizer = _read_bert(place)
             shape = _fitted(shape, config.max_position_embeddings)

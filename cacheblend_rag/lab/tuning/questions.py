@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.homes import from_home
 from cacheblend_rag.lab.stats.metrics import normalize
 from cacheblend_rag.lab.stats.rows import Skipped, read_rows
 from cacheblend_rag.prompts.chunk import Chunk
@@ -68,7 +69,7 @@ def read_questions(file: Path, index: ChunkIndex) -> TuningQuestionFile:
     Raises:
         InputError: The file cannot be read, or none of its rows can be used.
     """
-    found = read_rows(file.expanduser())
+    found = read_rows(from_home(file))
     if len(found.rows) == 1 and {"queries", "relevant_docs"} <= found.rows[0][1].keys():
         read = _llama_index(file.name, found.rows[0][1], index)
     elif {"queries", "corpus", "relevant_docs"} <= {where.removeprefix("row ") for where, _ in found.rows}:

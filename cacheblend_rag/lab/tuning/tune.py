@@ -13,6 +13,7 @@ from typing import Any, Final
 from cacheblend_rag import __version__
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import CacheBlendError, InputError
+from cacheblend_rag.homes import from_home
 from cacheblend_rag.lab.scoring import can_score
 from cacheblend_rag.lab.stats.metrics import exact_match, f1
 from cacheblend_rag.lab.tuning.card import example, write_card
@@ -88,7 +89,7 @@ def tune(
         StoreError: Something cannot be written.
     """
     settings = settings or TuneSettings()
-    output = output.expanduser()
+    output = from_home(output)
     check_free(output)
     if not can_score(pipeline.engine) and any(question.answers for question in questions):
         raise InputError(
