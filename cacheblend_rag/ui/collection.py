@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
 from cacheblend_rag.console.output import counted
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.errors import CacheBlendError, StoreError
 from cacheblend_rag.retrieval.documents import absolute
 
 if TYPE_CHECKING:
@@ -51,28 +52,51 @@ class Collection:
         Yields:
             The state of all files, whenever one has changed.
         """
-        kept = self.directory / _DOCUMENTS
-        kept.mkdir(parents=True, exist_ok=True)
-        copies = list(dict.fromkeys(kept / file.name for file in files))
-        for file in files:
-            shutil.copyfile(file, kept / file.name)
-        yield from self._index(copies)
+        yield from self._index({self.directory / _DOCUMENTS / file.name: self._keep(file) for file in files})
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Take documents out of the index, and delete the copies kept of them.
+        """Take documents out of the index, and delete the copies kept of them; what is out of it already is no error.
 
         Raises:
-            StoreError: The index cannot be written.
+            StoreError: The index cannot be written, or a copy not be deleted.
         """
         with self._changing:
             for path in paths:
-                self.pipeline.remove(path)
+                if self.pipeline.chunks.digest_of(path) is not None:
+                    self.pipeline.remove(path)
                 if Path(path).parent == self.directory / _DOCUMENTS:
-                    Path(path).unlink(missing_ok=True)
+                    self._delete(Path(path))
 
-    def _index(self, files: Sequence[Path]) -> Iterator[list[FileState]]:
-        """Index in a thread of its own, which goes on where the reader is a tab that is closed."""
-        states = [FileState(file.name) for file in files]
+    def _keep(self, file: Path) -> str | None:
+        """Copy a file into the store in one step, so that an earlier one stays where that fails; return why it did."""
+        kept = self.directory / _DOCUMENTS
+        new = kept / f".{secrets.token_hex(8)}"
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+            try:
+                shutil.copyfile(file, new)
+                new.replace(kept / file.name)
+            finally:
+                new.unlink(missing_ok=True)
+        except OSError as error:
+            return f"no copy of it can be kept in {kept}: {error.strerror or error}"
+        return None
+
+    @staticmethod
+    def _delete(copy: Path) -> None:
+        try:
+            copy.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{copy.name} is removed, but its copy {copy} cannot be deleted: {error.strerror or error}. "
+                "Delete it yourself."
+            ) from error
+
+    def _index(self, found: Mapping[Path, str | None]) -> Iterator[list[FileState]]:
+        """Index files, but those with a reason why not, in a thread, which goes on where the reader is a closed tab."""
+        files = [file for file, why in found.items() if why is None]
+        failed = [FileState(file.name, "failed", why) for file, why in found.items() if why is not None]
+        states = [*(FileState(file.name) for file in files), *failed]
         yield list(states)
         told: SimpleQueue[tuple[int, FileState] | None] = SimpleQueue()
 

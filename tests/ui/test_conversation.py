@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,3 +158,40 @@ def test_files_indexed_twice_at_once_are_all_there(collection: Collection, tmp_p
     states = [*list(two)[-1], *list(one)[-1]]
     assert {(state.name, state.state) for state in states} == {(file.name, "done") for file in files}
     assert len(collection.documents()) == 5
+
+
+def test_a_file_of_which_no_copy_can_be_kept_is_said_and_leaves_the_one_before_it(
+    tmp_path: Path, collection: Collection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    for file in files:
+        file.write_text("The harbour lies below.")
+    assert [state.state for state in list(collection.add(files))[-1]] == ["done", "done"]
+    copy = shutil.copyfile
+
+    def full(source: Path, target: Path) -> None:
+        if source.name == "two.txt":
+            copy(source, target)
+        else:
+            Path(target).write_text("The")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    for file in files:
+        file.write_text("The harbour lies above.")
+    states = {state.name: state for state in list(collection.add(files))[-1]}
+    assert (states["one.txt"].state, states["two.txt"].state) == ("failed", "done")
+    assert "No space left on device" in states["one.txt"].note
+    kept = {file.name: file.read_text() for file in (tmp_path / "store/documents").iterdir()}
+    assert kept == {"one.txt": "The harbour lies below.", "two.txt": "The harbour lies above."}
+
+
+def test_what_another_tab_has_removed_keeps_nothing_chosen_beside_it(tmp_path: Path, collection: Collection) -> None:
+    files = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    for file in files:
+        file.write_text(f"Note {file.stem}.")
+    list(collection.add(files))
+    chosen = [document.path for document in collection.documents()]
+    collection.pipeline.remove(chosen[0])
+    collection.remove(chosen)
+    assert collection.documents() == [] and not any((tmp_path / "store/documents").iterdir())
