@@ -36,6 +36,9 @@ SUFFIXES = _PLAIN | frozenset(PARSERS)
 KINDS = "txt, md, rst, html, pdf, docx, pptx, csv, tsv, json, jsonl and source code"
 """The same in words."""
 
+_INDEX = "index.sqlite3"  # by which a store's directory is known
+_OF_STORES = frozenset((_INDEX, f"{_INDEX}.lock", f"{_INDEX}-journal", "indexing.lock", "registered.sqlite", "tiers"))
+
 _LEADS_OUT = "it is a link out of the folder; name it, or the folder that it leads to, itself"
 
 
@@ -103,9 +106,9 @@ def find_documents(
 ) -> FoundDocuments:
     """Find the files to load.
 
-    Hidden files and directories, links to directories, and links that lead out of all given directories are left out inside a
-    directory; given themselves, they are taken. Every other file is listed, whatever its type: :func:`load_document` says why
-    one is skipped.
+    Hidden files and directories, links to directories, links that lead out of all given directories, and a store's index
+    and KV are left out inside a directory; given themselves, they are taken. Every other file is listed, whatever its type:
+    :func:`load_document` says why one is skipped.
 
     Args:
         paths: Files and directories.
@@ -160,13 +163,19 @@ def _matches(path: Path, root: Path, patterns: Sequence[str]) -> bool:
 
 
 def _visible(directory: Path) -> list[Path] | None:
-    """Return what a walk visits in ``directory``; None where it cannot be listed, so that it is reported like a file."""
+    """Return what a walk visits in ``directory``; None where it cannot be listed, so that it is reported like a file.
+
+    A store's index and KV are left out: they are nobody's documents, and many files.
+    """
     try:
         with os.scandir(directory) as entries:
-            kept = [e for e in entries if not e.name.startswith(".")]
+            kept = sorted(entry.name for entry in entries if not entry.name.startswith("."))
     except OSError:
         return None
-    return [directory / entry.name for entry in sorted(kept, key=lambda e: e.name)]
+    if _INDEX in kept:
+        own = {"kv"} if os.path.isfile(directory / "kv/lock") else set()  # noqa: PTH113 - as is_directory
+        kept = [name for name in kept if name not in _OF_STORES | own]
+    return [directory / name for name in kept]
 
 
 def file_digest(path: Path | str) -> str | None:

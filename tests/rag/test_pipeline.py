@@ -152,6 +152,20 @@ def test_a_link_out_of_the_folder_is_not_indexed_and_said(pipeline: RagPipeline,
     assert [(Path(each.path).name, "link out" in each.reason) for each in report.skipped] == [("notes.txt", True)]
 
 
+def test_a_store_in_the_folder_is_no_documents_but_for_those_kept_in_it(docs: Path) -> None:
+    store, reports = docs / "store", []
+    for name in ("documents", "tmp"):
+        with FakeEngine(DiskStore(store)) as engine, RagPipeline(engine, store, chunk_tokens=24) as pipeline:
+            reports.append(pipeline.index([docs]))
+        (store / name).mkdir(exist_ok=True)
+        (store / name / "note.txt").write_text("The harbour lies below.")
+    with FakeEngine(DiskStore(store)) as engine, RagPipeline(engine, store, chunk_tokens=24) as pipeline:
+        reports.append(pipeline.index([docs]))
+    assert any(store.glob("kv/*/*"))
+    assert [len(report.added) for report in reports] == [len(DOCUMENTS), 1, 1]
+    assert not any(report.skipped for report in reports[1:])
+
+
 def test_a_document_is_removed_by_the_path_that_it_was_indexed_by(
     pipeline: RagPipeline, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
