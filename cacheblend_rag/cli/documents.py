@@ -49,7 +49,7 @@ def rm(
     with open_inventory(directory, namespace) as inventory:
         # All are looked up before one is removed: a mistyped name should leave nothing half done.
         wanted = dict.fromkeys(path for name in paths for path in inventory.find_documents(name))
-        removed = [inventory.remove_document(path) for path in wanted]
+        removed = inventory.remove_documents(wanted)
     if as_json:
         print_json([asdict(each) for each in removed])
         return

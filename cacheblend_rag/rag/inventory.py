@@ -204,22 +204,31 @@ class Inventory(Closing):
             )
         return named
 
-    def remove_document(self, path: str) -> RemovedDocument:
-        """Take a document out of the index, and with it the KV of chunks that no other document holds.
+    def remove_documents(self, paths: Iterable[str]) -> list[RemovedDocument]:
+        """Take documents out of the index, and with each the KV of chunks that no other document holds.
 
         Raises:
-            InputError: It is not in the index.
+            InputError: One is not in the index; those before it are removed.
             StoreError: The index cannot be written, or a run is indexing into it.
         """
         self._need_every_tier()
+        removed: list[RemovedDocument] = []
+        gone: set[KVKey] = set()
         with ChunkIndex(self._home) as index, indexing_alone(self._home):
-            held = {chunk.id for chunk in index.chunks_of(path)}
-            orphans = index.delete(path)
             hands, stored = self._hands(index), self._stored()
-            keys = {key for chunk in orphans for key in _keys(hands, chunk)}
-            parts = [part for key in keys for part in self._parts(key, stored)]
-            freed = sum(part.nbytes for part in parts if self.store.delete(part.key))
-        return RemovedDocument(path, len(held), len(orphans), freed)
+            for path in paths:
+                held = {chunk.id for chunk in index.chunks_of(path)}
+                orphans = index.delete(path)
+                keys = {key for chunk in orphans for key in _keys(hands, chunk)}
+                removed.append(RemovedDocument(path, len(held), len(orphans), self._delete(keys, stored)))
+                gone |= keys
+            self._delete(gone, self._stored())  # what a server has written meanwhile
+        return removed
+
+    def _delete(self, keys: Iterable[KVKey], stored: Mapping[str, list[EntryInfo]]) -> int:
+        """Delete what is listed of entries; return the bytes freed."""
+        parts = [part for key in keys for part in self._parts(key, stored)]
+        return sum(part.nbytes for part in parts if self.store.delete(part.key))
 
     def _stored(self) -> dict[str, list[EntryInfo]]:
         """Return what is listed, by entry: whole, or in the shards that tensor-parallel ranks wrote, or both."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.retrieval.database import FILE_NAME
+from cacheblend_rag.retrieval.documents import INDEX_FILE
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store.files import file_mode, make_root
 from cacheblend_rag.store.opening import RECORD
@@ -84,5 +84,5 @@ def _is_empty(directory: Path) -> bool:
             if index.documents():
                 return False
     return next(directory.glob("kv/*/*"), None) is None and not any(
-        file.name not in _OURS and not file.name.startswith(FILE_NAME) for file in directory.iterdir()
+        file.name not in _OURS and not file.name.startswith(INDEX_FILE) for file in directory.iterdir()
     )

@@ -18,12 +18,11 @@ from cacheblend_rag.homes import from_home
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS
+from cacheblend_rag.retrieval.documents import INDEX_FILE
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, VECTOR_TABLES, Vectors, VectorTable
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum, chunk_row, row_chunk
 from cacheblend_rag.store.files import file_mode, make_root
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
-
-FILE_NAME = "index.sqlite3"
 
 _SCHEMA = """
 CREATE TABLE config (json TEXT NOT NULL, checksum BLOB NOT NULL);
@@ -166,7 +165,7 @@ class IndexDatabase(SQLiteFile):
     name = "the index"
     kind = "an index"
     start_over = (
-        f"Delete {FILE_NAME}* in that directory and index the documents again; the stored KV is kept and reused."
+        f"Delete {INDEX_FILE}* in that directory and index the documents again; the stored KV is kept and reused."
     )
     format = 2
     schema = _SCHEMA + VECTOR_TABLES
@@ -178,7 +177,7 @@ class IndexDatabase(SQLiteFile):
             StoreError: There is none and no config is given, or it cannot be opened.
             StoreMismatchError: It was made for something else.
         """
-        super().__init__(directory / FILE_NAME)
+        super().__init__(directory / INDEX_FILE)
         self.vectors = VectorTable(self)
         with self.explained("open"):
             if config is not None and not self.path.exists():
@@ -193,7 +192,7 @@ class IndexDatabase(SQLiteFile):
     @staticmethod
     def exists(directory: Path | str) -> bool:
         """Say whether ``directory`` holds such a file with tables in it, of whatever kind, or one that cannot be read now."""
-        file = SQLiteFile(from_home(directory) / FILE_NAME)
+        file = SQLiteFile(from_home(directory) / INDEX_FILE)
         if not file.path.is_file():
             return False
         try:

@@ -36,8 +36,11 @@ SUFFIXES = _PLAIN | frozenset(PARSERS)
 KINDS = "txt, md, rst, html, pdf, docx, pptx, csv, tsv, json, jsonl and source code"
 """The same in words."""
 
-_INDEX = "index.sqlite3"  # by which a store's directory is known
-_OF_STORES = frozenset((_INDEX, f"{_INDEX}.lock", f"{_INDEX}-journal", "indexing.lock", "registered.sqlite", "tiers"))
+INDEX_FILE = "index.sqlite3"
+"""The name of an index, by which a store's directory is known."""
+_OF_STORES = frozenset(
+    (INDEX_FILE, f"{INDEX_FILE}.lock", f"{INDEX_FILE}-journal", "indexing.lock", "registered.sqlite", "tiers")
+)
 
 _LEADS_OUT = "it is a link out of the folder; name it, or the folder that it leads to, itself"
 
@@ -172,7 +175,7 @@ def _visible(directory: Path) -> list[Path] | None:
             kept = sorted(entry.name for entry in entries if not entry.name.startswith("."))
     except OSError:
         return None
-    if _INDEX in kept:
+    if INDEX_FILE in kept:
         own = {"kv"} if os.path.isfile(directory / "kv/lock") else set()  # noqa: PTH113 - as is_directory
         kept = [name for name in kept if name not in _OF_STORES | own]
     return [directory / name for name in kept]

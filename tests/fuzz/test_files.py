@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from cacheblend_rag.errors import DamagedKVError, StoreError
-from cacheblend_rag.retrieval.database import FILE_NAME as INDEX
+from cacheblend_rag.retrieval.documents import INDEX_FILE as INDEX
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.retrieval.registered import FILE_NAME as REGISTERED

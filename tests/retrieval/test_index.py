@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag.errors import InputError, ModelError, StoreError, StoreMismatchError, UnknownChunkError
 from cacheblend_rag.retrieval.chunking import split_text
-from cacheblend_rag.retrieval.database import FILE_NAME, IndexDatabase
+from cacheblend_rag.retrieval.database import IndexDatabase
+from cacheblend_rag.retrieval.documents import INDEX_FILE
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store.kv import ModelFingerprint
@@ -239,11 +240,11 @@ def test_opening_what_is_not_there_or_not_ours_is_refused(directory: Path) -> No
     with pytest.raises(StoreError, match="There is no index"):
         ChunkIndex(directory)
     assert list(directory.iterdir()) == []
-    (directory / FILE_NAME).touch()  # what is left of a creation that was cut short
+    (directory / INDEX_FILE).touch()  # what is left of a creation that was cut short
     with pytest.raises(StoreError, match="There is no index"):
         ChunkIndex(directory)
     ChunkIndex(directory, CONFIG).close()
-    with sqlite3.connect(directory / FILE_NAME) as database:
+    with sqlite3.connect(directory / INDEX_FILE) as database:
         database.execute("PRAGMA user_version = 99")
     database.close()
     with pytest.raises(StoreMismatchError, match="format 99"):
@@ -254,7 +255,7 @@ def test_opening_what_is_not_there_or_not_ours_is_refused(directory: Path) -> No
 
 
 def test_a_foreign_database_is_left_alone(directory: Path) -> None:
-    with sqlite3.connect(directory / FILE_NAME) as database:
+    with sqlite3.connect(directory / INDEX_FILE) as database:
         database.execute("CREATE TABLE theirs (x)")
     database.close()
     with pytest.raises(StoreError, match="not an index of this library"):
@@ -266,14 +267,14 @@ def test_damage_is_told_and_never_a_wrong_answer(index: ChunkIndex, directory: P
     index.add("/a", "d", chunks(*stored))
     expected = {c.id: c for c in index.chunks()}
     index.close()
-    good = (directory / FILE_NAME).read_bytes()
+    good = (directory / INDEX_FILE).read_bytes()
     told = 0
     for at in range(0, len(good), 211):
         broken = bytearray(good)
         broken[at] ^= 0x55
-        for leftover in directory.glob(f"{FILE_NAME}*"):
+        for leftover in directory.glob(f"{INDEX_FILE}*"):
             leftover.unlink()
-        (directory / FILE_NAME).write_bytes(broken)
+        (directory / INDEX_FILE).write_bytes(broken)
         try:
             with ChunkIndex(directory) as opened:
                 assert all(expected.get(c.id) == c for c in opened.chunks())
@@ -286,7 +287,7 @@ def test_damage_is_told_and_never_a_wrong_answer(index: ChunkIndex, directory: P
 
 @pytest.mark.parametrize("content", [b"not a database at all" * 300, b"SQLite format 3\0" + b"\xff" * 5000])
 def test_a_file_that_is_no_database_says_how_to_start_over(directory: Path, content: bytes) -> None:
-    (directory / FILE_NAME).write_bytes(content)
+    (directory / INDEX_FILE).write_bytes(content)
     with pytest.raises(StoreError, match=r"damaged.*Delete index\.sqlite3\*.*index the documents again"):
         ChunkIndex(directory, CONFIG)
 
@@ -343,7 +344,7 @@ def test_another_process_makes_the_index_while_this_one_looks(
         db.set_trace_callback(before)
         return db
 
-    directory.joinpath(FILE_NAME).touch()
+    directory.joinpath(INDEX_FILE).touch()
     monkeypatch.setattr(IndexDatabase, "connect", watched)
     with ChunkIndex(directory, CONFIG) as index:
         assert index.stats().documents == 0 and made

@@ -11,7 +11,8 @@ import pytest
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.retrieval import database
-from cacheblend_rag.retrieval.database import FILE_NAME, IndexDatabase
+from cacheblend_rag.retrieval.database import IndexDatabase
+from cacheblend_rag.retrieval.documents import INDEX_FILE
 from cacheblend_rag.retrieval.registered import RegisteredChunks
 from tests.retrieval.index_workers import CONFIG
 from tests.store.samples import memory_directory
@@ -61,7 +62,7 @@ def test_processes_share_an_index_without_memory_that_other_machines_do_not_see(
     add_document(second, "two")
     assert count_documents(first) == count_documents(second) == 2
     assert second.generation != before
-    assert {path.name for path in directory.iterdir()} <= {FILE_NAME, FILE_NAME + ".lock"}
+    assert {path.name for path in directory.iterdir()} <= {INDEX_FILE, INDEX_FILE + ".lock"}
     for each in (first, second):
         each.close()
 
