@@ -39,15 +39,24 @@ async def ask_workers(llm: EngineClient, method: str) -> list[Any]:
     Raises:
         EngineDeadError: vLLM's engine has died.
     """
-    asked = asyncio.ensure_future(llm.collective_rpc(method))
+    asked = asyncio.ensure_future(_of_each_engine(llm, method))
     try:
         while not asked.done():
             await asyncio.wait({asked}, timeout=_LOOK_S)
             if llm.errored and not asked.done():
                 raise llm.dead_error
-        return list(asked.result())
+        return asked.result()
     finally:
         asked.cancel()
+
+
+async def _of_each_engine(llm: EngineClient, method: str) -> list[Any]:
+    core: Any = getattr(llm, "engine_core", None)
+    if len(getattr(core, "core_engines", ())) < 2:
+        return list(await llm.collective_rpc(method))
+    # With data parallelism vLLM asks all of its engines, and tells what the first one says.
+    answers = await core.call_utility_all_async("collective_rpc", method, None, (), None)
+    return [rank for engine in answers for rank in engine]
 
 
 async def ask_gate(llm: EngineClient, launch: Launch) -> GateReport:

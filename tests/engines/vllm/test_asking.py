@@ -30,6 +30,17 @@ async def test_the_answer_of_every_rank_is_given() -> None:
     assert engine.asked == ["which"]
 
 
+async def test_with_data_parallelism_the_ranks_of_every_engine_answer() -> None:
+    async def all_of_them(*asked: Any) -> list[list[str]]:
+        assert asked[:2] == ("collective_rpc", "which")
+        return [["of the first"], ["of the second"]]
+
+    engine = Engine()
+    engine.engine_core = SimpleNamespace(core_engines=[b"0", b"1"], call_utility_all_async=all_of_them)
+    engine.answer.set_result(["of the first"])
+    assert await ask_workers(engine, "which") == ["of the first", "of the second"]  # type: ignore[arg-type]
+
+
 async def test_an_engine_that_dies_before_it_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.engines.vllm.asking._LOOK_S", 0.001)
     engine = Engine()
