@@ -101,7 +101,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
         disk_budget=options.disk_budget,
         writer=options.writer,
         **({"tokenizer": args.tokenizer} if args.tokenizer else {}),
-        **_sizes(args, parser, options),
+        **_chosen(args, parser, options),
     )
     for name, value in launch.arguments.items():
         own, given = value, getattr(args, name, None)
@@ -132,9 +132,12 @@ def _refuse_flags(parser: Any, message: str) -> NoReturn:
     )
 
 
-def _sizes(args: Namespace, parser: Any, options: ServeOptions) -> dict[str, Any]:
-    """Return what the user has said about the size of the paged KV cache and of the engine's steps."""
-    given = {name: getattr(args, name) for name in _SIZES if getattr(args, name) != parser.get_default(name)}
+def _chosen(args: Namespace, parser: Any, options: ServeOptions) -> dict[str, Any]:
+    """Return what the user has said about sizes, of the paged KV cache and of the engine's steps, and about the model."""
+    from cacheblend_rag.engines.vllm.arguments import ALTERING
+
+    names = (*_SIZES, *ALTERING)
+    given = {name: getattr(args, name) for name in names if getattr(args, name) != parser.get_default(name)}
     if options.kv_memory is None:
         return given
     if "kv_cache_memory_bytes" in given:

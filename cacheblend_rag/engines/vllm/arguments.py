@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,8 @@ _OURS = {"kv_transfer_config", "worker_cls", "worker-cls"}
 _CONTEXTS: Final = 4
 _SHARE: Final = 0.5
 _LEAST: Final = 64 << 20
+# By which vLLM computes something else of the same files, so that the KV is another model's.
+ALTERING: Final = ("hf_overrides", "hf_config_path", "disable_sliding_window", "quantization", "quantization_config")
 _CHOSEN_BY: Final = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 
 
@@ -93,6 +96,7 @@ def prepare(
     by = writer_of(model, writer)
     written_by = None if by is None else KVWriter.read(by, fingerprint, directory).name
     profile = load_profile(fingerprint.digest, directory, ratio, written_by)
+    fingerprint = _as_run(fingerprint, directory, config, vllm_arguments)
     ids = chosen_header_ids(tokenizer, header, profile.blockwise)
     arguments = {
         # A hub model's files are taken from where the fingerprint was read.
@@ -115,6 +119,23 @@ def prepare(
         **_sizes_here(directory, chosen, vllm_arguments),
     }
     return Launch(arguments, directory, tokenizer, fingerprint, ids, store, profile, written_by)
+
+
+def _as_run(
+    fingerprint: ModelFingerprint, directory: Path, config: Mapping[str, Any], given: Mapping[str, Any]
+) -> ModelFingerprint:
+    """Return the fingerprint of a model as vLLM's arguments ``given`` have it run."""
+    altered = {name: given[name] for name in ALTERING if given.get(name)}
+    if config.get("quantization_config"):  # whoever names the method of quantised files changes nothing
+        altered.pop("quantization", None)
+    if callable(override := altered.get("hf_overrides")):
+        from transformers import AutoConfig
+
+        altered["hf_overrides"] = override(AutoConfig.from_pretrained(directory)).to_dict()
+    if not altered:
+        return fingerprint
+    text = json.dumps([fingerprint.digest, altered], sort_keys=True, default=str)
+    return replace(fingerprint, digest=hashlib.sha256(text.encode()).hexdigest()[: len(fingerprint.digest)])
 
 
 def _sizes_here(directory: Path, dtype: torch.dtype, given: Mapping[str, Any]) -> dict[str, Any]:

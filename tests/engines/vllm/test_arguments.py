@@ -1,0 +1,62 @@
+"""Tests what vLLM's arguments make of a model: which files it is read from, and whose KV it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+
+from cacheblend_rag.engines.vllm.arguments import prepare
+from cacheblend_rag.server.arguments import parse
+from cacheblend_rag.server.options import ServeOptions
+from tests.engines.vllm.engines import SHAPE, save_model
+
+YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}}
+
+
+def identity(tmp_path: Path, model: Any = None, **given: Any) -> str:
+    """The fingerprint that an engine's processes are told, and its client goes by."""
+    launch = prepare(model, tmp_path, **given)
+    told = launch.arguments["kv_transfer_config"]["kv_connector_extra_config"]["fingerprint"]
+    assert told == launch.fingerprint.digest
+    return str(told)
+
+
+def test_the_kv_of_a_model_that_is_run_by_other_numbers_is_kept_apart_from_its_own(tmp_path: Path) -> None:
+    stretched = {"hf_overrides": YARN}
+    given: list[dict[str, Any]] = [{}, stretched, {"quantization": "fp8"}, stretched | {"quantization": "fp8"}]
+    found = [identity(tmp_path, **each) for each in given]
+    assert len(set(found)) == len(found)
+    assert [identity(tmp_path, **each) for each in given] == found
+    assert identity(tmp_path, hf_overrides={}, quantization=None, max_model_len=512) == found[0]
+    assert len(set(map(len, found))) == 1
+
+
+def test_an_override_that_is_a_function_counts_by_what_it_does(tmp_path: Path) -> None:
+    def stretched(config: Any) -> Any:
+        config.rope_parameters = YARN["rope_parameters"]
+        return config
+
+    def again(config: Any) -> Any:
+        return stretched(config)
+
+    found = [identity(tmp_path, hf_overrides=each) for each in (stretched, again)]
+    assert found[0] == found[1] != identity(tmp_path, hf_overrides=lambda config: config)
+
+
+def test_naming_the_method_of_files_that_are_quantised_changes_nothing(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    save_model(LlamaConfig(**SHAPE, quantization_config={"quant_method": "awq", "bits": 4}), tmp_path / "model")
+    given = {"skip_tokenizer_init": True, "model": tmp_path / "model"}
+    assert identity(tmp_path, **given, quantization="awq_marlin") == identity(tmp_path, **given)
+
+
+def test_the_server_goes_by_the_same_fingerprint(tmp_path: Path) -> None:
+    flags = ["--hf-overrides", '{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}']
+    args, launch = parse(ServeOptions(store=tmp_path), [*flags, "--quantization", "fp8"])
+    assert (args.hf_overrides["rope_parameters"]["factor"], args.quantization) == (4.0, "fp8")
+    assert launch.fingerprint.digest == identity(tmp_path, hf_overrides=args.hf_overrides, quantization="fp8")
