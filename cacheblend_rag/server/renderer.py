@@ -196,7 +196,7 @@ class BlendRenderer:
             return nothing
         try:
             probing = (await skeleton(probed) or {}).get("prompt")
-        except ValueError:  # a template that reads what is said
+        except (ValueError, VLLMValidationError):  # a template that reads what is said
             probing = None
         return [await asyncio.to_thread(contents.placed, rendered, probing or "", registry, encoder)]
 

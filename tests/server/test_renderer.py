@@ -323,6 +323,20 @@ async def test_prompts_without_chunks_are_rendered_once_and_others_once_more() -
     assert NOTE not in server.inner.rendered[2]
 
 
+async def test_a_chat_is_answered_where_the_template_reads_what_is_said_and_refuses_what_stands_in_for_it() -> None:
+    server = Server(NOTE)
+    said = [{"role": "user", "content": f"{NOTE} Who?"}]
+    want, chat = await server.chat(said), server.inner._chat
+
+    def read(messages: list[Any], request: Any) -> dict[str, Any]:
+        if NOTE not in messages[0]["content"]:
+            raise VLLMValidationError("the template refuses it")
+        return chat(messages, request)
+
+    server.inner._chat = read  # type: ignore[method-assign]
+    assert await server.chat(said) == want
+
+
 async def test_the_responses_route_finds_what_is_said_in_every_kind_of_item() -> None:
     server = Server(NOTE, TURN)
     items = [
