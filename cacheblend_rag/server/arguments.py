@@ -7,6 +7,7 @@ import os
 import socket
 from argparse import Namespace
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -16,7 +17,7 @@ from cacheblend_rag.engines.models import BUNDLED_MODEL, is_bundled
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import encoder_for
 from cacheblend_rag.prompts.prompt import rag_header
-from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, dated_template
+from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, dated_template, turn_lead
 from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 from cacheblend_rag.server.keys import read_keys, refuse_stored_answers
 from cacheblend_rag.server.options import ServeOptions, flag_names
@@ -89,10 +90,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
     _refuse(args, parser)
     _refuse_strangers(args, options)
     _take_keys(args, options.keys)
-    try:
-        server_flags().validate_parsed_serve_args(args)
-    except (TypeError, ValueError) as error:
-        raise InputError(str(error)) from error
+    _validate(args)
     launch = prepare(
         options.model,
         options.store,
@@ -116,7 +114,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
             own = given if given != parser.get_default(name) else group(**value)
         setattr(args, name, own)
     args.chat_template = _chat_template(args, launch.tokenizer)
-    return args, launch
+    return args, replace(launch, lead=_lead(launch.tokenizer, args.chat_template))
 
 
 def _refuse_flags(parser: Any, message: str) -> NoReturn:
@@ -157,6 +155,18 @@ def _refuse(args: Namespace, parser: Any) -> None:
         raise InputError(f"--api-server-count and --data-parallel-size other than 1 are refused: {_ONE_PROCESS}.")
 
 
+def _validate(args: Namespace) -> None:
+    """Have vLLM look whether its flags go together; raises InputError where they do not."""
+    from vllm.exceptions import VLLMValidationError
+
+    from cacheblend_rag.engines.vllm.versions import server_flags
+
+    try:
+        server_flags().validate_parsed_serve_args(args)
+    except (TypeError, ValueError, VLLMValidationError) as error:
+        raise InputError(str(error)) from error
+
+
 def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
     """Refuse to listen where other machines reach a server that asks for no key."""
     if options.keys is not None or args.uds or options.allow_no_key or api_keys(args) or _is_loopback(args.host):
@@ -195,14 +205,25 @@ def _is_loopback(host: str | None) -> bool:
 
 
 def _chat_template(args: Namespace, tokenizer: Any) -> str | None:
-    """Return the template that renders the header that chunks are precomputed behind, whatever the day."""
+    """Return the user's template, else the one that renders the header that chunks are precomputed behind, whatever the day."""
     if args.chat_template is not None:
-        return str(args.chat_template)
+        from vllm.renderers.chat_utils import load_chat_template
+
+        return dated_template(str(load_chat_template(args.chat_template)))
     own = getattr(tokenizer, "chat_template", None)
     if own is not None and not isinstance(own, str):
         return None  # several by name: vLLM chooses
     bos = "{{ bos_token }}" if own is None and encoder_for(tokenizer).prefix_ids else ""
     return dated_template(own or bos + PLAIN_TEMPLATE)
+
+
+def _lead(tokenizer: Any, template: str | None) -> tuple[int, ...] | None:
+    """Return what the template that is served writes in front of answers; None where vLLM chooses one."""
+    if template is None:
+        return None
+    served = copy(tokenizer)
+    served.chat_template = template
+    return turn_lead(served)
 
 
 def api_keys(args: Namespace) -> list[str]:

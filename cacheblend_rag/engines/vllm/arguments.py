@@ -49,6 +49,7 @@ class Launch:
         store: Directory, or addresses, of the store that all processes share.
         profile: The blend options that a request leaves open.
         writer: The KV writer that computes the KV of chunks; None for the model itself.
+        lead: What stands in front of answers (:func:`turn_lead`); None: what the tokenizer's own chat template writes there.
     """
 
     arguments: dict[str, Any]
@@ -59,6 +60,7 @@ class Launch:
     store: Path | str
     profile: ModelProfile
     writer: WrittenBy | None = None
+    lead: tuple[int, ...] | None = None
 
 
 def prepare(

@@ -72,6 +72,7 @@ class BlendClient:
         self.tokenizer, self.fingerprint, self.header_ids = launch.tokenizer, launch.fingerprint, launch.header_ids
         self.registry, self.namespace = ChunkRegistry(), DEFAULT
         self.writer, self._notice = launch.writer, WriterNotice()
+        self._lead = turn_lead(launch.tokenizer) if launch.lead is None else launch.lead
         self.profile = launch.profile
         if gate.passed and not self.profile.is_calibrated:
             log_uncalibrated()
@@ -149,7 +150,7 @@ class BlendClient:
         if resolved.ratio == "auto" and self.costs is not None:
             terms = Terms.of(self.costs, self.profile, resolved, self.num_layers)
         ratio = self.profile.ratio_of(resolved)
-        ends = turn_ends(prompt.token_ids, turn_lead(self.tokenizer))
+        ends = turn_ends(prompt.token_ids, self._lead)
         job = BlendJob(spans, resolved, widths, ratio, terms, traced, self.namespace, ends, unasked)
         return tokens, to_params(job)
 

@@ -11,6 +11,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 
 from cacheblend_rag.engines.models import bundled_model_directory
 from cacheblend_rag.engines.vllm.arguments import prepare
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.templates import turn_lead
 from cacheblend_rag.server.arguments import parse
 from cacheblend_rag.server.options import ServeOptions
 from tests.engines.vllm.engines import SHAPE, save_model
@@ -61,6 +63,7 @@ def test_the_server_goes_by_the_same_fingerprint(tmp_path: Path) -> None:
     args, launch = parse(ServeOptions(store=tmp_path), [*flags, "--quantization", "fp8"])
     assert (args.hf_overrides["rope_parameters"]["factor"], args.quantization) == (4.0, "fp8")
     assert launch.fingerprint.digest == identity(tmp_path, hf_overrides=args.hf_overrides, quantization="fp8")
+    assert launch.fingerprint.digest != identity(tmp_path)
 
 
 def test_the_revision_of_a_model_on_the_hub_that_is_asked_for_is_served(
@@ -90,3 +93,19 @@ def test_a_tokenizer_from_the_hub_is_that_of_the_revision_that_vllm_takes(
     prepare(None, tmp_path, tokenizer="acme/tokens", **given)
     prepare(None, tmp_path, tokenizer="acme/tokens", tokenizer_revision="v9", **given)
     assert asked == [("acme/tokens", {"revision": revision}), ("acme/tokens", {"revision": "v9"})]
+
+
+SPOKEN = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] {{ strftime_now('%Y') }}"
+
+
+def test_the_turns_of_a_conversation_are_found_by_the_chat_template_that_is_served(tmp_path: Path) -> None:
+    file = tmp_path / "spoken.jinja"
+    file.write_text(SPOKEN)
+    own = parse(ServeOptions(store=tmp_path), [])[1]
+    assert own.lead == turn_lead(own.tokenizer)
+    args, launch = parse(ServeOptions(store=tmp_path), ["--chat-template", str(file)])
+    assert launch.tokenizer.decode(launch.lead).strip() == "[assistant]"
+    assert launch.header_ids == own.header_ids
+    assert "2024" in args.chat_template, "the date is a fixed one"
+    with pytest.raises(InputError, match=r"nowhere\.jinja"):
+        parse(ServeOptions(store=tmp_path), ["--chat-template", "nowhere.jinja"])
