@@ -52,6 +52,7 @@ _REFUSED = {
     "headless": "it has no HTTP server",
     "grpc": "chunks are served over HTTP alone",
     "kv_transfer_config": "the connector is cacheblend-rag's",
+    "kv_offloading_size": "KV is kept in RAM by cacheblend-rag's store (--ram-budget)",
     "worker_cls": "the worker is cacheblend-rag's",
     "skip_tokenizer_init": "chunks are found in text",
     "config": "give the flags themselves",

@@ -149,6 +149,7 @@ def test_the_size_of_the_kv_cache_given_twice_is_refused(tmp_path: Path) -> None
         (["--kv-transfer-config", '{"kv_connector": "X", "kv_role": "kv_both"}'], "--kv-transfer-config"),
         (["--worker-cls", "a.B"], "--worker-cls"),
         (["--skip-tokenizer-init"], "--skip-tokenizer-init"),
+        (["--kv-offloading-size", "4"], "--ram-budget"),
         (["--headless"], "--headless"),
         (["--api-server-count", "2"], "several over one --store"),
         (["--data-parallel-size", "2"], "several over one --store"),

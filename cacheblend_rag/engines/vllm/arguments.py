@@ -25,7 +25,7 @@ from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 # which would cut a blend of 3,072 tokens into five segments instead of two.
 _STEP_TOKENS, _STEP_SEQUENCES = 8192, 1024
 # What makes a blend impossible or wrong if a user overrides it.
-_OURS = {"kv_transfer_config", "worker_cls", "worker-cls"}
+_OURS = {"kv_transfer_config", "kv_offloading_size", "worker_cls", "worker-cls"}
 # On a CPU vLLM's paged cache takes 92% of all memory, and vLLM does not start where less is free. Here it has room for so many
 # prompts of full length, in so much of the free memory at the most: weights and activations need the rest.
 _CONTEXTS: Final = 4
