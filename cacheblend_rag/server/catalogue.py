@@ -83,8 +83,9 @@ class ChunkCatalogue:
             return
         index.close()
         warning = (
-            f"The index in {home} is of another model or dtype ({made_for.name}, {made_for.digest[:8]}), not of "
-            f"{self._fingerprint.name} ({self._fingerprint.digest[:8]}): its chunks are not known to this server."
+            f"The index in {home} is of another model, or of another dtype or flags ({made_for.name}, "
+            f"{made_for.digest[:8]}), not of {self._fingerprint.name} ({self._fingerprint.digest[:8]}): its chunks are not known "
+            "to this server."
         )
         if warning not in self.warnings:
             self.warnings.append(warning)
