@@ -146,7 +146,7 @@ def forget(engine: BlendEngine, index: ChunkIndex, chunks: Sequence[Chunk]) -> N
     engine.forget(chunks)
     if (entries := engine.entries) is None:
         return
-    for writer in index.config.writers:
+    for writer in {*index.config.writers} - {engine.writer}:
         for chunk in chunks:
             entries.by(writer).delete(chunk.token_ids)
 

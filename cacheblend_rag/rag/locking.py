@@ -10,14 +10,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.retrieval.documents import INDEX_FILE
+from cacheblend_rag.retrieval.documents import INDEX_FILE, LOCK_FILE
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store.files import file_mode, make_root
 from cacheblend_rag.store.opening import RECORD
 
-LOCK_NAME = "indexing.lock"
 # What stands in the directory of a store that nothing was put into, beside the index.
-_OURS = frozenset({LOCK_NAME, RECORD, "kv", "tmp"})
+_OURS = frozenset({LOCK_FILE, RECORD, "kv", "tmp"})
 
 
 @contextmanager
@@ -29,7 +28,7 @@ def indexing_alone(directory: Path) -> Iterator[None]:
     """
     # A singleton: the command holds the lock while the model loads, and the pipeline takes it again.
     try:
-        lock = FileLock(directory / LOCK_NAME, mode=file_mode(directory), is_singleton=True)
+        lock = FileLock(directory / LOCK_FILE, mode=file_mode(directory), is_singleton=True)
         lock.acquire(timeout=0)
     except Timeout:
         raise StoreError(

@@ -36,11 +36,9 @@ SUFFIXES = _PLAIN | frozenset(PARSERS)
 KINDS = "txt, md, rst, html, pdf, docx, pptx, csv, tsv, json, jsonl and source code"
 """The same in words."""
 
-INDEX_FILE = "index.sqlite3"
-"""The name of an index, by which a store's directory is known."""
-_OF_STORES = frozenset(
-    (INDEX_FILE, f"{INDEX_FILE}.lock", f"{INDEX_FILE}-journal", "indexing.lock", "registered.sqlite", "tiers")
-)
+INDEX_FILE, REGISTERED_FILE, LOCK_FILE = "index.sqlite3", "registered.sqlite", "indexing.lock"
+"""The names of a store's index, by which its directory is known, of what servers have registered, and of who indexes into it."""
+_OF_STORES = frozenset((INDEX_FILE, f"{INDEX_FILE}.lock", f"{INDEX_FILE}-journal", REGISTERED_FILE, LOCK_FILE, "tiers"))
 
 _LEADS_OUT = "it is a link out of the folder; name it, or the folder that it leads to, itself"
 

@@ -14,10 +14,10 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
 from cacheblend_rag.prompts.registry import ChunkSource
+from cacheblend_rag.retrieval.documents import REGISTERED_FILE
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, chunk_row, row_chunk
 from cacheblend_rag.store.files import DEFAULT_NAME, make_root
 
-FILE_NAME = "registered.sqlite"
 _TABLE = """
 CREATE TABLE chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, so a row says whether a chunk is new
@@ -88,7 +88,7 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
             StoreError: It cannot be used.
             StoreMismatchError: It has another format.
         """
-        super().__init__((directory or Path()) / FILE_NAME)
+        super().__init__((directory or Path()) / REGISTERED_FILE)
         self._of = model, namespace
         with self.explained("open"):
             if directory is not None:

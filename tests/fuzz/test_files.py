@@ -13,9 +13,9 @@ from hypothesis import given
 
 from cacheblend_rag.errors import DamagedKVError, StoreError
 from cacheblend_rag.retrieval.documents import INDEX_FILE as INDEX
+from cacheblend_rag.retrieval.documents import REGISTERED_FILE as REGISTERED
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
-from cacheblend_rag.retrieval.registered import FILE_NAME as REGISTERED
 from cacheblend_rag.retrieval.registered import RegisteredChunks
 from cacheblend_rag.store import DiskStore
 from cacheblend_rag.store.kv import KVKey

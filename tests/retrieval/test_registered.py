@@ -9,7 +9,8 @@ import pytest
 from cacheblend_rag.errors import InputError, StoreError, StoreMismatchError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.retrieval.registered import FILE_NAME, RegisteredChunks
+from cacheblend_rag.retrieval.documents import REGISTERED_FILE
+from cacheblend_rag.retrieval.registered import RegisteredChunks
 from tests.retrieval.index_workers import chunk, chunks
 
 
@@ -18,7 +19,7 @@ def everything(kept: RegisteredChunks) -> list[Chunk]:
 
 
 def change(directory: Path, statement: str) -> None:
-    with sqlite3.connect(directory / FILE_NAME) as database:
+    with sqlite3.connect(directory / REGISTERED_FILE) as database:
         database.execute(statement)
     database.close()
 
@@ -78,7 +79,7 @@ def test_a_chunk_that_was_changed_behind_the_librarys_back_is_never_returned(tmp
 
 def test_no_flipped_byte_makes_another_chunk_of_one(tmp_path: Path) -> None:
     made = [chunk(f"Entry number {number} of the harbour log. " * 20, "/a", number) for number in range(6)]
-    file = tmp_path / FILE_NAME
+    file = tmp_path / REGISTERED_FILE
     kept = RegisteredChunks(tmp_path, "one")
     kept.add(made)
     kept.close()

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
+from cacheblend_rag.retrieval.documents import REGISTERED_FILE
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexConfig
-from cacheblend_rag.retrieval.registered import FILE_NAME, ConflictError
+from cacheblend_rag.retrieval.registered import ConflictError
 from cacheblend_rag.server.catalogue import ChunkCatalogue
 from cacheblend_rag.store.files import home_of
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
@@ -110,7 +111,7 @@ def test_an_index_of_another_kv_writer_is_known_and_noted(tmp_path: Path) -> Non
 
 
 def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_bytes(b"no database at all" * 100)
+    (tmp_path / REGISTERED_FILE).write_bytes(b"no database at all" * 100)
     with pytest.raises(StoreError, match=r"registered\.sqlite.*delete it"):
         catalogue(tmp_path)
 
