@@ -125,7 +125,7 @@ def test_the_search_for_deeper_names_finds_them(tmp_path: Path) -> None:
     written = {
         "a.py": "def f():\n    from cacheblend_rag.prompts import prompt\n    import cacheblend_rag.engines.base\n",
         "b.py": "from cacheblend_rag.prompts.chunk import Chunk\n",
-        "c.md": "Use `cacheblend_rag.prompts.chunk.chunk_id`, or `python -m cacheblend_rag.lab.evaluation.ablation`.",
+        "c.md": "Use `cacheblend_rag.prompts.chunk.chunk_id`, or `python -m cacheblend_rag.lab.frontier`.",
         "d.ipynb": json.dumps({"cells": [{"source": ["from cacheblend_rag.demo.bundle import x"]}]}),
         "e.py": "from cacheblend_rag.store import DiskStore\nfrom cacheblend_rag import Chunk, store\n",
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -46,42 +45,18 @@ def probe_digest() -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
-@dataclass(frozen=True)
-class Distances:
-    """Measures how far a chunk's KV moves behind a probe, from layer 1 on: layer 0 depends on nothing but the token.
-
-    Attributes:
-        squared: Squared L2 distance of each token's keys (first) and values, ``[layers - 1, 2, tokens]``, fp32.
-        mean_square: Mean square of those keys and values, ``[layers - 1, 2]``.
-    """
-
-    squared: torch.Tensor
-    mean_square: torch.Tensor
-
-    @classmethod
-    def of(cls, parts: torch.Tensor) -> Distances:
-        """Take the result of :func:`static_parts`, summed over tensor-parallel ranks."""
-        total = parts.cpu().view(len(parts) // 2, 2, -1)
-        return cls(total[..., :-2], total[..., -2] / total[..., -1])
-
-    def mean(self) -> torch.Tensor:
-        """Return the static deviation ``[tokens]``: distances by their layer's mean square, K plus V, mean over layers."""
-        scaled = self.squared / self.mean_square.clamp_min(1e-30)[..., None]
-        return scaled.sum(1).mean(0)
-
-
 def static_deviation(alone: StoredKV, behind: Sequence[LayerKV], start: int, rope: Rope) -> torch.Tensor:
     """Return each token's static deviation ``[tokens]``, fp32, on the CPU; see :func:`static_parts`."""
-    return Distances.of(static_parts(alone, behind, start, rope)).mean()
+    return mean_deviation(static_parts(alone, behind, start, rope))
 
 
 def static_parts(alone: StoredKV, behind: Sequence[LayerKV], start: int, rope: Rope) -> torch.Tensor:
     """Compare a chunk's KV behind the header ``alone`` with that ``behind`` header and probe, from the position ``start`` on.
 
     Returns:
-        What :meth:`Distances.of` takes, ``[2 * (layers - 1), tokens + 2]`` on the device of ``behind``: squared distances, sum of
-        squares and number of elements. Tensor-parallel ranks hold different heads of the same tokens: the sum over them is
-        that of the whole model.
+        What :func:`mean_deviation` takes, ``[2 * (layers - 1), tokens + 2]`` on the device of ``behind``: of each layer's keys,
+        and then of its values, from layer 1 on (layer 0 depends on nothing but the token), each token's squared L2 distance,
+        the sum of squares, and the number of elements.
     """
     device = behind[0].k.device
     offsets = torch.arange(alone.num_tokens, device=device)
@@ -95,3 +70,15 @@ def static_parts(alone: StoredKV, behind: Sequence[LayerKV], start: int, rope: R
             square = fresh.float().square()
             parts.append(torch.cat([distance, square.sum()[None], square.new_tensor([square.numel()])]))
     return torch.stack(parts)
+
+
+def mean_deviation(parts: torch.Tensor) -> torch.Tensor:
+    """Return the static deviation ``[tokens]``: distances by their layer's mean square, K plus V, mean over layers.
+
+    Args:
+        parts: From :func:`static_parts`. Tensor-parallel ranks hold different heads of the same tokens: their sum is that of
+            the whole model.
+    """
+    total = parts.cpu().view(len(parts) // 2, 2, -1)
+    scaled = total[..., :-2] / (total[..., -2] / total[..., -1]).clamp_min(1e-30)[..., None]
+    return scaled.sum(1).mean(0)

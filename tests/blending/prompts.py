@@ -6,6 +6,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from cacheblend_rag.blending.policies import Candidates, SelectionPolicy
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
@@ -66,3 +69,15 @@ def entries_of(engine: Any, store: Any, scene: Scene) -> list[Any]:
     """What a store, one of the engine's tiers say, has of the scene's header and chunks."""
     entries = Entries(store, engine.fingerprint, scene.header)
     return [entries.get(ids, engine.num_layers) for ids in ((), *(chunk.token_ids for chunk in scene.chunks))]
+
+
+class Scored(SelectionPolicy):
+    """Takes the tokens of highest given score, ``[candidates]``."""
+
+    name = "scored"
+
+    def __init__(self, scores: torch.Tensor):
+        self._scores = scores
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        return self._scores

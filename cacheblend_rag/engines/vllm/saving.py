@@ -10,7 +10,7 @@ from threading import Lock
 import torch
 
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.blending.static import Distances, static_parts
+from cacheblend_rag.blending.static import mean_deviation, static_parts
 from cacheblend_rag.blending.transfer import Arrival, fetch, sent
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.messages import BUSY, Save, receipt
@@ -143,7 +143,7 @@ class Saver:
             return None
         assert alone is not None
         assert parts is not None
-        found = alone.ranked(Distances.of(sum_over_ranks(parts)).mean())
+        found = alone.ranked(mean_deviation(sum_over_ranks(parts)))
         return lambda: found
 
     def _write(self, name: str, tokens: tuple[int, ...], kv: Callable[[], ChunkKV], save: Save) -> None:

@@ -14,7 +14,7 @@ from cacheblend_rag.blending.fusor import fuse, kv_deviation
 from cacheblend_rag.blending.gate import cut
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan, make_plan
-from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.blending.static import static_deviation
@@ -227,20 +227,6 @@ def fresh_and_stale(
             placed = loader.layer(layer)
             assert placed is not None
             yield LayerKV(true.k[:, placed.positions], true.v[:, placed.positions]), placed.moved().kv
-
-
-class Scored(SelectionPolicy):
-    """Takes the tokens of highest given score."""
-
-    name = "scored"
-
-    def __init__(self, scores: torch.Tensor):
-        """Score the candidates, ``[candidates]``."""
-        self._scores = scores
-
-    def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return the scores."""
-        return self._scores.to(candidates.positions.device)
 
 
 def decoded(subject: TransformersSubject, target: BlendTarget, tokens: Sequence[int]) -> torch.Tensor:

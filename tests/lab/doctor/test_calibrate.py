@@ -19,7 +19,7 @@ from cacheblend_rag.lab.calibration_prompts import CalibrationPrompt
 from cacheblend_rag.lab.doctor import calibration
 from cacheblend_rag.lab.doctor.calibration import calibrate
 from cacheblend_rag.lab.doctor.candidates import Candidate, estimate_compute, examine_layers, layer_values
-from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS, PromptMeasurement, Scored, decoded
+from cacheblend_rag.lab.doctor.compared import ANSWER_TOKENS, PromptMeasurement, decoded
 from cacheblend_rag.lab.doctor.judge import Judge
 from cacheblend_rag.lab.doctor.ledger import Ledger, key_of
 from cacheblend_rag.lab.doctor.rounding import rounded_weights
@@ -28,6 +28,7 @@ from cacheblend_rag.lab.doctor.standard import Standard
 from cacheblend_rag.lab.frontier.weights import coarser
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+from tests.blending.prompts import Scored
 
 pytestmark = pytest.mark.slow
 

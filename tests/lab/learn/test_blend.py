@@ -15,12 +15,11 @@ from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.engine import planned
 from cacheblend_rag.engines.transformers.target import TransformersTarget
-from cacheblend_rag.lab.doctor.compared import Scored
 from cacheblend_rag.lab.learn.adapter import load_writing_copy, save_writer, weights_of, writing_copy
 from cacheblend_rag.lab.learn.blend import BatchBlender, BatchLayout, PromptBatch, count_of, deviation, divergence
 from cacheblend_rag.lab.learn.lesson import Lesson
 from tests.blending.families import BLENDED, make_model
-from tests.blending.prompts import Scene, engine_for
+from tests.blending.prompts import Scene, Scored, engine_for
 from tests.blending.writers import fingerprint_of
 
 FAMILIES = [family for family in BLENDED if family != "llama4"]  # whose attention is cut at fixed places

@@ -1,1 +1,0 @@
-"""Varies the choice of tokens, one thing at a time: `python -m cacheblend_rag.lab.evaluation.ablation`."""
