@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
+from itertools import takewhile
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -137,6 +138,7 @@ def reads_tools(tokenizer: Any) -> bool:
 def turn_lead(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that the chat template writes between what a user says and the answer to it, white space left out.
 
+    What it writes in front of answers that are there, and not where it asks for one, is no part of them: no prompt ended there.
     Returns none where the template has no such text, or there is no tokenizer.
     """
     return () if tokenizer is None else _leads(tokenizer)
@@ -146,12 +148,16 @@ def _measured(tokenizer: Any) -> tuple[int, ...]:
     asked, answered = f"{PROBE}?", f"{PROBE}!"
     roles = (("user", asked), ("assistant", answered), ("user", "x"))
     try:
-        rendered = render(tokenizer, [{"role": role, "content": content} for role, content in roles])
+        talk = [{"role": role, "content": content} for role, content in roles]
+        rendered, asking = render(tokenizer, talk), render(tokenizer, talk[:1])
         encoder = encoder_for(tokenizer)
     except CacheBlendError:  # a template for other messages, or a tokenizer that no prompt can be made with
         return ()
     begin, end = rendered.find(asked) + len(asked), rendered.find(answered)
-    between = rendered[begin:end]
+    alike = takewhile(
+        lambda pair: pair[0] == pair[1], zip(rendered[begin:end], asking.partition(asked)[2], strict=False)
+    )
+    between = "".join(letter for letter, _ in alike)
     lead = between.strip()
     if begin < len(asked) or not lead:
         return ()

@@ -7,6 +7,7 @@ from typing import Any
 from cacheblend_rag.prompts.prompt import chat_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import turn_ends, turn_lead
+from tests.conftest import byte_level
 
 TALK = [
     {"role": "user", "content": "Who runs the observatory?"},
@@ -17,8 +18,22 @@ TALK = [
 ]
 
 
+# As gpt-oss's: which kind of answer it is stands in front of one that is there, and in no prompt that asks for one.
+CHANNELS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}{% if m['role'] == 'assistant' %} final{% endif %}\n"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
 def test_each_turn_ends_where_the_prompt_of_that_turn_ended(any_tokenizer: Any) -> None:
-    tokenizer = any_tokenizer
+    _ends_where_the_prompts_did(any_tokenizer)
+
+
+def test_what_stands_in_front_of_an_answer_that_is_over_alone_is_no_part_of_the_prompt_that_asked_for_it() -> None:
+    _ends_where_the_prompts_did(byte_level(CHANNELS))
+
+
+def _ends_where_the_prompts_did(tokenizer: Any) -> None:
     lead = turn_lead(tokenizer)
     prompts = [
         tokenize(chat_prompt(tokenizer, TALK[:count], ChunkRegistry()), tokenizer, ChunkRegistry()).token_ids
