@@ -238,11 +238,22 @@ def why_not_in_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str |
         "it uses multi-dimensional RoPE": bool(getattr(model, "uses_mrope", False)),
         "its multi-head latent attention (MLA) keeps no per-head keys": bool(model.use_mla),
         "its KV cache is quantised": config.cache_config.cache_dtype not in {"auto", str(model.dtype).split(".")[-1]},
+        "its weights come to the device layer by layer (--offload-group-size; --cpu-offload-gb without UVA)": _moves(),
         "it has no KV cache": not kv_cache_config.kv_cache_groups,
         f"its KV cache is of a kind that is not blended ({', '.join(kinds)})": bool(kinds),
         "the groups of its KV cache have blocks of different sizes": bool(sizes - {config.cache_config.block_size}),
     }
     return next((reason for reason, holds in reasons.items() if holds), None) or why_not_blendable(text)
+
+
+def _moves() -> bool:
+    """Say whether the model's forward moves its weights: a pass that ends at a layer would leave the next one those of others."""
+    from vllm.model_executor.offloader import NoopOffloader, UVAOffloader, get_offloader
+
+    offloader = get_offloader()
+    if isinstance(offloader, UVAOffloader):
+        return bool(offloader.cpu_offload_bytes) and not offloader.uva_offloading
+    return not isinstance(offloader, NoopOffloader)
 
 
 def _refusal(step: Callable[[], str | None]) -> str | None:

@@ -11,6 +11,9 @@ from transformers import LlamaConfig
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
+from vllm.model_executor.offloader import base
+from vllm.model_executor.offloader.prefetch import PrefetchOffloader
+from vllm.model_executor.offloader.uva import UVAOffloader
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from cacheblend_rag.blending.gate import GateReport
@@ -94,6 +97,22 @@ def test_what_cannot_be_blended_is_named(config: Any, reason: str) -> None:
 def test_kinds_of_kv_cache_that_a_blend_cannot_fill_are_named(specs: Any, reason: str | None) -> None:
     found = why_not_in_vllm(configured(), groups(*specs))
     assert found is None if reason is None else reason in str(found)
+
+
+def test_weights_that_a_forward_moves_are_named_and_those_that_the_device_reads_where_they_are_do_no_harm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_host_memory = UVAOffloader(1 << 30)
+    in_host_memory.cpu_offload_bytes = 1 << 20
+    copied = UVAOffloader(1 << 30)
+    copied.cpu_offload_bytes = 1 << 20
+    in_host_memory.uva_offloading, copied.uva_offloading = True, False
+    on_a_cpu = UVAOffloader(1 << 30)
+    prefetched = PrefetchOffloader.__new__(PrefetchOffloader)  # it asks for a GPU
+    for offloader, refused in ((in_host_memory, False), (copied, True), (on_a_cpu, False), (prefetched, True)):
+        monkeypatch.setattr(base, "_instance", offloader)
+        reason = why_not_in_vllm(configured(), groups())
+        assert ("layer by layer" in str(reason)) == refused, offloader
 
 
 def test_a_model_without_a_kv_cache_is_named() -> None:
