@@ -156,6 +156,10 @@ class TextEncoder:
         found = zip(encoding.ids, encoding.offsets, strict=True)
         return [(begin, end) for token, (begin, end) in found if token in self._special]
 
+    def controls(self, token_ids: Iterable[int]) -> list[int]:
+        """Return those of the tokens that are special ones."""
+        return [token for token in token_ids if token in self._special]
+
     def document_starts(self, text: str) -> list[int]:
         """Return the character offset at which each token of ``text`` starts (ascending), special tokens not parsed."""
         starts = [start for start, _ in _encode(self._document, text, False).offsets]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from cacheblend_rag.prompts.placing import Piece, search_rendered
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkSpan, TokenizedPrompt, tokenize
 from cacheblend_rag.prompts.templates import SEPARATOR
 from cacheblend_rag.protocol import RequestOptions, read_options
+from cacheblend_rag.server.harmony import rendered_text, why_not_as
 from cacheblend_rag.server.naming import ChunkNaming, lead_text, search_contents, texts_in, tokens_match
 from cacheblend_rag.server.served_engine import REQUEST_FIELD, Ticket, clients_salt, refused, with_ticket
 from cacheblend_rag.server.tenants import calling
@@ -51,6 +53,8 @@ class BlendRenderer:
     Where vLLM's template has put what a request says is seen by rendering it once more with stand-ins
     (:mod:`cacheblend_rag.prompts.placing`).
     """
+
+    use_harmony = False  # else vLLM would render gpt-oss's batches past this
 
     def __init__(self, inner: OnlineRenderer, client: BlendClient, catalogue: ChunkCatalogue):
         self._inner, self._client, self._catalogue = inner, client, catalogue
@@ -179,7 +183,6 @@ class BlendRenderer:
     ) -> list[list[Piece]]:
         """Return the pieces of each rendered prompt with chunks in it, empty for others."""
         nothing: list[list[Piece]] = [[] for _ in inputs]
-        rendered = inputs[0].get("prompt") if len(inputs) == 1 and inputs[0].get("type") == "token" else None
         encoder, registry = encoder_for(self._client.tokenizer), self._client.registry
         chunks = self._naming.resolved(named)
         with refused():
@@ -187,7 +190,9 @@ class BlendRenderer:
         if searched is None:
             return nothing
         contents, probed = searched
-        if not isinstance(rendered, str):
+        read = partial(rendered_text, tokenizer=self._client.tokenizer, harmony=self._inner.use_harmony)
+        rendered = await asyncio.to_thread(read, inputs[0]) if len(inputs) == 1 else None
+        if rendered is None:
             if contents.spells(encoder):
                 raise VLLMValidationError(
                     "A registered chunk stands in this prompt that spells special tokens. In a prompt that is not text alone "
@@ -195,7 +200,7 @@ class BlendRenderer:
                 )
             return nothing
         try:
-            probing = (await skeleton(probed) or {}).get("prompt")
+            probing = await asyncio.to_thread(read, await skeleton(probed) or {})
         except (ValueError, VLLMValidationError):  # a template that reads what is said
             probing = None
         return [await asyncio.to_thread(contents.placed, rendered, probing or "", registry, encoder)]
@@ -303,6 +308,11 @@ class BlendRenderer:
             prompt = self._spanned(tuple(engine_input["prompt_token_ids"]), options)
         elif any(not isinstance(piece, str) for piece in pieces):
             prompt = tokenize(BlendPrompt(tuple(pieces)), self._client.tokenizer, self._client.registry)
+            if "prompt" not in engine_input:  # harmony's
+                made, rendered = prompt.token_ids, engine_input["prompt_token_ids"]
+                ticket.reason = ticket.reason or why_not_as(rendered, made, self._client.tokenizer)
+                if ticket.reason:
+                    return engine_input
         else:
             return engine_input
         if ticket.reason:
