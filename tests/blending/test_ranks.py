@@ -30,7 +30,7 @@ class Votes:
     """What ranks say to each other: every vote waits for all of them, at most ten seconds."""
 
     def __init__(self) -> None:
-        self._barrier = threading.Barrier(RANKS, timeout=10)
+        self._barrier = threading.Barrier(RANKS, timeout=600)
         self._said = [True] * RANKS
 
     def agree(self, rank: int, ok: bool) -> bool:

@@ -491,4 +491,4 @@ def _await_loading() -> None:
     """Wait for reads of blends that were given up: they go on without anybody, and the next test would count what they do."""
     for thread in threading.enumerate():
         if thread.name.startswith("cacheblend-load"):
-            thread.join(timeout=60)
+            thread.join(timeout=600)

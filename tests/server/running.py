@@ -76,7 +76,7 @@ class RunningServer:
 
     def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         headers = {**self.headers, **arguments.pop("headers", {})}
-        return httpx.request(method, self.url + path, headers=headers, timeout=120, verify=NO_TLS, **arguments)
+        return httpx.request(method, self.url + path, headers=headers, timeout=600, verify=NO_TLS, **arguments)
 
     def post(self, path: str, body: Any) -> httpx.Response:
         return self.request("POST", path, json=body)

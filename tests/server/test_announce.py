@@ -26,7 +26,7 @@ async def test_it_is_said_when_the_server_has_started(monkeypatch: pytest.Monkey
             await asyncio.sleep(0)
         assert not said
     state.server.started = True
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, 600)
     assert said == ["Serving acme on http://127.0.0.1:8000. The start took 27 s."]
 
 

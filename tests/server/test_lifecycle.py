@@ -39,7 +39,7 @@ def test_sigterm_lets_streams_end_and_a_restart_knows_the_chunks(server_model: P
         fields |= {"stream_options": {"include_usage": True}}
         lines: list[str] = []
         with httpx.stream(
-            "POST", f"{server.url}/v1/completions", json=fields, headers=server.headers, timeout=120
+            "POST", f"{server.url}/v1/completions", json=fields, headers=server.headers, timeout=600
         ) as answer:
             arriving = answer.iter_lines()
             lines.append(next(arriving))

@@ -279,7 +279,7 @@ class TestRefusals:
     )
     def test_a_first_line_and_headers_without_end_are_not_read(self, server, line: str) -> None:
         host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
+        with socket.create_connection((host, int(port)), timeout=600) as connection:
             head = line.format("%41" * (1 << 20)) + f"\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n\r\n"
             with contextlib.suppress(ConnectionError):  # it does not wait for the end
                 connection.sendall(head.encode())
@@ -412,7 +412,7 @@ class TestFaults:
             if fate == 9:  # goes away while its answer is on the way
                 fields = body(prompts[i % 5], stream=True, max_tokens=300, cacheblend={"ratio": 0.3})
                 url = f"{server.url}/v1/chat/completions"
-                with httpx.stream("POST", url, json=fields, headers=server.headers, timeout=120) as answer:
+                with httpx.stream("POST", url, json=fields, headers=server.headers, timeout=600) as answer:
                     next(answer.iter_lines())
                 return True
             if i % 50 == 7:  # damaged under the running server

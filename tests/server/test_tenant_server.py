@@ -405,7 +405,7 @@ def test_a_stream_that_is_broken_off_makes_room_for_the_next_request(tenants: Te
     body = {"prompt": "Who?", "max_tokens": 900, "ignore_eos": True, "stream": True}
     headers, url = {"Authorization": "Bearer single-key"}, f"{tenants.server.url}/v1/completions"
     for _ in range(20):  # on a busy machine a whole stream may be over before the other request is looked at
-        with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as answer:
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=600) as answer:
             arriving = answer.iter_lines()
             next(arriving)
             refused = tenants.request("single", "POST", "/v1/completions", json={"prompt": "Who?", "max_tokens": 2})

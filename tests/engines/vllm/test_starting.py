@@ -216,7 +216,7 @@ def run(fails: bool, verbose: bool = False) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=600,
     )
 
 
