@@ -8,7 +8,7 @@ from cacheblend_rag.prompts.chunk import encoder_for, make_chunk
 from cacheblend_rag.prompts.placing import text_of
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, rag_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.templates import PROBE, render
+from cacheblend_rag.prompts.templates import PROBE, at_once, render
 
 
 def answer_ids(tokenizer: Any, answer: str) -> tuple[int, ...]:
@@ -24,9 +24,10 @@ def answer_ids(tokenizer: Any, answer: str) -> tuple[int, ...]:
 
 def answer_lead(tokenizer: Any) -> str:
     """Return what the template writes between the end of a prompt and its answer: nothing for most, for some a space."""
-    asked = [{"role": "user", "content": "x"}]
-    before = render(tokenizer, asked)
-    head, found, _ = render(tokenizer, [*asked, {"role": "assistant", "content": PROBE}]).partition(PROBE)
+    asked, variables = [{"role": "user", "content": "x"}], at_once(tokenizer)
+    before = render(tokenizer, asked, None, variables)
+    answered = [*asked, {"role": "assistant", "content": PROBE}]
+    head, found, _ = render(tokenizer, answered, None, variables).partition(PROBE)
     if found and head.startswith(before):
         return head[len(before) :]
     return "" if before[-1:].isspace() else " "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, overload
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import EDGE, Chunk, PlainText, TextEncoder, chunk_id, encoder_for, make_chunk
 from cacheblend_rag.prompts.placing import Contents, Piece, search_content, search_rendered, text_of
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, render, render_probes
+from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, at_once, render, render_probes
 
 DEFAULT_INSTRUCTION = "Answer from the notes."
 
@@ -149,9 +150,11 @@ def rag_prompt(
 
     With a chat template the instruction is the system message, and chunks and question are the user's; without one the
     prompt reads ``{instruction}``, chunks, ``Question: {question}`` and ``Answer:``. Earlier questions and their answers
-    (``history``, oldest first) stand between the chunks and the question, as turns of their own.
+    (``history``, oldest first) stand between the chunks and the question, as turns of their own. Where the template has a
+    switch for it (:func:`~cacheblend_rag.prompts.templates.at_once`), the model answers without thinking first.
     """
-    prompt = _rendered(tokenizer, _rag_messages(instruction, chunks, question, history), ChunkRegistry())
+    messages = _rag_messages(instruction, chunks, question, history)
+    prompt = _rendered(tokenizer, messages, ChunkRegistry(), variables=at_once(tokenizer))
     header = rag_header(tokenizer, instruction)
     first, *rest = prompt.segments
     if isinstance(first, str) and first != header and first.startswith(header):
@@ -167,6 +170,7 @@ def chat_prompt(
     *,
     chunk_ids: Iterable[str] = (),
     tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> BlendPrompt:
     """Render a chat with the model's template and say where its chunks are.
 
@@ -184,6 +188,7 @@ def chat_prompt(
         registry: Chunks that may be named or found.
         chunk_ids: Registered chunks to look for first in all messages.
         tools: Functions in JSON-schema form for the template; see :func:`reads_tools`.
+        chat_template_kwargs: What else the template reads, as ``{"enable_thinking": False}``.
 
     Raises:
         UnknownChunkError: A :class:`ChunkRef` or one of ``chunk_ids`` names a chunk that ``registry`` does not hold.
@@ -197,7 +202,7 @@ def chat_prompt(
         named = [*message.get("named", ()), *everywhere]
         pieces = [piece for part in parts for piece in _pieces(part, registry, tokenizer, named)]
         found.append({**{k: v for k, v in message.items() if k != "named"}, "content": pieces})
-    return _rendered(tokenizer, found, registry, tools)
+    return _rendered(tokenizer, found, registry, tools, chat_template_kwargs)
 
 
 def text_prompt(tokenizer: Any, text: str, registry: ChunkRegistry, *, chunk_ids: Iterable[str] = ()) -> BlendPrompt:
@@ -277,13 +282,14 @@ def _rendered(
     messages: Sequence[Mapping[str, Any]],
     registry: ChunkRegistry,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> BlendPrompt:
     """Render messages with contents in pieces, and say where the pieces are."""
     contents = Contents([message["content"] for message in messages])
-    rendered = render(tokenizer, _saying(messages, contents.texts), tools)
+    rendered = render(tokenizer, _saying(messages, contents.texts), tools, variables)
     if all(isinstance(piece, str) for message in messages for piece in message["content"]):
         return BlendPrompt((rendered,) if rendered else ())
-    skeleton = render_probes(tokenizer, _saying(messages, contents.probes), tools)
+    skeleton = render_probes(tokenizer, _saying(messages, contents.probes), tools, variables)
     return BlendPrompt(tuple(contents.placed(rendered, skeleton, registry, encoder_for(tokenizer))))
 
 

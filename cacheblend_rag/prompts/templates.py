@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import takewhile
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from jinja2.exceptions import TemplateError
 
@@ -32,6 +33,9 @@ PROBE = "cacheblend-probe-7f3a"
 _FIXED_DATE = datetime(2024, 7, 26)
 _TODAY = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
+# What the templates of models that can be told not to think first read.
+_THINKING: Final = "enable_thinking"
+
 _REFUSALS = (TemplateError, TypeError)
 """What a template raises for messages that it cannot print: its own exceptions, and Python's where types do not fit."""
 
@@ -39,36 +43,51 @@ _KEPT = 64
 _probed: PerTokenizer[dict[str, str]] = PerTokenizer(lambda tokenizer: {})
 
 
-def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-    """Render with the generation prompt; system messages go into the next user turn if the template has no system role."""
+def render(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
+    """Render with the generation prompt; system messages go into the next user turn if the template has no system role.
+
+    Args:
+        tokenizer: The model's.
+        messages: What is said.
+        tools: Functions for the template to show, in JSON-schema form.
+        variables: What else the template reads, as ``enable_thinking``.
+    """
     system = [message["content"].strip() for message in messages if message["role"] == "system"]
     refusal: Exception | None = None
     try:
-        rendered = _apply(tokenizer, messages, tools)
+        rendered = _apply(tokenizer, messages, tools, variables)
         if all(text in rendered for text in system):
             return rendered
     except _REFUSALS as error:
         refusal = error
     if system:
         try:
-            return _apply(tokenizer, _without_system(messages), tools)
+            return _apply(tokenizer, _without_system(messages), tools, variables)
         except _REFUSALS as error:
             refusal = error
     raise InputError(f"The model's chat template refuses these messages: {refusal}.") from refusal
 
 
 def render_probes(
-    tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Render messages whose contents are stand-ins; nothing where the template reads what is said, and refuses those.
 
     What was rendered is kept: the next question of a chain differs in its contents only.
     """
-    known, key = _probed(tokenizer), repr((messages, tools))
+    known, key = _probed(tokenizer), repr((messages, tools, dict(variables)))
     found = known.get(key)
     if found is None:
         try:
-            found = render(tokenizer, messages, tools)
+            found = render(tokenizer, messages, tools, variables)
         except InputError:
             found = ""
         if len(known) >= _KEPT:
@@ -84,7 +103,12 @@ def dated_template(template: str) -> str:
     return _TODAY.sub(lambda call: repr(_FIXED_DATE.strftime(call[2])), template)
 
 
-def _apply(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+def _apply(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
     template = getattr(tokenizer, "chat_template", None) or PLAIN_TEMPLATE
     if isinstance(template, str):
         template = dated_template(template)
@@ -94,6 +118,7 @@ def _apply(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[M
         chat_template=template if isinstance(template, str) else None,
         add_generation_prompt=True,
         tokenize=False,
+        **variables,
     )
     try:
         return str(rendered(list(messages)))
@@ -133,6 +158,27 @@ def reads_tools(tokenizer: Any) -> bool:
         return PROBE in _apply(tokenizer, messages, [{"type": "function", "function": function}])
     except _REFUSALS:
         return False
+
+
+def _unthinking(tokenizer: Any) -> Mapping[str, Any]:
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str) or _THINKING not in template:
+        return {}
+    asked = f"{PROBE}?"
+    messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": asked}]
+    switched = {_THINKING: False}
+    try:
+        usual, other = (render(tokenizer, messages, None, variables) for variables in ({}, switched))
+    except InputError:
+        return {}
+    return switched if other.startswith(usual.partition(asked)[0]) else {}
+
+
+at_once = PerTokenizer(_unthinking)
+"""Returns the template's variables by which the model answers without thinking first, as Qwen3's has one.
+
+None where the template has no such switch, or writes another header by it: one that no chunk's KV was computed behind.
+"""
 
 
 def turn_lead(tokenizer: Any) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -204,3 +206,39 @@ def test_bad_messages_are_named() -> None:
         chat_prompt(tokenizer, [{"role": "user", "content": [{"type": "image"}]}], ChunkRegistry())
     with pytest.raises(InputError, match="leaves out"):
         rag_header(byte_level("Hello."))
+
+
+THINKS = CHATML.replace(
+    "assistant\n{% endif %}", "assistant\n{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+SAYS_SO_FIRST = (
+    "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
+    "Think: {{ enable_thinking }}.\n" + CHATML
+)
+
+
+@pytest.mark.parametrize("history", [(), (("Where does it stand?", "Above the harbour."),)])
+def test_a_rag_prompt_asks_a_model_that_can_leave_it_to_answer_without_thinking(history: Any) -> None:
+    tokenizer, usual = byte_level(THINKS), byte_level(CHATML)
+    asked, plain = (rag_prompt(each, chunks_for(each), QUESTION, history=history) for each in (tokenizer, usual))
+    assert text_of(asked) == text_of(plain) + "<think></think>"
+    assert [s for s in asked.segments if isinstance(s, Chunk)] == chunks_for(tokenizer)
+    assert rag_header(tokenizer) == rag_header(usual)
+
+
+def test_a_header_that_says_whether_the_model_thinks_stays_as_chunks_were_computed_behind_it() -> None:
+    tokenizer = byte_level(SAYS_SO_FIRST)
+    prompt = rag_prompt(tokenizer, chunks_for(tokenizer), QUESTION)
+    assert prompt.segments[0] == rag_header(tokenizer)
+    assert text_of(prompt).startswith("Think: True.")
+
+
+def test_a_chat_is_rendered_with_what_its_template_is_given() -> None:
+    tokenizer, registry = byte_level(THINKS), ChunkRegistry()
+    (chunk, *_) = chunks_for(tokenizer)
+    registry.add([chunk])
+    messages = [{"role": "user", "content": f"{chunk.text} {QUESTION}"}]
+    usual = chat_prompt(tokenizer, messages, registry)
+    at_once = chat_prompt(tokenizer, messages, registry, chat_template_kwargs={"enable_thinking": False})
+    assert chunk in usual.segments and chunk in at_once.segments
+    assert text_of(at_once) == text_of(usual) + "<think></think>"

@@ -16,6 +16,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import Field
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Generation, InputError, StreamEvent, chat_prompt
 from cacheblend_rag.frameworks import DEFAULT_MAX_TOKENS, Asked, check_shown, reads_tools, required_tool, tools_asked
@@ -40,9 +41,12 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
 
     Attributes:
         streaming: Whether ``invoke`` streams inside, for callbacks that listen to tokens.
+        chat_template_kwargs: What else the model's chat template reads: ``{"enable_thinking": False}`` has Qwen3 answer without
+            thinking first.
     """
 
     streaming: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def _llm_type(self) -> str:
@@ -52,6 +56,10 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         params = super()._get_ls_params(stop=stop if stop is not None else self.stop, **kwargs)
         params["ls_provider"] = "cacheblend"
         return params
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {**super()._identifying_params, "chat_template_kwargs": self.chat_template_kwargs}
 
     @property
     def engine(self) -> BlendEngine:
@@ -102,7 +110,14 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
     ) -> BlendPrompt:
         check_shown(self.engine, tools)
         plain = chat_messages(messages, self.engine)
-        return chat_prompt(self.engine.tokenizer, plain, self.engine.registry, chunk_ids=chunk_ids, tools=tools or None)
+        return chat_prompt(
+            self.engine.tokenizer,
+            plain,
+            self.engine.registry,
+            chunk_ids=chunk_ids,
+            tools=tools or None,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
     def _call(
         self, messages: Sequence[BaseMessage], run: UUID | None, stop: Sequence[str] | None, kwargs: dict[str, Any]

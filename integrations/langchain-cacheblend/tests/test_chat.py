@@ -290,6 +290,18 @@ class TestParameters:
         assert llm.get_num_tokens_from_messages(messages) == llm.invoke(messages).usage_metadata["input_tokens"]
         assert llm.get_token_ids("the captain") == engine.tokenizer("the captain", add_special_tokens=False).input_ids
 
+    def test_its_template_reads_what_the_model_is_given(self, scripted) -> None:
+        scripted.tokenizer.chat_template += "{% if enable_thinking is false %}<think></think>{% endif %}"
+        usual, at_once = (
+            ChatCacheBlend(engine=scripted, chat_template_kwargs=given, cache=InMemoryCache())
+            for given in ({}, {"enable_thinking": False})
+        )
+        at_once.cache = usual.cache
+        for llm, end in ((usual, ""), (at_once, "<think></think>")):
+            llm.invoke("Who?")
+            assert str(scripted.prompts[-1].segments[-1]).endswith(end or "<<assistant>>")
+        assert len(scripted.prompts) == 2, "the one's answer is not the other's"
+
     def test_a_history_is_trimmed_by_tokens_where_the_template_refuses_parts_of_one(self, llm, scripted) -> None:
         alternating = (
             "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"

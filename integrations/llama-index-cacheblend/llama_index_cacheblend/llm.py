@@ -61,7 +61,8 @@ class CacheBlendLLM(FunctionCallingLLM):
     content match against the engine's registry. What is neither is prefilled as usual. Every finished response says what was
     reused in ``raw["usage"]``, and why in ``raw["reason"]``.
 
-    Calls take all attributes but ``engine`` and ``is_chat_model``, and ``json_schema`` and ``chunk_ids``, for that call alone.
+    Calls take all attributes but ``engine``, ``is_chat_model`` and ``chat_template_kwargs``, and ``json_schema`` and
+    ``chunk_ids``, for that call alone.
 
     Attributes:
         engine: The model; the LLM does not close it.
@@ -88,6 +89,8 @@ class CacheBlendLLM(FunctionCallingLLM):
             any case: ``raw["retrieved"]``. With ``"error"`` it is one, too, where the policy that is given gave way to another.
         context_window: Of the prompts that LlamaIndex packs; None takes the engine's, and it cannot be more.
         is_chat_model: False makes LlamaIndex format prompts to text itself instead of leaving that to the chat template.
+        chat_template_kwargs: What else that template reads: ``{"enable_thinking": False}`` has Qwen3 answer without thinking
+            first.
     """
 
     engine: BlendEngine = Field(exclude=True)
@@ -108,6 +111,7 @@ class CacheBlendLLM(FunctionCallingLLM):
     on_miss: OnMiss = "warn"
     context_window: int | None = None
     is_chat_model: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     _inbox: Inbox | None = PrivateAttr(default=None)
     _explicit: tuple[Chunk, ...] = PrivateAttr(default=())
@@ -317,7 +321,7 @@ class CacheBlendLLM(FunctionCallingLLM):
         render = self.messages_to_prompt
         if render is not None and render is not generic_messages_to_prompt:
             return of_text(self.engine, render(messages))
-        return of_messages(self.engine, messages)
+        return of_messages(self.engine, messages, self.chat_template_kwargs)
 
     def _of_text(self, prompt: str, formatted: bool) -> Build:
         """Say how to build a completion's prompt.

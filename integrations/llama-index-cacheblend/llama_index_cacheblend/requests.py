@@ -28,12 +28,13 @@ Build = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], BlendPrompt]
 _KNOWN = (*CALL_OPTIONS, "json_schema", CHUNK_IDS, "on_miss", "tools", "tool_choice")
 
 
-def of_messages(engine: BlendEngine, messages: Sequence[ChatMessage]) -> Build:
-    """Say how to build a chat's prompt: by the model's chat template."""
+def of_messages(engine: BlendEngine, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any]) -> Build:
+    """Say how to build a chat's prompt: by the model's chat template, which reads ``template_kwargs``, too."""
 
     def build(ids: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> BlendPrompt:
         plain = [plain_message(engine, message) for message in messages]
-        return chat_prompt(engine.tokenizer, plain, engine.registry, chunk_ids=ids, tools=tools or None)
+        how: dict[str, Any] = {"tools": tools or None, "chat_template_kwargs": template_kwargs}
+        return chat_prompt(engine.tokenizer, plain, engine.registry, chunk_ids=ids, **how)
 
     return build
 

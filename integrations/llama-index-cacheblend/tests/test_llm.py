@@ -67,6 +67,15 @@ def test_without_a_chat_template_a_completion_is_taken_as_it_is(engine: Transfor
     assert scripted.text_asked() == "The capital of France is"
 
 
+def test_its_template_reads_what_the_model_is_given(engine: TransformersEngine) -> None:
+    tokenizer = copy.deepcopy(engine.tokenizer)
+    tokenizer.chat_template = "{{ messages[-1].content }}{% if enable_thinking is false %}<think></think>{% endif %}"
+    scripted = ScriptedEngine(tokenizer)
+    for given, asked in (({}, "Who?"), ({"enable_thinking": False}, "Who?<think></think>")):
+        CacheBlendLLM(engine=scripted, chat_template_kwargs=given).chat(user("Who?"))
+        assert scripted.text_asked() == asked
+
+
 def test_the_default_header_is_reused_as_it_is(engine: TransformersEngine, nodes: list[BaseNode]) -> None:
     from llama_index_cacheblend import qa_template
 

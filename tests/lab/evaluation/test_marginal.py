@@ -104,10 +104,16 @@ def test_an_engine_that_cannot_score_is_refused() -> None:
         marginalise(engine, [prompt], [1.0], SHORT)
 
 
+# As Qwen3's: what it thought stands before its last answer, and nothing where it is told not to.
+THINKS = CHATML.replace(
+    "{{ m['content'] }}", "{% if m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}"
+).replace("assistant\n{% endif %}", "assistant\n{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}")
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "lead"),
-    [(byte_level(), " "), (byte_level(CHATML), ""), (metaspace(NO_SYSTEM), "")],
-    ids=["plain", "chatml", "no system role"],
+    [(byte_level(), " "), (byte_level(CHATML), ""), (metaspace(NO_SYSTEM), ""), (byte_level(THINKS), "")],
+    ids=["plain", "chatml", "no system role", "thinks unless told"],
 )
 def test_an_answers_tokens_are_those_that_its_template_writes_and_the_end(tokenizer, lead: str) -> None:
     ids = answer_ids(tokenizer, "Ada Brenmoor")
