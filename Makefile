@@ -13,7 +13,7 @@ BIN    := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(BIN)/python -m pip install --quiet
 
-.PHONY: help setup demo browser quick test test-package test-langchain test-llama-index faults fuzz mutants test-gpu bench-gpu vllm-versions lint types docs check audit demo-model demo-corpus clean
+.PHONY: help setup demo browser quick test faults fuzz mutants test-gpu bench-gpu vllm-versions lint types docs check audit demo-model demo-corpus clean
 
 help:              ## List the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,15 +51,9 @@ LEFT_OUT = tests/lab tests/training tests/engines/kernels tests/device
 quick: setup       ## Run the fast tests of what serves
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(addprefix --ignore=,$(LEFT_OUT))
 
-test: test-package test-langchain test-llama-index ## Run all tests
-
-test-package: setup browser
+test: setup browser ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-
-test-langchain: setup
 	cd integrations/langchain-cacheblend && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-
-test-llama-index: setup
 	cd integrations/llama-index-cacheblend && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -n $(JOBS)
 
 faults: setup      ## Kill, fill and overload stores for minutes: the tests of faults with 200 kills and 8 processes
