@@ -31,7 +31,8 @@ from cacheblend_rag.lab.doctor.measure import describe_machine
 from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.lab.policies import rank_for
 
-_CPU, QUESTION = torch.device("cpu"), 32
+_CPU = torch.device("cpu")
+QUESTION = 32
 # `hkvd` and full recompute run the model itself.
 METHODS = {
     "static-query 15%": BlendSettings(0.15, "static-query"),

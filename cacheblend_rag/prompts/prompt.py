@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, overload
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
@@ -170,7 +169,7 @@ def chat_prompt(
     *,
     chunk_ids: Iterable[str] = (),
     tools: Sequence[Mapping[str, Any]] | None = None,
-    chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> BlendPrompt:
     """Render a chat with the model's template and say where its chunks are.
 
@@ -282,7 +281,7 @@ def _rendered(
     messages: Sequence[Mapping[str, Any]],
     registry: ChunkRegistry,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] = MappingProxyType({}),
+    variables: Mapping[str, Any] | None = None,
 ) -> BlendPrompt:
     """Render messages with contents in pieces, and say where the pieces are."""
     contents = Contents([message["content"] for message in messages])

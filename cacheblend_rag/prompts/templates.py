@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import takewhile
-from types import MappingProxyType
 from typing import Any, Final
 
 from jinja2.exceptions import TemplateError
@@ -47,7 +46,7 @@ def render(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] = MappingProxyType({}),
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Render with the generation prompt; system messages go into the next user turn if the template has no system role.
 
@@ -77,13 +76,13 @@ def render_probes(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] = MappingProxyType({}),
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Render messages whose contents are stand-ins; nothing where the template reads what is said, and refuses those.
 
     What was rendered is kept: the next question of a chain differs in its contents only.
     """
-    known, key = _probed(tokenizer), repr((messages, tools, dict(variables)))
+    known, key = _probed(tokenizer), repr((messages, tools, variables))
     found = known.get(key)
     if found is None:
         try:
@@ -106,8 +105,8 @@ def dated_template(template: str) -> str:
 def _apply(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any] = MappingProxyType({}),
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     template = getattr(tokenizer, "chat_template", None) or PLAIN_TEMPLATE
     if isinstance(template, str):
@@ -118,7 +117,7 @@ def _apply(
         chat_template=template if isinstance(template, str) else None,
         add_generation_prompt=True,
         tokenize=False,
-        **variables,
+        **(variables or {}),
     )
     try:
         return str(rendered(list(messages)))

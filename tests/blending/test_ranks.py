@@ -27,7 +27,7 @@ RANKS = 2
 
 
 class Votes:
-    """What ranks say to each other: every vote waits for all of them, at most ten seconds."""
+    """What ranks say to each other: every vote waits for all of them, at most ten minutes."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(RANKS, timeout=600)

@@ -33,8 +33,14 @@ def of_messages(engine: BlendEngine, messages: Sequence[ChatMessage], template_k
 
     def build(ids: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> BlendPrompt:
         plain = [plain_message(engine, message) for message in messages]
-        how: dict[str, Any] = {"tools": tools or None, "chat_template_kwargs": template_kwargs}
-        return chat_prompt(engine.tokenizer, plain, engine.registry, chunk_ids=ids, **how)
+        return chat_prompt(
+            engine.tokenizer,
+            plain,
+            engine.registry,
+            chunk_ids=ids,
+            tools=tools or None,
+            chat_template_kwargs=template_kwargs,
+        )
 
     return build
 
