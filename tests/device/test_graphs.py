@@ -157,13 +157,9 @@ def on(device: str, scene: Scene, family: str = "llama", config: Any = None, **o
 @pytest.mark.parametrize(
     ("family", "policy", "codec"),
     [
-        ("llama", "static", "none"),
-        ("llama", "hkvd", "none"),
-        ("llama", "static-query", "none"),
-        ("gemma3", "static", "none"),
-        ("gemma3", "hkvd", "none"),
         ("llama", "static", "int8"),
-        ("gemma3", "hkvd", "int8"),
+        ("llama", "hkvd", "none"),
+        ("gemma3", "static-query", "none"),
     ],
 )
 def test_layers_that_are_placed_at_once_give_the_same_logits(
@@ -172,7 +168,8 @@ def test_layers_that_are_placed_at_once_give_the_same_logits(
     scene = Scene()
     found = []
     for turn in (lambda engine: engine, at_once):
-        engine = turn(on(sim, scene, family, store=open_store(f"ram://4MiB?codec={codec}")))
+        store = open_store(f"ram://4MiB?codec={codec}")
+        engine = turn(on(sim, scene, config=shallow(family), store=store))
         engine.precompute(scene.chunks)
         copies = simulated.SimulatedTensor.copies
         logits, recomputed, outcome = blended_logits(engine, scene, BlendSettings(0.25, policy))
@@ -343,9 +340,8 @@ def test_a_pass_that_is_replayed_is_padded_by_its_last_token_and_gives_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "policy"), [("llama", "query"), ("gemma3", "static-query")])
 def test_the_questions_replayed_pass_sees_and_chooses_what_the_ordinary_one_does(
-    replayed: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch, family: str, policy: str
+    replayed: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(chunk_tokens=(12, 9, 15, 10))
     seen: list[torch.Tensor] = []
@@ -353,16 +349,15 @@ def test_the_questions_replayed_pass_sees_and_chooses_what_the_ordinary_one_does
     def watched(self: Any, candidates: Candidates) -> torch.Tensor:
         assert candidates.attention is not None
         seen.append(candidates.attention)
-        return candidates.attention if policy == "query" else candidates.static.sqrt() * candidates.attention
+        return candidates.static.sqrt() * candidates.attention
 
-    kind = type(policy_named(policy))
-    monkeypatch.setattr(kind, "score", watched)
+    monkeypatch.setattr(type(policy_named("static-query")), "score", watched)
     found, store = [], open_store(None, ram_budget=1 << 22)
     for turn, rounds in ((lambda engine: engine, 1), (replayed, 3)):
-        engine = turn(on("cpu", scene, config=shallow(family), store=store))
+        engine = turn(on("cpu", scene, config=shallow("gemma3"), store=store))
         engine.precompute(scene.chunks)
         for _ in range(rounds):
-            found.append(blended_logits(engine, scene, BlendSettings(0.25, policy)))
+            found.append(blended_logits(engine, scene, BlendSettings(0.25, "static-query")))
     assert [looks for _, looks in engine.runner.graphs.replays.passes] == [True, False]
     for (logits, chosen, _), attention in zip(found, seen, strict=True):
         assert (attention - seen[0]).abs().max() < 1e-6

@@ -20,8 +20,8 @@ from tests.device import simulated
 
 pytestmark = pytest.mark.slow
 
-# One of each kind of attention; on CUDA all of them, where they take no time.
-FAMILIES = sorted(BLENDED) if torch.cuda.is_available() else ["llama", "qwen3", "mistral_window", "gemma3"]
+# Without windows and with; on CUDA all, where they take no time.
+FAMILIES = sorted(BLENDED) if torch.cuda.is_available() else ["llama", "gemma3"]
 ANSWER = SamplingParams(max_tokens=6)
 
 
@@ -48,7 +48,7 @@ def pairs() -> dict[str, tuple[TransformersEngine, TransformersEngine]]:
     return {}
 
 
-@pytest.mark.parametrize("policy", ["static", "static-query", "query", "hybrid", "random", "sink"])
+@pytest.mark.parametrize("policy", ["static-query", "hybrid", "random"])
 def test_every_policy_chooses_as_on_the_cpu(device: str, policy: str, pairs) -> None:
     scene = Scene()
     if device not in pairs:
@@ -137,9 +137,8 @@ def test_a_missing_chunk_is_written_back_from_the_device(device: str) -> None:
     assert kv.layer(0).k.device.type == "cpu"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_passes_the_gate(device: str, dtype: torch.dtype) -> None:
-    engine = engine_on(device, "qwen3", Scene(), dtype)
+def test_half_precision_passes_the_gate(device: str) -> None:
+    engine = engine_on(device, "qwen3", Scene(), torch.bfloat16)
     assert engine.gate.passed, engine.gate.reason
 
 

@@ -98,14 +98,13 @@ def main() -> None:
     half, whole = ("bf16", torch.bfloat16), ("fp32", torch.float32)
     attends = attend(*half)
     assert TENSOR_CORES[TARGET] in attends.asm["ptx"], "the tensor cores are not used"
-    made = [attends, added(*half)]
-    moves = [placed("bf16"), placed_in_bulk("bf16"), placed_in_bulk("bf16", 2)]
+    made, moves = [attends], [placed_in_bulk("bf16", 2)]
     if TARGET == 90:
-        made += [attend(*whole), added(*whole), attend(*half, lse=True)]
-        made += [attend(*half, sinks=True, window=window) for window in (0, 128)]
-        moves += [placed("fp32"), placed_in_bulk("fp32"), placed_in_bulk("fp32", 4)]
+        made += [added(*half), attend(*whole), added(*whole), attend(*half, sinks=True, window=128, lse=True)]
+        moves += [placed("bf16"), placed_in_bulk("bf16"), placed("fp32"), placed_in_bulk("fp32", 4)]
         assert not any(map(stack, made)), "a tile is too large for the registers"
-    made += [attend(*half, dim=256), attend(*whole, dim=256)]  # heads as large as Gemma's
+    if TARGET < 100:
+        made += [attend(*half, dim=256), attend(*whole, dim=256)]  # heads as large as Gemma's
     for kernel in made:
         assert kernel.metadata.shared <= SHARED[TARGET], f"{kernel.metadata.shared} bytes of shared memory"
     for move in moves:

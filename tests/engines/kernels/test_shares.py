@@ -10,9 +10,16 @@ from tests.engines.kernels.pages import scattered
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-5, torch.bfloat16: 1e-5}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kv_heads,groups,dim", [(2, 4, 32), (1, 7, 16), (3, 1, 24)])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "groups", "dim", "window"),
+    [
+        (torch.float32, 2, 4, 32, None),
+        (torch.float16, 1, 7, 16, 20),
+        (torch.bfloat16, 3, 1, 24, None),
+        (torch.float32, 3, 1, 24, 20),
+        (torch.bfloat16, 2, 4, 32, 20),
+    ],
+)
 def test_weights_are_added_up_by_each_querys_share(
     device: str, dtype: torch.dtype, kv_heads: int, groups: int, dim: int, window: int | None
 ) -> None:

@@ -28,7 +28,7 @@ def test_what_holds_in_the_first_runner_holds_in_the_second() -> None:
     }
     # A process of its own: whether there is Triton is decided when vLLM is imported.
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(HERE / "test_parity.py"), "-k", f"qwen3 and ({WHAT})"],
+        [sys.executable, "-m", "pytest", str(HERE / "test_families.py"), "-k", f"qwen3 and ({WHAT})"],
         env={**os.environ, **env},
         cwd=ROOT,
         capture_output=True,

@@ -25,6 +25,7 @@ from tests.engines.vllm.engines import FULL, PIECES, SHAPE, VOCABULARY, concurre
 from tests.engines.vllm.test_windows import _PIECES, _SHORT
 
 SCENE = Scene(chunk_tokens=(150, 90, 170, 61), question=9)
+ANSWER = SamplingParams(max_tokens=24)
 PARTS = SCENE.parts()  # behind the header a chunk's KV is the model's own
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "llama, chunked prefill": (
@@ -149,10 +150,10 @@ def _whole(entries: Any, ids: Any) -> Any:
 
 
 def test_prompts_that_stream_meanwhile_are_the_models_own(engine: Any, case: Case) -> None:
-    before = engine.generate(SCENE.prompt, settings=FULL).token_ids
+    before = engine.generate(SCENE.prompt, ANSWER, FULL).token_ids
 
     async def ask() -> Any:
-        return [event async for event in engine.events(engine.request(SCENE.prompt, None, FULL))][-1].generation
+        return [event async for event in engine.events(engine.request(SCENE.prompt, ANSWER, FULL))][-1].generation
 
     found = concurrently(engine, [ask, lambda: engine.register(SCENE.chunks), ask])
     assert found[0].token_ids == found[2].token_ids == before
@@ -163,12 +164,12 @@ def test_prompts_that_stream_meanwhile_are_the_models_own(engine: Any, case: Cas
 
 
 def test_what_a_prompt_found_missing_the_writer_writes_back(engine: Any, case: Case) -> None:
-    engine.generate(SCENE.prompt)
+    engine.generate(SCENE.prompt, ANSWER)
     engine.flush()
     hands = (engine.entries, engine.entries.by(None))
     stored = [[hand.contains(chunk.token_ids) for chunk in SCENE.chunks] for hand in hands]
     assert stored == [[True] * len(SCENE.chunks), [chunk is SCENE.chunks[0] for chunk in SCENE.chunks]]
-    assert engine.generate(SCENE.prompt, settings=BlendSettings(ratio=0.5)).mode == "blend"
+    assert engine.generate(SCENE.prompt, ANSWER, BlendSettings(ratio=0.5)).mode == "blend"
 
 
 def test_the_models_own_kv_of_a_chunk_is_stored_with_the_first_prompt_that_begins_with_it(

@@ -1,0 +1,50 @@
+"""Models of other families in real vLLM: what depends on the family, against its full prefill and the independent reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import transformers as hf
+
+from tests.engines.vllm.engines import PIECES, SHAPE, save_model, start
+
+# The tests of what depends on the model, run with the models of this file.
+from tests.engines.vllm.test_parity import (  # noqa: F401
+    SCENE,
+    test_blended_blocks_never_serve_an_exact_request,
+    test_chunks_behind_a_missing_one_are_reused,
+    test_full_prefill_is_the_models_own,
+    test_other_ratios_are_the_reference,
+    test_ratio_1_is_the_full_prefill,
+    test_the_gate_passes,
+    test_the_worker_says_what_it_runs_on,
+    test_what_is_ranked_without_a_dense_pass_is_the_reference,
+)
+
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 64}
+# A soft cap on scores, which the transformers engine cannot watch, and no window.
+_CAPPED = {
+    "head_dim": 32,
+    "attn_logit_softcapping": 1.0,
+    "layer_types": ["full_attention"] * SHAPE["num_hidden_layers"],
+}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen3": (lambda: hf.Qwen3Config(**SHAPE, head_dim=32), {}),
+    "gemma2, capped": (lambda: hf.Gemma2Config(**SHAPE, **_CAPPED), {}),
+    "yarn, compiled, chunked prefill": (
+        lambda: hf.LlamaConfig(**SHAPE, rope_parameters=_YARN),
+        {"enforce_eager": False, **PIECES},
+    ),
+    "mixtral": (lambda: hf.MixtralConfig(**SHAPE, num_local_experts=4), {}),
+}
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    config, options = CASES[request.param]
+    directory = tmp_path_factory.mktemp("model")
+    model = save_model(config(), directory)
+    with start(directory, tmp_path_factory.mktemp("store"), header=SCENE.header, ram_budget=0, **options) as engine:
+        yield engine, model
