@@ -39,7 +39,7 @@ def test_greedy_generation_answers_held_out_questions(llama, tokenizer):
         return len(tokenizer(text, add_special_tokens=False).input_ids)
 
     right = asked = 0
-    for seed in range(3):
+    for seed in range(2):
         context = sample_context(Random(seed), count, chunks=4, chunk_tokens=96, questions=12, alias_share=0)
         for question in context.questions:
             prompt = NATIVE.opening + "\n\n".join(context.chunk_texts) + NATIVE.closing
@@ -49,14 +49,15 @@ def test_greedy_generation_answers_held_out_questions(llama, tokenizer):
             right += answer == question.answer
             asked += 1
     assert asked >= 20
-    # The card measures about 97% over hundreds of questions; three contexts scatter around it.
+    # The card measures about 97% over hundreds of questions; two contexts scatter around it.
     assert right / asked >= 0.9
 
 
 def test_a_check_at_layer_2_restores_what_reuse_loses():
-    results = evaluate(MODEL_FOLDER, seeds=[11], contexts=6, methods=QUICK, chunk_tokens=128, unseen=False)
+    methods = QUICK[:3]
+    results = evaluate(MODEL_FOLDER, seeds=[11], contexts=4, methods=methods, chunk_tokens=128, unseen=False)
     share = {name: sum(right for _, right in kinds["cross"]) / len(kinds["cross"]) for name, kinds in results.items()}
-    assert len(results["full recompute"]["cross"]) >= 30
+    assert len(results["full recompute"]["cross"]) >= 20
     assert share["full recompute"] >= 0.9
     assert share["full KV reuse"] <= share["full recompute"] - 0.3
     assert share["blend 15%, check layer 2"] >= share["full recompute"] - 0.1

@@ -194,19 +194,24 @@ def run_training(folder, monkeypatch, *extra, fail_at=None):
         )
 
 
-def test_an_interrupted_training_ends_with_the_same_weights(tmp_path, monkeypatch):
-    run_training(tmp_path / "whole", monkeypatch)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run_training(folder, monkeypatch)
+    return folder / "model"
+
+
+def test_an_interrupted_training_ends_with_the_same_weights(finished, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="pulled the plug"):
         run_training(tmp_path / "broken", monkeypatch, fail_at=4)
     run_training(tmp_path / "broken", monkeypatch)
-    whole, resumed = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("whole", "broken"))
+    whole, resumed = (load_file(model / "model.safetensors") for model in (finished, tmp_path / "broken" / "model"))
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_a_finished_model_is_refined_by_the_last_stages_batches(tmp_path, monkeypatch):
-    run_training(tmp_path / "first", monkeypatch)
-    finished = tmp_path / "first" / "model"
+def test_a_finished_model_is_refined_by_the_last_stages_batches(finished, tmp_path, monkeypatch):
     run_training(tmp_path / "more", monkeypatch, "--start-from", str(finished), "--steps", "1")
     before, after = (load_file(folder / "model.safetensors") for folder in (finished, tmp_path / "more" / "model"))
     matrices = [name for name, weight in before.items() if weight.ndim == 2]
@@ -268,9 +273,7 @@ def test_heads_that_are_twins_are_parted_and_add_the_same_together():
     assert part_twins(model) == 0
 
 
-def test_a_finished_model_is_trained_on_with_more_layers(tmp_path, monkeypatch):
-    run_training(tmp_path / "first", monkeypatch)
-    finished = tmp_path / "first" / "model"
+def test_a_finished_model_is_trained_on_with_more_layers(finished, tmp_path, monkeypatch):
     run_training(tmp_path / "more", monkeypatch, "--start-from", str(finished), "--steps", "2", "--layers", "7")
     facts = fingerprint(tmp_path / "more" / "model")
     assert load_exported(tmp_path / "more" / "model").shape.layers == 7

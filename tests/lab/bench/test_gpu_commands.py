@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from benchmarks import gpu
+from benchmarks import gpu, profile_blend
 from cacheblend_rag.cli import app
 
 ROOT = Path(__file__).parents[3]
@@ -68,8 +68,12 @@ def test_the_hosts_time_is_measured_of_prompts_whose_kv_is_placed_at_once() -> N
 
 
 @pytest.mark.slow
-def test_a_profile_names_the_operators_of_both_ways() -> None:
-    run = [sys.executable, "benchmarks/profile_blend.py", "--random-weights", "llama:2x256", "--chunks", "2", "--json"]
-    found = json.loads(subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+def test_a_profile_names_the_operators_of_both_ways(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ["--random-weights", "llama:2x256", "--chunks", "2", "--device", "cpu", "--json"]
+    monkeypatch.setattr(sys, "argv", ["profile_blend.py", *size])
+    profile_blend.main()
+    found = json.loads(capsys.readouterr().out)
     assert set(found["methods"]) == {"full", "blend"}
     assert all("mm" in " ".join(one["name"] for one in m["slowest"]) for m in found["methods"].values())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend_rag.lab.learn import learn as sizes
 from tests.command_line import as_json
 
 pytestmark = pytest.mark.slow
@@ -25,9 +26,10 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_writer_is_learned_and_an_index_written_with_it(run, model_dir, documents, texts, tmp_path):
+def test_a_writer_is_learned_and_an_index_written_with_it(run, model_dir, documents, texts, tmp_path, monkeypatch):
+    monkeypatch.setitem(sizes._SIZES, "cpu", (420, 420, 0, 8, 2))
     command = ["learn", "--model", model_dir, "--documents", texts, "--out", tmp_path / "writer", "--steps", 4]
-    found = as_json(run(*command, "--rank", 2, "--batch-tokens", 500, "--note", "made up", "--json"))
+    found = as_json(run(*command, "--rank", 2, "--batch-tokens", 420, "--note", "made up", "--json"))
     assert found["saved"] == str(tmp_path / "writer")
     assert len(found["before"]) == len(found["best"]["kl"]) == len(found["ratios"]) == 2
     card = json.loads((tmp_path / "writer" / "writer.json").read_text())["card"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.tuning.tune import TuneSettings
 from cacheblend_rag.lab.tuning.world import paraphrased_world
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, RETRIEVER_FILE, load_sentence_transformer
@@ -73,10 +74,8 @@ def test_a_run_says_how_long_it_takes_compares_and_saves_nothing_that_is_no_bett
     assert "questions to judge with 2 chunks each" in shown.stderr
     for line in ("recall@5", "answers, exact match", "out of domain, recall@5", "Not better, not saved"):
         assert line in shown.stdout
+    assert "12 held out" in shown.stdout
     assert not (tmp_path / "out").exists()
-    found = as_json(run(*command, "--json"))
-    assert {"before", "after", "low", "high"} == found["recall_at_5"].keys() and found["saved"] is None
-    assert found["questions"]["held_out"] == 12
 
 
 def test_a_wrong_file_or_output_is_named_before_anything_is_loaded(run, questions, tmp_path):
@@ -99,17 +98,25 @@ def test_what_cannot_be_tuned_is_refused(run, model_dir, store, questions, monke
 
 
 def test_the_demonstration_of_another_seed_is_of_another_world_in_a_store_of_its_own(run, model_dir, monkeypatch):
+    asked = []
+
     def small(tokenizer, seeds):  # type: ignore[no-untyped-def]
-        return paraphrased_world(tokenizer, seeds, 4)
+        return paraphrased_world(tokenizer, seeds, 1)
+
+    def note(pipeline, questions, output, settings, *others):  # type: ignore[no-untyped-def]
+        asked.append((pipeline.chunks.directory, questions, output, settings))
+        raise InputError("seen")
 
     monkeypatch.setattr("cacheblend_rag.lab.tuning.world.paraphrased_world", small)
-    command = ["tune-retriever", "--demo", "--model", model_dir, "--candidates", 2, "--epochs", 1, "--answers", 0]
-    found = as_json(run(*command, "--seed", 1, "--json"))
-    directory = Path(found["settings"]["store"])
-    assert directory.name.endswith("-tuning-1")
-    index = ChunkIndex(directory)
-    expected = paraphrased_world(AutoTokenizer.from_pretrained(model_dir), (3, 4, 5), 4).documents
-    assert sorted(document.path for document in index.documents()) == sorted(expected)
+    monkeypatch.setattr("cacheblend_rag.lab.tuning.tune.tune", note)
+    assert "seen" in run("tune-retriever", "--demo", "--model", model_dir, "--seed", 1).stderr
+    ((directory, questions, output, settings),) = asked
+    assert directory.name.endswith("-tuning-1") and output == directory.with_name(f"{directory.name}-retriever")
+    assert settings.seed == settings.training.seed == 1
+    expected = paraphrased_world(AutoTokenizer.from_pretrained(model_dir), (3, 4, 5), 1)
+    assert questions == expected.questions
+    with ChunkIndex(directory) as index:
+        assert sorted(document.path for document in index.documents()) == sorted(expected.documents)
 
 
 def test_ask_and_eval_search_with_a_retriever(run, model_dir, store, retriever, tmp_path):

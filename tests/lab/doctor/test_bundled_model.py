@@ -13,6 +13,7 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.lab import calibration_prompts
 from cacheblend_rag.lab.calibration_prompts import collect_prompts
 from cacheblend_rag.lab.datasets import demo_samples
 from cacheblend_rag.lab.doctor import calibrate_engine
@@ -62,9 +63,10 @@ def test_a_blend_that_loses_answers_is_refused_by_the_metric_of_the_questions(en
 
 
 def test_few_prompts_choose_a_small_ratio_and_foreign_text_gets_a_higher_one(engine, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(calibration_prompts, "DEFAULT_CHUNK_TOKENS", 256)
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     store, rank = engine.store, engine.ranking
-    found, file = calibrate_engine(engine, collect_prompts(engine, None, None, 6), tmp_path)
+    found, file = calibrate_engine(engine, collect_prompts(engine, None, None, 4), tmp_path)
     assert (engine.store, engine.ranking) == (store, rank)
     assert file.parent == tmp_path
     assert (found.verdict, found.needed) == ("not shown", 299)
@@ -87,8 +89,8 @@ def test_few_prompts_choose_a_small_ratio_and_foreign_text_gets_a_higher_one(eng
         )  # the first chunk stands where it was computed
         return done.ratio
 
-    own = demo_samples(engine.tokenizer, 1, 99, chunks=4, chunk_tokens=512)[0]
-    foreign = split_text(FOREIGN.read_text("utf-8"), engine.tokenizer, 512)[:4]
+    own = demo_samples(engine.tokenizer, 1, 99, chunks=4, chunk_tokens=256)[0]
+    foreign = split_text(FOREIGN.read_text("utf-8"), engine.tokenizer, 256)[:4]
     of_own = ratio([make_chunk(text, engine.tokenizer) for text in own.texts], own.question)
     of_foreign = ratio(foreign, "What is a check layer?")
     assert profile.ratio <= of_own < of_foreign <= 0.6

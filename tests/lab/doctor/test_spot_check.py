@@ -10,12 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.lab.doctor.spot_check import spot_check
 from cacheblend_rag.rag.pipeline import RagPipeline
+from tests.blending.families import _BASE, make_model
+from tests.conftest import byte_level
 
+SMALL = LlamaConfig(**{**_BASE, "vocab_size": 512, "max_position_embeddings": 8192})
 TOPICS = ("tower", "harbour", "mill", "bridge", "garden")
 
 
@@ -34,8 +38,8 @@ def pipeline(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RagPipe
         (tmp_path / f"{topic}.md").write_text(f"# The {topic}\n\nIt was restored by friends of the {topic}.")
     writer = getattr(request, "param", None)
     with (
-        TransformersEngine(writer=writer) as engine,
-        RagPipeline(engine, tmp_path / "store", chunk_tokens=64) as pipeline,
+        TransformersEngine(make_model(SMALL), tokenizer=byte_level(), device="cpu", writer=writer) as engine,
+        RagPipeline(engine, tmp_path / "store", chunk_tokens=128) as pipeline,
     ):
         engine.profile = ModelProfile()
         engine.ranking = "now"

@@ -32,7 +32,7 @@ from tests.lab.evaluation.test_run import SAMPLES
 pytestmark = pytest.mark.slow
 
 MADE = [2, 4, 6, 7, 8, 10, 12, 13, 14, 16, 17]
-SMALL = EvalSettings("demo", limit=8, preparation=Preparation(3, 300, max_tokens=2))
+SMALL = EvalSettings("demo", limit=4, preparation=Preparation(3, 300, max_tokens=2))
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
 
     monkeypatch.setattr(engine, "stream", again)
     make_figures(FigureContext(engine, SMALL, tmp_path, repeat=1), [2, 6, 12, 14])
-    other = FigureContext(engine, EvalSettings("demo", limit=9, preparation=SMALL.preparation), tmp_path, repeat=1)
+    other = FigureContext(engine, EvalSettings("demo", limit=5, preparation=SMALL.preparation), tmp_path, repeat=1)
     with pytest.raises(AssertionError, match="twice"):
         make_figures(other, [12])
 

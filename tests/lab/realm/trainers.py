@@ -1,4 +1,4 @@
-"""Pre-training in processes that a test may kill: forked, since one that is spawned imports PyTorch anew."""
+"""Pre-training in processes that a test may kill, as their refreshers: forked, since one that is spawned imports PyTorch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
+import faiss
 import torch
 
+from cacheblend_rag.lab.realm import refresh
 from cacheblend_rag.lab.realm.pretrain import PretrainSettings, pretrain
 from tests.lab.realm.conftest import SHAPE, articles
 
@@ -34,6 +37,11 @@ def training(bert: Path, output: Path, steps: int) -> Iterator[tuple[int, Connec
 
 def _train(told: Connection, bert: Path, output: Path, steps: int) -> None:
     torch.set_num_threads(1)
+    faiss.omp_set_num_threads(1)  # threads do not survive a fork
+    # Started as in an application, by arguments that are pickled: test_finetune.py.
+    refresh.multiprocessing = SimpleNamespace(  # type: ignore[attr-defined]
+        get_context=lambda _: multiprocessing.get_context("fork"), parent_process=multiprocessing.parent_process
+    )
     sizes = {"warm_steps": 4, "warm_batch": 4, "batch": 2, "candidates": 2, "refresh_every": 5}
     how = PretrainSettings(str(bert), SHAPE, steps=steps, **sizes)
     pretrain(articles(), output, how, torch.device("cpu"), lambda done, _, at: told.send((int(done), at)))
