@@ -205,6 +205,7 @@ def test_figure_10_says_where_loading_hides_and_what_the_controller_loses():
 def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
     for module in ("quality", "attention", "deviation", "speed", "devices"):
         monkeypatch.setattr(f"cacheblend_rag.lab.evaluation.figures.{module}.figure", _small(module))
+    monkeypatch.setattr("cacheblend_rag.lab.stats.plotting._DOTS_PER_INCH", 40)
     monkeypatch.setattr("cacheblend_rag.lab.evaluation.figures.quality._COUNTS", (1, 3))
     monkeypatch.setattr("cacheblend_rag.lab.evaluation.figures.quality._POOL", 3)
     monkeypatch.setattr("cacheblend_rag.lab.evaluation.figures.quality._RATIOS", (0.1, 0.5))
@@ -239,7 +240,7 @@ def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
         raise AssertionError("measured twice")
 
     monkeypatch.setattr(engine, "stream", again)
-    make_figures(FigureContext(engine, SMALL, tmp_path, repeat=1), [2, 6, 12, 14])
+    make_figures(FigureContext(engine, SMALL, tmp_path, repeat=1), [6, 12])
     other = FigureContext(engine, EvalSettings("demo", limit=5, preparation=SMALL.preparation), tmp_path, repeat=1)
     with pytest.raises(AssertionError, match="twice"):
         make_figures(other, [12])
@@ -297,6 +298,7 @@ def _small(module):
     @contextmanager
     def small(width, height, columns=1, rows=1):
         with figure(width / 2, height / 2, columns, rows) as made:
+            made[0].set_layout_engine("none")  # which draws everything twice to find its place
             yield made
 
     return small

@@ -20,7 +20,8 @@ from cacheblend_rag.lab.learn.training import LearnSettings, Training
 from tests.blending.families import _BASE, BLENDED, NOT_BLENDED, make_model
 from tests.conftest import byte_level
 
-SMALL = Sizes(prompt_tokens=420, batch_tokens=420, answers=4, requests=8, looked=2)
+SMALL = Sizes(prompt_tokens=420, batch_tokens=420, answers=0, requests=8, looked=2)
+ANSWERED = replace(SMALL, answers=4)
 SETTINGS = LearnSettings(steps=6, rank=2, checks=3)
 
 
@@ -58,7 +59,7 @@ def test_a_better_writer_is_saved_with_its_card_in_pefts_format(tmp_path: Path, 
         output=tmp_path / "writer",
         documents=[documents],
         settings=SETTINGS,
-        sizes=SMALL,
+        sizes=ANSWERED,
         note="mine",
         say=said.append,
         **tiny(),
@@ -105,7 +106,7 @@ def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
     tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(name: str) -> Path | None:
-        return learn(output=tmp_path / name, documents=[documents], settings=SETTINGS, sizes=SMALL, **tiny())[1]
+        return learn(output=tmp_path / name, documents=[documents], settings=SETTINGS, sizes=ANSWERED, **tiny())[1]
 
     whole = run("whole")
     step = Training._learn
@@ -135,9 +136,9 @@ def test_a_run_does_not_go_on_from_one_with_other_settings(
     tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(name: str = "w", **more: Any) -> Path | None:
-        sizes = replace(SMALL, answers=0)  # as on a CPU; answers would be another model's
         given = {"settings": SETTINGS, **tiny(), **more}
-        return learn(output=tmp_path / name, documents=[documents], sizes=sizes, **given)[1]
+        # Without the model's answers, which would be another model's.
+        return learn(output=tmp_path / name, documents=[documents], sizes=SMALL, **given)[1]
 
     def stop(self: Training, share: float) -> None:
         self._save()

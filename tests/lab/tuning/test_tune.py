@@ -175,7 +175,7 @@ def test_an_encoder_of_chunks_too_finds_more_still_once_the_index_is_embedded_ag
 
 def test_chunks_embedded_in_a_step_are_as_near_to_a_question_as_the_stored_ones(pipeline, questions) -> None:
     embedder = pipeline.chunks.load_embedder()
-    few = questions[:6]
+    few = questions[:12]
     vectors = embedder.questions([q.text for q in few])
     with Teacher(pipeline.engine, pipeline.chunks, pipeline.instruction, EMBEDDED) as teacher:
         judged = teacher.judge(few, vectors, lambda done, total, at: None)
@@ -273,6 +273,7 @@ def test_each_loss_and_part_learns_what_it_is_shown(pipeline, questions, part, l
     from cacheblend_rag.lab.tuning.training import train
 
     monkeypatch.setattr("cacheblend_rag.lab.tuning.rehearsal.NEAREST", 8)
+    monkeypatch.setattr(Both, "rate", lambda student, done: 1e-4)  # so that one round is enough
     few = questions[:30]
     embedder = pipeline.chunks.load_embedder()
     before = embedder.questions([q.text for q in few])
