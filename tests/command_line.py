@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from cacheblend_rag.cli import app
-from cacheblend_rag.lab.doctor import bandwidth
+from cacheblend_rag.lab.doctor import bandwidth, spot_check
+from cacheblend_rag.retrieval.embedding import Embedder
 from tests.conftest import byte_level
 
 DOCUMENTS = {
@@ -26,10 +28,20 @@ DOCUMENTS = {
 }
 
 
+_embedder = cache(Embedder.load)
+
+
+def spend_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure bandwidths with 16 MiB, not 256; check an index by one question, not four; load an embedding model once for all."""
+    monkeypatch.setattr(bandwidth, "_BLOCK", 16 << 20)
+    monkeypatch.setattr(spot_check, "_QUESTIONS", 1)
+    monkeypatch.setattr(Embedder, "load", _embedder)
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the user's own profiles and store out of the tests, and let them measure bandwidths with 16 MiB, not 256."""
-    monkeypatch.setattr(bandwidth, "_BLOCK", 16 << 20)
+    """Keep the user's own profiles and store out of the tests, and let commands spend less than users have them spend."""
+    spend_less(monkeypatch)
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 

@@ -56,19 +56,15 @@ def run(bare: dict[str, str], *arguments: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv", ["ram", "disk"])
-def test_bench_measures_there(bare, kv):
+def test_bench_measures_there_and_what_measures_trains_and_stores_is_imported(bare):
     small = ("--chunks", "2", "--chunk-tokens", "24", "--question-tokens", "8", "--repeat", "1")
-    model = ("--random-weights", "llama:2x256", "--dtype", "bfloat16", "--kv", kv)
-    said = json.loads(run(bare, "-m", "cacheblend_rag", "bench", "ttft", *model, *small, "--json"))
-    assert said["methods"]["blend"]["reused_tokens"], said
-
-
-@pytest.mark.slow
-def test_what_measures_trains_and_stores_is_imported_there(bare):
+    model = ("--random-weights", "llama:2x256", "--dtype", "bfloat16", "--kv", "disk")
     folders = ("blending", "prompts", "engines/transformers", "engines/kernels", "lab/bench", "lab/doctor", "lab/learn")
     files = [file for folder in folders for file in (ROOT / "cacheblend_rag" / folder).glob("*.py")]
     files.remove(ROOT / "cacheblend_rag/lab/doctor/vllm_weights.py")  # vLLM's workers import it
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
     names += ["cacheblend_rag.store.opening", "cacheblend_rag.store.tiered"]
-    run(bare, "-c", f"import importlib\nfor name in {names}: importlib.import_module(name)")
+    program = "import sys, importlib\nfrom cacheblend_rag.cli import app\napp(sys.argv[1:], standalone_mode=False)\n"
+    program += f"for name in {names}: importlib.import_module(name)"
+    said = json.loads(run(bare, "-c", program, "bench", "ttft", *model, *small, "--json"))
+    assert said["methods"]["blend"]["reused_tokens"], said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from statistics import median
@@ -66,10 +65,8 @@ def test_demo_shows_the_first_question_of_a_kind_that_full_recompute_gets_right(
     assert not any(row["shown"] for row in rows.values())  # random weights know nothing
     said = [rows[q.question]["methods"]["full recompute"]["answer"] for q in QUESTIONS]
     small_demo([said[0], "not this", said[2] + "."])
-    again = as_json(run("demo", "--store", tmp_path / "s", "--json"))["questions"]
-    assert [q["question"] for q in again if q["shown"]] == [QUESTIONS[2].question, QUESTIONS[0].question]
     text = run("demo", "--store", tmp_path / "s").stdout
-    assert QUESTIONS[2].question in text
+    assert 0 <= text.find(QUESTIONS[2].question) < text.find(QUESTIONS[0].question)
     assert QUESTIONS[1].question not in text
     assert "2 of 3" in text
     for name in METHODS:
@@ -78,7 +75,7 @@ def test_demo_shows_the_first_question_of_a_kind_that_full_recompute_gets_right(
 
 def test_on_documents_what_recomputes_more_is_nearer_and_nothing_needs_a_question(run, model_dir, tmp_path):
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "house.md").write_text((ROOT / "docs/architecture.md").read_text("utf-8")[:6000])
+    (tmp_path / "docs" / "house.md").write_text((ROOT / "docs/architecture.md").read_text("utf-8")[:3000])
     arguments = ["demo", "--documents", tmp_path / "docs", "--model", model_dir]
     found = as_json(run(*arguments, "--json"))["methods"]
     full, prefix, reuse, fast, high = found.values()
@@ -138,7 +135,8 @@ def test_calibrate_keeps_a_profile_that_the_next_command_uses(run, model_dir, ho
         "--confidence",
         0.5,
     ]
-    found = as_json(run(*arguments, "--json"))
+    found = as_json(run(*arguments, "--json", "--plot", tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert Path(found["file"]).parent == home / "profiles"
     assert (found["prompts"], found["needed"]) == (2, 1)
     assert found["verdict"] in ("shown", "do not blend")  # one prompt is enough for so little
@@ -146,9 +144,6 @@ def test_calibrate_keeps_a_profile_that_the_next_command_uses(run, model_dir, ho
     assert diagnosis["profile_origin"] == found["file"]
     for name in ("policy", "ratio", "reuse", "check_layers"):
         assert diagnosis[name] == found["profile"][name]
-    text = run(*arguments, "--plot", tmp_path / "plot.png").stdout
-    assert text.rstrip().endswith(found["file"])
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_model_that_no_blend_suits_is_not_blended_and_every_command_says_so(run, model_dir, documents, tmp_path):
@@ -222,6 +217,7 @@ def test_by_default_a_blend_is_to_be_as_near_as_weights_of_six_bits(run, model_d
     assert {each["policy"] for each in found["measured"]} <= {"full-reuse", "static", "query", "static-query"}
     text = run(*arguments, "--as-near-as", "4-bit").stdout
     assert "weights of 4 bits" in text
+    assert text.rstrip().endswith(found["file"])
     assert not list((home / "calibrations").iterdir())  # what was measured is kept only until it has ended
 
 
@@ -304,23 +300,3 @@ def test_prompts_that_cannot_be_used_are_named(run, model_dir, tmp_path, content
     result = run("doctor", "--calibrate", "--model", model_dir, "--prompts", file)
     assert result.exit_code == 2
     assert named in result.stderr
-
-
-def test_the_bundled_demo_makes_its_point(run, tmp_path, monkeypatch):
-    """On two of its documents, whose questions are of every kind, and two of which full reuse gets wrong."""
-    names = ("market-letters.txt", "town-chronicle.md")
-    questions = [question for question in bundled_questions() if question.source in names]
-    (tmp_path / "corpus").mkdir()
-    for name in names:
-        shutil.copy(bundled_corpus() / name, tmp_path / "corpus" / name)
-    monkeypatch.setattr("cacheblend_rag.lab.comparison.bundled_questions", lambda: list(questions))
-    monkeypatch.setattr(bundle, "bundled_corpus", lambda: tmp_path / "corpus")
-    found = as_json(run("demo", "--store", tmp_path / "s", "--json"))
-    assert len(found["questions"]) == len(questions) == 6
-    assert {question.kind for question in questions} == {"single", "cross", "two_hop"}
-    totals = found["totals"]
-    right = {name: total["right"] for name, total in totals.items()}
-    assert right["full recompute"] == right["prefix caching"] >= 5, right
-    assert right["full KV reuse"] <= right["full recompute"] - 2, right
-    assert right["blend"] >= right["full recompute"] - 1
-    assert totals["blend"]["computed_tokens"] < 0.25 * totals["full recompute"]["computed_tokens"]

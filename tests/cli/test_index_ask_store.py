@@ -9,26 +9,44 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from cacheblend_rag.cli import app
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.opening import parse_size
-from tests.command_line import as_json
+from tests.command_line import DOCUMENTS, as_json, spend_less
 
 pytestmark = pytest.mark.slow
 
 QUESTION = "When was the Marlow observatory founded?"
 
 
-@pytest.fixture
-def store(run, model_dir, documents, tmp_path) -> Path:
-    """A store of the documents."""
-    directory = tmp_path / "store"
-    result = run("index", documents, "--store", directory, "--model", model_dir, "--chunk-tokens", 40)
+@pytest.fixture(scope="module")
+def indexed(model_dir, tmp_path_factory) -> Path:
+    """A folder with documents and a store of them, made once for all tests here."""
+    made = tmp_path_factory.mktemp("indexed")
+    (made / "docs").mkdir()
+    for name, text in DOCUMENTS.items():
+        (made / "docs" / name).write_text(text)
+    command = ["index", made / "docs", "--store", made / "store", "--model", model_dir, "--chunk-tokens", 40]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CACHEBLEND_HOME", str(made / "home"))
+        spend_less(patch)
+        result = CliRunner().invoke(app, [str(word) for word in command])
     assert result.exit_code == 0, result.stderr
-    return directory
+    return made
 
 
-def test_indexing_again_does_nothing_and_a_changed_file_alone_is_redone(run, model_dir, documents, store):
+@pytest.fixture
+def store(indexed, tmp_path) -> Path:
+    """A store of the documents."""
+    return shutil.copytree(indexed / "store", tmp_path / "store")
+
+
+def test_indexing_again_does_nothing_and_a_changed_file_alone_is_redone(run, model_dir, documents, tmp_path):
+    store = tmp_path / "own"
+    first = run("index", documents, "--store", store, "--model", model_dir, "--chunk-tokens", 40)
+    assert first.exit_code == 0, first.stderr
     command = ["index", documents, "--store", store, "--model", model_dir, "--json"]
     again = as_json(run(*command))
     assert len(again["unchanged"]) == 2
@@ -39,9 +57,9 @@ def test_indexing_again_does_nothing_and_a_changed_file_alone_is_redone(run, mod
     assert changed["tokens"] > 0
 
 
-def test_indexing_again_stores_the_kv_that_the_store_has_lost(run, model_dir, documents, store):
+def test_indexing_again_stores_the_kv_that_the_store_has_lost(run, model_dir, indexed, store):
     shutil.rmtree(store / "kv")
-    command = ["index", documents, "--store", store, "--model", model_dir, "--json"]
+    command = ["index", indexed / "docs", "--store", store, "--model", model_dir, "--json"]
     again = as_json(run(*command))
     assert len(again["changed"]) == 2 and again["tokens"] > 0
     answer = as_json(run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 2, "--json"))
@@ -54,9 +72,9 @@ def test_an_empty_path_is_not_the_current_directory(run, model_dir, store):
     assert (found.exit_code, "A path is empty" in found.stderr) == (2, True)
 
 
-def test_indexing_says_what_the_budget_had_no_room_for(run, model_dir, documents, store, tmp_path):
+def test_indexing_says_what_the_budget_had_no_room_for(run, model_dir, documents, indexed, store, tmp_path):
     """Each put went well; the store made room for it by dropping what the same run had put before."""
-    whole = as_json(run("index", documents, "--store", store, "--model", model_dir, "--json"))
+    whole = as_json(run("index", indexed / "docs", "--store", store, "--model", model_dir, "--json"))
     assert whole["kv_bytes"] > 0 == len(whole["without_kv"])
     small = ["index", documents, "--store", tmp_path / "small", "--model", model_dir, "--chunk-tokens", 40]
     found = run(*small, "--disk-budget", f"{whole['kv_bytes'] // 2}B", "--yes")
@@ -111,15 +129,15 @@ def test_chat_goes_on_after_a_question_that_does_not_fit(run, model_dir, store):
     assert "[1] observatory.md: “" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["empty.txt", "binary.txt"])
-def test_a_file_without_text_is_skipped_with_its_reason_and_the_others_are_indexed(
-    run, model_dir, documents, tmp_path, name
+def test_files_without_text_are_skipped_with_their_reasons_and_the_others_are_indexed(
+    run, model_dir, documents, tmp_path
 ):
-    (documents / name).write_bytes(b"" if name == "empty.txt" else bytes(range(256)) * 20)
+    (documents / "empty.txt").touch()
+    (documents / "binary.txt").write_bytes(bytes(range(256)) * 20)
     result = run("index", documents, "--store", tmp_path / "s", "--model", model_dir, "--json")
     report = as_json(result)
-    assert [Path(skipped["path"]).name for skipped in report["skipped"]] == [name]
-    assert f"{name}: " in result.stderr
+    assert {Path(skipped["path"]).name for skipped in report["skipped"]} == {"empty.txt", "binary.txt"}
+    assert "empty.txt: " in result.stderr and "binary.txt: " in result.stderr
     assert len(report["added"]) == 2
 
 

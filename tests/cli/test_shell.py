@@ -57,12 +57,15 @@ def test_every_kind_of_error_has_its_exit_code_and_no_traceback(run: Run, monkey
 
 
 def test_a_bug_is_exit_code_70(monkeypatch, capsys):
-    failing(monkeypatch, ZeroDivisionError("x"))
+    failing(monkeypatch, ZeroDivisionError("boom"))
     monkeypatch.delenv("CACHEBLEND_DEBUG", raising=False)
     monkeypatch.setattr("sys.argv", ["cacheblend", "store", "ls"])
     with pytest.raises(SystemExit) as ended:
         cacheblend_rag.cli.main()
-    assert ended.value.code == 70 and "This is a bug in cacheblend-rag" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (70, "")
+    assert "unexpected ZeroDivisionError: boom" in said.err and "This is a bug in cacheblend-rag" in said.err
+    assert "Traceback" not in said.err
 
 
 def test_what_the_system_refuses_is_no_bug(monkeypatch, capsys):

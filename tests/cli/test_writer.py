@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ pytestmark = pytest.mark.slow
 QUESTION = "When was the Marlow observatory founded?"
 
 
-@pytest.fixture
-def writers(model_dir, tmp_path) -> list[Path]:
-    made = [tmp_path / f"writer-{seed}" for seed in range(2)]
+@pytest.fixture(scope="module")
+def writers(model_dir, tmp_path_factory) -> list[Path]:
+    made = [tmp_path_factory.mktemp("writers") / f"writer-{seed}" for seed in range(2)]
     for seed, directory in enumerate(made):
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         write_for(model, ModelFingerprint.from_directory(Path(model_dir), torch.float32), directory, seed=seed)
@@ -156,7 +157,7 @@ def test_calibration_with_a_writer_is_kept_for_that_writer_or_beside_it(run, mod
         for name in ("Ada", "Mira")
     ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    model = ["--model", model_dir]
+    model, writers = ["--model", model_dir], [shutil.copytree(each, tmp_path / each.name) for each in writers]
     calibrate = ["doctor", "--calibrate", *model, "--prompts", tmp_path / "prompts.jsonl", "--agreement", 0.5,
                  "--confidence", 0.5, "--json"]  # fmt: skip
     beside = as_json(run(*calibrate, "--writer", writers[1], "--output", writers[1]))["file"]

@@ -32,31 +32,20 @@ def test_a_command_imports_no_other_command():
     assert set(loaded) <= {f"cacheblend_rag.cli.{name}" for name in ("ask", "chat", "citations", "explain")}
 
 
-@pytest.mark.parametrize(
-    ("chosen", "spins"),
-    [({}, "1000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000")],
-)
-def test_threads_of_a_command_do_not_spin_for_long_unless_a_user_says_so(chosen: dict[str, str], spins: str) -> None:
+def test_threads_of_a_command_do_not_spin_for_long() -> None:
     code = "from cacheblend_rag.cli import app; app(['ask', '--help'], standalone_mode=False); import torch"
     # vLLM preloads OpenMP into what this process starts: it would be read before the command says anything.
     unset = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "LD_PRELOAD"}
     env = {k: v for k, v in os.environ.items() if k not in unset}
-    env |= {"OMP_DISPLAY_ENV": "VERBOSE", **chosen}
+    env |= {"OMP_DISPLAY_ENV": "VERBOSE"}
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
     if "GOMP_SPINCOUNT" not in done.stderr:
         pytest.skip("this torch is built with another OpenMP")
-    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+    assert "GOMP_SPINCOUNT = '1000'" in done.stderr
 
 
-def test_an_unexpected_error_says_so_without_a_traceback():
-    code = (
-        "import cacheblend_rag.lab.bench as b, sys; from cacheblend_rag.cli import main\n"
-        "def broken(*a): raise ZeroDivisionError('boom')\n"
-        "b.bench_index = broken; sys.argv = ['cacheblend', 'bench', 'index', '--random-weights', 'llama:2x256']; main()"
-    )
-    env = {k: v for k, v in os.environ.items() if k != "CACHEBLEND_DEBUG"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
-    assert result.returncode == 70
-    assert "unexpected ZeroDivisionError: boom" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+def test_how_long_they_spin_is_left_to_a_user_who_says_how_they_wait(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert run("ask", "--help").exit_code == 0
+    assert "GOMP_SPINCOUNT" not in os.environ

@@ -88,19 +88,19 @@ def with_file(data: st.DataObject, keys: Keyring | None) -> None:
         assert outcome(store, two, 2) == "right"
 
 
-@examples(150)
+@examples(60)
 @given(data=st.data())
 def test_a_damaged_entry_is_never_a_wrong_one(data: st.DataObject) -> None:
     with_file(data, None)
 
 
-@examples(150)
+@examples(40)
 @given(data=st.data())
 def test_a_damaged_encrypted_entry_is_never_a_wrong_one(data: st.DataObject) -> None:
     with_file(data, KEYS)
 
 
-@examples(250)
+@examples(80)
 @given(data=st.data())
 def test_a_header_with_good_checksums_and_nonsense_is_a_miss(data: st.DataObject) -> None:
     key = key_of(1)

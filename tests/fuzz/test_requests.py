@@ -55,7 +55,7 @@ def registry() -> ChunkRegistry:
     return known
 
 
-@examples(200)
+@examples(80)
 @given(
     options=st.dictionaries(OPTIONS, VALUES | st.dictionaries(OPTIONS, VALUES, max_size=4), max_size=5) | JSON,
     named=VALUES,
@@ -71,7 +71,7 @@ def test_options_are_read_or_refused(options: Any, named: Any) -> None:
         assert len(set(found.chunk_ids)) == len(found.chunk_ids)
 
 
-@examples(150)
+@examples(60)
 @given(prompt=PROMPTS)
 def test_whatever_is_found_in_a_text_its_pieces_are_the_text(prompt: str) -> None:
     known, encoder = registry(), encoder_for(TOKENIZER)
@@ -86,7 +86,7 @@ def test_whatever_is_found_in_a_text_its_pieces_are_the_text(prompt: str) -> Non
             assert not isinstance(piece, Chunk) or known.get(piece.id) == piece
 
 
-@examples(100)
+@examples(50)
 @given(prompt=PROMPTS, names=st.lists(st.integers(0, len(TEXTS) - 1), max_size=3))
 def test_chunks_lie_in_a_prompts_tokens_where_it_says(prompt: str, names: list[int]) -> None:
     known = registry()
@@ -147,7 +147,7 @@ PARTS = st.sampled_from(
 )
 
 
-@examples(300)
+@examples(100)
 @given(urls=st.lists(PARTS | st.text(max_size=4), max_size=8).map("".join), keys=st.text(min_size=1, max_size=20))
 def test_addresses_are_tiers_or_refused(urls: str, keys: str) -> None:
     for parse in (parse_size, parse_duration):
@@ -167,7 +167,7 @@ def test_addresses_are_tiers_or_refused(urls: str, keys: str) -> None:
             assert (tier.place, tier.budget, tier.codec) == (plain.place, plain.budget, plain.codec)
 
 
-@examples(150)
+@examples(60)
 @given(
     keys=st.lists(
         st.dictionaries(st.sampled_from(["value", "sha256", "role", "tenant", "x"]), JSON, max_size=4), max_size=3

@@ -47,7 +47,7 @@ def fate_of(engine: TransformersEngine, prompt: TokenizedPrompt, settings: Blend
     return fate
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.4, 1.0])
+@pytest.mark.parametrize("ratio", [0.0, 0.4])
 def test_as_many_tokens_of_static_are_recomputed_as_the_fusor_recomputes(
     engine: TransformersEngine, prompt: TokenizedPrompt, ratio: float
 ) -> None:
@@ -69,7 +69,6 @@ def test_as_many_tokens_of_static_are_recomputed_as_the_fusor_recomputes(
         (FULL_RECOMPUTE, "recomputed", "recomputed"),
         (PREFIX_CACHING, "exact", "recomputed"),
         (FULL_REUSE, "exact", "reused"),
-        (BLEND, "exact", "reused"),
     ],
 )
 def test_every_method_says_what_it_does_with_stored_kv(

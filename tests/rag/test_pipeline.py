@@ -445,43 +445,52 @@ def test_bad_arguments_are_named(pipeline: RagPipeline, engine: FakeEngine, tmp_
 DIE = """
 import os, signal, sys
 from pathlib import Path
+import sentence_transformers
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.store import DiskStore
 from tests.fake_engine import FakeEngine
-from tests.recorded_spans import exporter, said, tree
 
-where, store, docs = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-engine = FakeEngine(DiskStore(store))
-pipeline = RagPipeline(engine, store, chunk_tokens=24)
-target, name = (engine, "precompute") if where == "precompute" else (ChunkIndex, "add")
-original, calls = getattr(target, name), []
+def index_until(where, store, docs):
+    engine = FakeEngine(DiskStore(store))
+    pipeline = RagPipeline(engine, store, chunk_tokens=24)
+    target, name = (engine, "precompute") if where == "precompute" else (ChunkIndex, "add")
+    original, calls = getattr(target, name), []
 
-def die(*arguments):
-    calls.append(1)
-    # The first document takes two: its first chunk alone shows how large the KV will be.
-    if len(calls) == (3 if where == "precompute" else 2) and where != "after-add":
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = original(*arguments)
-    if len(calls) == 2 and where == "after-add":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
+    def die(*arguments):
+        calls.append(1)
+        # The first document takes two: its first chunk alone shows how large the KV will be.
+        if len(calls) == (3 if where == "precompute" else 2) and where != "after-add":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*arguments)
+        if len(calls) == 2 and where == "after-add":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
 
-setattr(target, name, die)
-pipeline.index([docs])
+    setattr(target, name, die)
+    pipeline.index([docs])
+
+for where in sys.argv[3:]:
+    if not (child := os.fork()):  # nothing has begun a thread yet; what is imported once serves all
+        index_until(where, Path(sys.argv[1]) / where, sys.argv[2])
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "indexed"), [("precompute", 1), ("before-add", 1), ("after-add", 2)])
-def test_a_killed_run_loses_nothing_and_the_next_one_goes_on(
-    tmp_path: Path, docs: Path, where: str, indexed: int
-) -> None:
-    store = tmp_path / "store"
+def test_a_killed_run_loses_nothing_and_the_next_one_goes_on(tmp_path: Path, docs: Path) -> None:
+    indexed = {"precompute": 1, "before-add": 1, "after-add": 2}
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    killed = subprocess.run([sys.executable, "-c", DIE, where, store, docs], cwd=root, env=environment, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    command = [sys.executable, "-c", DIE, tmp_path, docs, *indexed]
+    killed = subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True, text=True)
+    assert killed.stdout.split() == [str(-signal.SIGKILL)] * 3
+    for where, documents in indexed.items():
+        assert_goes_on(tmp_path / where, docs, documents)
+
+
+def assert_goes_on(store: Path, docs: Path, indexed: int) -> None:
     with ChunkIndex(store) as index:
         assert len(index.documents()) == indexed
     engine = FakeEngine(DiskStore(store))

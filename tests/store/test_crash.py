@@ -25,7 +25,7 @@ from tests.store.samples import key_of, kv_of, memory_directory, same
 pytestmark = pytest.mark.slow
 
 FULL = os.environ.get("CACHEBLEND_FAULTS") == "full"
-KILLS = 200 if FULL else 25
+KILLS = 200 if FULL else 10
 PROCESSES, SECONDS = (8, 60.0) if FULL else (3, 0.0)
 
 

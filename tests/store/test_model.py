@@ -187,15 +187,15 @@ def _file_sizes(known: dict[int, int] = {}) -> dict[int, int]:  # noqa: B006 - m
 
 
 _SETTINGS = settings(
-    max_examples=150,
+    max_examples=50,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestMemory = MemoryModel.TestCase
 TestMemory.settings = _SETTINGS
 TestObjects = ObjectModel.TestCase
-TestObjects.settings = settings(_SETTINGS, max_examples=50)
+TestObjects.settings = settings(_SETTINGS, max_examples=20)
 TestRedis = RedisModel.TestCase
-TestRedis.settings = settings(_SETTINGS, max_examples=50)
+TestRedis.settings = settings(_SETTINGS, max_examples=20)
 TestDisk = DiskModel.TestCase
 TestDisk.settings = _SETTINGS

@@ -54,11 +54,19 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def test_an_answer_shows_its_sources_and_what_became_of_every_token(url: str, open_tab: Any) -> None:
+def test_an_answer_says_where_it_comes_from_and_every_panel_what_was_computed(url: str, open_tab: Any) -> None:
     tab: Tab = open_tab(url)
     tab.page.get_by_text(CROSS.question, exact=True).wait_for()  # offered as an example
     tab.ready("bundled")
     assert tab.ask(CROSS.question).rstrip(".") == CROSS.answer
+    recomputed = sources_and_the_fate_of_every_token(tab)
+    every_method_computes_what_it_promises(tab)
+    as_many_tokens_are_marked_as_were_recomputed(tab, recomputed)
+    all_panels_fit_phones_and_dark_screens(tab)
+
+
+def sources_and_the_fate_of_every_token(tab: Tab) -> int:
+    """Return how many tokens were recomputed."""
     sources = tab.page.locator("#cb-sources")
     expect(sources.locator("details")).to_have_count(6)
     assert set(sources.locator(".cb-tag").all_inner_texts()) == {"exact", "reused"}
@@ -68,6 +76,48 @@ def test_an_answer_shows_its_sources_and_what_became_of_every_token(url: str, op
     assert set(fates) == {"exact", "reused", "recomputed", "text"} and sum(fates.values()) == prompt
     assert fates["recomputed"] > 50
     tab.shot("ui-answer")
+    return fates["recomputed"]
+
+
+def every_method_computes_what_it_promises(tab: Tab) -> None:
+    tab.panel("Compare").page.locator("#cb-compare").click()
+    methods = tab.page.locator(".cb-method")
+    expect(methods).to_have_count(4, timeout=LONG_MS)
+    found = {}
+    for method in methods.all():
+        name = method.locator("h4").inner_text().splitlines()[0]
+        computed, prompt = map(number, re.findall(r"([\d,]+) of ([\d,]+) tokens", method.inner_text())[0])
+        found[re.split(r" (?:same|another)", name)[0]] = (method.locator("p").first.inner_text(), computed, prompt)
+    full, prefix, reuse, blend = (found[n] for n in ("full recompute", "prefix caching", "full KV reuse", "blend"))
+    assert full[0].rstrip(".") == blend[0].rstrip(".") == CROSS.answer != reuse[0]
+    assert full[1] == full[2] > prefix[1] > blend[1] > reuse[1]
+    tab.shot("ui-compare")
+
+
+def as_many_tokens_are_marked_as_were_recomputed(tab: Tab, recomputed: int) -> None:
+    tab.panel("Why").page.locator("#cb-why").click()
+    reasons = tab.page.locator("#cb-reasons")
+    expect(reasons.locator(".cb-key")).to_be_visible(timeout=LONG_MS)
+    marked = number(re.search(r"recomputed ([\d,]+) tokens", reasons.locator(".cb-key").inner_text()).group(1))  # type: ignore[union-attr]
+    assert marked == recomputed
+    assert len("".join(reasons.locator(".cb-tokens .cb-marked").all_inner_texts())) > marked  # marks are on words
+    reasons.locator(".cb-key").evaluate("element => element.scrollIntoView()")
+    tab.shot("ui-why")
+
+
+def all_panels_fit_phones_and_dark_screens(tab: Tab) -> None:
+    """They keep what was asked, compared and explained."""
+    for name, width, scheme in (("phone", 390, "light"), ("phone-dark", 390, "dark"), ("dark", 1400, "dark")):
+        tab.page.set_viewport_size({"width": width, "height": 860})
+        tab.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        tab.question.scroll_into_view_if_needed()
+        tab.shot(f"ui-{name}")
+        for panel, shown in (("Compare", ".cb-methods"), ("Why", ".cb-key")):
+            tab.panel(panel)
+            expect(tab.page.locator(shown)).to_be_visible()
+            assert overflow(tab.page) <= 0, (name, panel)
+            tab.page.locator(shown).evaluate("element => element.scrollIntoView()")
+            tab.shot(f"ui-{name}-{panel.lower()}")
 
 
 def test_a_document_without_stored_kv_is_missing_once_and_reused_then(url: str, open_tab: Any, tmp_path: Path) -> None:
@@ -86,54 +136,3 @@ def test_a_document_without_stored_kv_is_missing_once_and_reused_then(url: str, 
         tab.documents().filter(has_text=document.name).locator("input").check()
     tab.page.locator("#cb-delete").click()
     expect(tab.page.locator("#cb-progress li.cb-removed")).to_have_count(3)
-
-
-def test_compare_answers_by_every_method_and_computes_what_each_promises(url: str, open_tab: Any) -> None:
-    tab: Tab = open_tab(url).ready()
-    tab.ask(CROSS.question)
-    tab.panel("Compare").page.locator("#cb-compare").click()
-    methods = tab.page.locator(".cb-method")
-    expect(methods).to_have_count(4, timeout=LONG_MS)
-    found = {}
-    for method in methods.all():
-        name = method.locator("h4").inner_text().splitlines()[0]
-        computed, prompt = map(number, re.findall(r"([\d,]+) of ([\d,]+) tokens", method.inner_text())[0])
-        found[re.split(r" (?:same|another)", name)[0]] = (method.locator("p").first.inner_text(), computed, prompt)
-    full, prefix, reuse, blend = (found[n] for n in ("full recompute", "prefix caching", "full KV reuse", "blend"))
-    assert full[0].rstrip(".") == blend[0].rstrip(".") == CROSS.answer != reuse[0]
-    assert full[1] == full[2] > prefix[1] > blend[1] > reuse[1]
-    tab.shot("ui-compare")
-
-
-def test_why_marks_as_many_tokens_as_were_recomputed(url: str, open_tab: Any) -> None:
-    tab: Tab = open_tab(url).ready()
-    tab.ask(CROSS.question)
-    bar = tab.page.locator("#cb-sources").get_by_role("img").get_attribute("aria-label") or ""
-    tab.panel("Why").page.locator("#cb-why").click()
-    reasons = tab.page.locator("#cb-reasons")
-    expect(reasons.locator(".cb-key")).to_be_visible(timeout=LONG_MS)
-    marked = number(re.search(r"recomputed ([\d,]+) tokens", reasons.locator(".cb-key").inner_text()).group(1))  # type: ignore[union-attr]
-    assert marked > 50 and f"recomputed {marked:,}" in bar
-    assert len("".join(reasons.locator(".cb-tokens .cb-marked").all_inner_texts())) > marked  # marks are on words
-    reasons.locator(".cb-key").evaluate("element => element.scrollIntoView()")
-    tab.shot("ui-why")
-
-
-@pytest.mark.parametrize(
-    ("name", "width", "scheme"), [("phone", 390, "light"), ("phone-dark", 390, "dark"), ("dark", 1400, "dark")]
-)
-def test_all_panels_fit_phones_and_dark_screens(url: str, open_tab: Any, name: str, width: int, scheme: str) -> None:
-    tab: Tab = open_tab(url, viewport={"width": width, "height": 860}, color_scheme=scheme).ready()
-    tab.ask(CROSS.question)
-    tab.shot(f"ui-{name}")
-    assert overflow(tab.page) <= 0
-    tab.panel("Compare").page.locator("#cb-compare").click()
-    expect(tab.page.locator(".cb-method")).to_have_count(4, timeout=LONG_MS)
-    assert overflow(tab.page) <= 0
-    tab.page.locator(".cb-methods").scroll_into_view_if_needed()
-    tab.shot(f"ui-{name}-compare")
-    tab.panel("Why").page.locator("#cb-why").click()
-    expect(tab.page.locator(".cb-key")).to_be_visible(timeout=LONG_MS)
-    assert overflow(tab.page) <= 0
-    tab.page.locator(".cb-key").evaluate("element => element.scrollIntoView()")
-    tab.shot(f"ui-{name}-why")
