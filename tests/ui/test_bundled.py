@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -31,10 +31,9 @@ CROSS = next(question for question in reversed(bundled_questions()) if question.
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A page as `cacheblend ui` opens it without options, with two of the bundled documents; indexed once for all tests here."""
+    """A page as `cacheblend ui` opens it without options, with one of the bundled documents; indexed once for all tests here."""
     home, seed = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("seed")
-    for name in {CROSS.source, "market-letters.txt"}:
-        shutil.copy(bundled_corpus() / name, seed / name)
+    shutil.copy(bundled_corpus() / CROSS.source, seed / CROSS.source)
     choices = Choices(
         load_engine=lambda store: TransformersEngine(store=store),
         store=lambda: home / "example",
@@ -62,7 +61,7 @@ def test_an_answer_says_where_it_comes_from_and_every_panel_what_was_computed(ur
     recomputed = sources_and_the_fate_of_every_token(tab)
     every_method_computes_what_it_promises(tab)
     as_many_tokens_are_marked_as_were_recomputed(tab, recomputed)
-    all_panels_fit_phones_and_dark_screens(tab)
+    all_panels_fit(tab, "dark", "dark")
 
 
 def sources_and_the_fate_of_every_token(tab: Tab) -> int:
@@ -105,19 +104,26 @@ def as_many_tokens_are_marked_as_were_recomputed(tab: Tab, recomputed: int) -> N
     tab.shot("ui-why")
 
 
-def all_panels_fit_phones_and_dark_screens(tab: Tab) -> None:
-    """They keep what was asked, compared and explained."""
-    for name, width, scheme in (("phone", 390, "light"), ("phone-dark", 390, "dark"), ("dark", 1400, "dark")):
-        tab.page.set_viewport_size({"width": width, "height": 860})
-        tab.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-        tab.question.scroll_into_view_if_needed()
-        tab.shot(f"ui-{name}")
-        for panel, shown in (("Compare", ".cb-methods"), ("Why", ".cb-key")):
-            tab.panel(panel)
-            expect(tab.page.locator(shown)).to_be_visible()
-            assert overflow(tab.page) <= 0, (name, panel)
-            tab.page.locator(shown).evaluate("element => element.scrollIntoView()")
-            tab.shot(f"ui-{name}-{panel.lower()}")
+def all_panels_fit(tab: Tab, name: str, scheme: Literal["light", "dark"]) -> None:
+    """With what was asked, compared and explained in them."""
+    tab.page.emulate_media(color_scheme=scheme)
+    for panel, shown in (("Sources", "#cb-sources .cb-numbers"), ("Compare", ".cb-methods"), ("Why", ".cb-key")):
+        tab.panel(panel)
+        expect(tab.page.locator(shown)).to_be_visible()
+        assert overflow(tab.page) <= 0, (name, panel)
+        tab.page.locator("#cb-chat" if panel == "Sources" else shown).evaluate("element => element.scrollIntoView()")
+        tab.shot(f"ui-{name}" if panel == "Sources" else f"ui-{name}-{panel.lower()}")
+
+
+def test_all_panels_fit_phones(url: str, open_tab: Any) -> None:
+    tab: Tab = open_tab(url, viewport={"width": 390, "height": 860}, color_scheme="dark").ready()
+    tab.ask(CROSS.question)
+    tab.panel("Compare").page.locator("#cb-compare").click()
+    expect(tab.page.locator(".cb-method")).to_have_count(4, timeout=LONG_MS)
+    tab.panel("Why").page.locator("#cb-why").click()
+    expect(tab.page.locator(".cb-key")).to_be_visible(timeout=LONG_MS)
+    all_panels_fit(tab, "phone-dark", "dark")
+    all_panels_fit(tab, "phone", "light")
 
 
 def test_a_document_without_stored_kv_is_missing_once_and_reused_then(url: str, open_tab: Any, tmp_path: Path) -> None:
