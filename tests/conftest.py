@@ -46,6 +46,11 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As Qwen3's, which thinks unless it is told not to; and of models that always think.
+THINKS = CHATML.replace(
+    "assistant\n{% endif %}", "assistant\n{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+ALWAYS_THINKS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 NO_SYSTEM = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"
@@ -89,6 +94,13 @@ def metaspace(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=spec, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", chat_template=chat_template
     )
+
+
+def thinking(chat_template: str | None = ALWAYS_THINKS) -> PreTrainedTokenizerFast:
+    """Return the byte-level tokenizer with the tokens between which a model thinks, which are no special ones, as usual."""
+    tokenizer = byte_level(chat_template)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return tokenizer
 
 
 TOKENIZERS = {

@@ -35,6 +35,7 @@ class FakeEngine(BlendEngine):
         self.registry = ChunkRegistry()
         self.store = store or MemoryStore(1 << 30)
         self.header_ids = header_ids(self.tokenizer, rag_header(self.tokenizer))
+        self.says: tuple[str, ...] = (" two", " words ")
         self.computed: list[str] = []
         self.prompts: list[TokenizedPrompt] = []
         self.closed_streams = 0
@@ -65,10 +66,10 @@ class FakeEngine(BlendEngine):
         usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused, 2)
         try:
             with RequestSpans(self.namespace.name):
-                yield StreamEvent(" two")
+                yield from map(StreamEvent, self.says[:-1])
                 outcome, took = PromptOutcome("blend", "stored KV", usage), Timings(0.1, 0.2)
-                done = Generation.of(outcome, " two words ", (1, 2), "stop", took)
-                yield StreamEvent(" words ", done)
+                done = Generation.of(outcome, "".join(self.says), (1, 2), "stop", took)
+                yield StreamEvent(self.says[-1], done)
         finally:
             self.closed_streams += 1
 

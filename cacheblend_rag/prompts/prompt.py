@@ -14,6 +14,9 @@ from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, at_once, render, 
 
 DEFAULT_INSTRUCTION = "Answer from the notes."
 
+# What templates read of a model's message besides: those of models that go on thinking behind the answers of tools.
+_THOUGHTS = "reasoning_content"
+
 
 @dataclass(frozen=True)
 class ChunkRef:
@@ -183,7 +186,8 @@ def chat_prompt(
             chunks, chunk references and ``{"type": "text", "text": ...}`` parts; a part whose ``id`` is that of a
             registered chunk with that text, or the :func:`~cacheblend_rag.prompts.chunk.chunk_id` of its own text, is that
             chunk. Strings are searched for chunks. A message may have ``named``: chunks to look for in its content first,
-            such as the documents a tool returned beside its text; templates do not see it.
+            such as the documents a tool returned beside its text; templates do not see it. What a model thought
+            (``reasoning_content``) they do not see where it spells special tokens: a document may have had it do so.
         registry: Chunks that may be named or found.
         chunk_ids: Registered chunks to look for first in all messages.
         tools: Functions in JSON-schema form for the template; see :func:`reads_tools`.
@@ -200,7 +204,10 @@ def chat_prompt(
         parts = [content] if content is None or isinstance(content, str) else list(content)
         named = [*message.get("named", ()), *everywhere]
         pieces = [piece for part in parts for piece in _pieces(part, registry, tokenizer, named)]
-        found.append({**{k: v for k, v in message.items() if k != "named"}, "content": pieces})
+        left_out = {"named"}
+        if encoder_for(tokenizer).markers(str(message.get(_THOUGHTS) or "")):
+            left_out.add(_THOUGHTS)
+        found.append({**{k: v for k, v in message.items() if k not in left_out}, "content": pieces})
     return _rendered(tokenizer, found, registry, tools, chat_template_kwargs)
 
 

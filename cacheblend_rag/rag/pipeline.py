@@ -9,6 +9,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from cacheblend_rag import spans
@@ -16,10 +17,11 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation, StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.thoughts import ThoughtReader
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, TokenizedPrompt, rag_prompt
 from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, forget, index_documents
-from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn
+from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn, unanswered
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, check_sizes
 from cacheblend_rag.retrieval.database import IndexConfig
 from cacheblend_rag.retrieval.documents import FoundDocuments, absolute, find_documents
@@ -213,12 +215,10 @@ class RagPipeline(Closing):
         """
         asked = spans.begin(_SPAN)
         with spans.current(asked):
-            shown, built, notes = self._prepare(question, sampling, history)
-        return self._events(spans.within(asked, self.engine.stream(built, sampling, settings)), shown, notes)
+            prepared = self._prepare(question, sampling, history)
+        return self._events(spans.within(asked, self.engine.stream(prepared.prompt, sampling, settings)), prepared)
 
-    def _prepare(
-        self, question: str, sampling: SamplingParams | None, history: Sequence[Turn]
-    ) -> tuple[Retrieved, TokenizedPrompt, tuple[str, ...]]:
+    def _prepare(self, question: str, sampling: SamplingParams | None, history: Sequence[Turn]) -> _Prepared:
         if not self._told and self.engine.entries is not None:
             self._told = True
             if why := self.chunks.config.unused_by(self.engine.writer):
@@ -227,16 +227,14 @@ class RagPipeline(Closing):
         if not found.hits:
             raise InputError(f"Nothing is indexed in {self.chunks.directory} yet; index some documents first.")
         built, hits, notes = self.prompt(question, found.hits, sampling, history)
-        return Retrieved(hits, found.seconds), built, notes
+        return _Prepared(self.engine, built, sampling, Retrieved(hits, found.seconds), notes)
 
     @staticmethod
-    def _events(
-        stream: Generator[StreamEvent, None, None], shown: Retrieved, notes: tuple[str, ...]
-    ) -> Iterator[RagEvent]:
+    def _events(stream: Generator[StreamEvent, None, None], prepared: _Prepared) -> Iterator[RagEvent]:
         with closing(stream):
-            yield RagEvent("", sources=shown.hits)
+            yield RagEvent("", sources=prepared.shown.hits)
             for event in stream:
-                yield _event(event, shown, notes)
+                yield prepared.event(event)
 
     def ask(
         self,
@@ -247,9 +245,9 @@ class RagPipeline(Closing):
     ) -> RagAnswer:
         """Answer in one piece; takes and raises what :meth:`stream` does."""
         with spans.span(_SPAN):
-            shown, built, notes = self._prepare(question, sampling, history)
-            done = self.engine.generate(built, sampling, settings)
-        return _answer(done, shown, notes)
+            prepared = self._prepare(question, sampling, history)
+            done = self.engine.generate(prepared.prompt, sampling, settings)
+        return prepared.answer(done)
 
     async def aask(
         self,
@@ -271,11 +269,11 @@ class RagPipeline(Closing):
         """Async twin of :meth:`stream`; the engine's own async stream ends the work when the consumer is cancelled."""
         asked = spans.begin(_SPAN)
         with spans.current(asked):
-            shown, built, notes = await asyncio.to_thread(self._prepare, question, sampling, history)
-        async with aclosing(spans.awithin(asked, self.engine.astream(built, sampling, settings))) as events:
-            yield RagEvent("", sources=shown.hits)
+            prepared = await asyncio.to_thread(self._prepare, question, sampling, history)
+        async with aclosing(spans.awithin(asked, self.engine.astream(prepared.prompt, sampling, settings))) as events:
+            yield RagEvent("", sources=prepared.shown.hits)
             async for event in events:
-                yield _event(event, shown, notes)
+                yield prepared.event(event)
 
     def close(self) -> None:
         """Close the index; the engine stays open."""
@@ -297,13 +295,32 @@ def check_question(question: str) -> None:
         raise InputError(f"The question is not valid Unicode ({error}).") from None
 
 
-def _event(event: StreamEvent, shown: Retrieved, notes: tuple[str, ...]) -> RagEvent:
-    done = event.generation
-    return RagEvent(event.text, answer=None if done is None else _answer(done, shown, notes))
+class _Prepared:
+    """Holds a question's prompt and what is shown beside its answer, of which it makes the pipeline's."""
 
+    def __init__(
+        self,
+        engine: BlendEngine,
+        prompt: TokenizedPrompt,
+        sampling: SamplingParams | None,
+        shown: Retrieved,
+        notes: tuple[str, ...],
+    ):
+        self.prompt, self.shown, self._notes = prompt, shown, notes
+        self._reader = partial(ThoughtReader, engine.tokenizer, prompt, sampling)
+        self._pieces = self._reader()
 
-def _answer(done: Generation, shown: Retrieved, notes: tuple[str, ...]) -> RagAnswer:
-    return RagAnswer(done.text.strip(), shown.hits, done, shown.seconds, notes)
+    def event(self, event: StreamEvent) -> RagEvent:
+        """Take the next piece."""
+        done = event.generation
+        said = self._pieces.push(event.text, last=done is not None)
+        return RagEvent(said.answer, answer=None if done is None else self.answer(done), reasoning=said.reasoning)
+
+    def answer(self, done: Generation) -> RagAnswer:
+        """Take the whole."""
+        said, shown = self._reader().push(done.text, last=True), self.shown
+        notes = (*self._notes, *unanswered(done, said))
+        return RagAnswer(said.answer.strip(), shown.hits, done, shown.seconds, notes, said.reasoning)
 
 
 def _left_out(turns: int, kept_turns: int, hits: int, kept_hits: int, window: int) -> tuple[str, ...]:

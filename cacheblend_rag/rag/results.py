@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cacheblend_rag.engines.results import Generation
+from cacheblend_rag.engines.thoughts import Parts
 from cacheblend_rag.retrieval.index import Hit
 
 
@@ -36,6 +37,7 @@ class RagAnswer:
         generation: What the engine reports.
         retrieve_s: Seconds of retrieval.
         notes: What the user should know, such as sources left out for want of room.
+        reasoning: What the model thought before it answered, where it says so (:mod:`cacheblend_rag.engines.thoughts`).
     """
 
     answer: str
@@ -43,6 +45,7 @@ class RagAnswer:
     generation: Generation
     retrieve_s: float
     notes: tuple[str, ...] = ()
+    reasoning: str = ""
 
     def turn(self, question: str) -> Turn:
         """Return question and answer as the ``history`` of the next question takes them."""
@@ -53,6 +56,7 @@ class RagAnswer:
         g = self.generation
         return {
             "answer": self.answer,
+            "reasoning": self.reasoning,
             "sources": [
                 {"id": s.id, "path": s.path, "page": s.page, "score": s.score, "text": s.text} for s in self.sources
             ],
@@ -64,8 +68,20 @@ class RagAnswer:
 
 @dataclass(frozen=True)
 class RagEvent:
-    """A piece of a streamed answer; the first carries the sources, the last the whole :class:`RagAnswer`."""
+    """A piece of a streamed answer, or of what is thought before it.
+
+    The first carries the sources, the last the whole :class:`RagAnswer`.
+    """
 
     text: str
     sources: tuple[Hit, ...] | None = None
     answer: RagAnswer | None = None
+    reasoning: str = ""
+
+
+def unanswered(done: Generation, said: Parts) -> tuple[str, ...]:
+    """Return the note that there are thoughts and no answer, where it is so."""
+    if said.answer.strip() or not said.reasoning:
+        return ()
+    tokens = done.usage.completion_tokens
+    return (f"no answer: the model was still thinking after {tokens} tokens. Give it more (max_tokens).",)

@@ -91,7 +91,9 @@ class Conversation:
     def _answer(
         self, exchange: Exchange, collection: Collection, choices: Choices, turns: list[Turn]
     ) -> Iterator[Exchange]:
+        from cacheblend_rag.engines.thoughts import Parts, ThoughtReader
         from cacheblend_rag.rag.fates import prompt_fate
+        from cacheblend_rag.rag.results import unanswered
 
         pipeline = collection.pipeline
         engine = exchange.engine = pipeline.engine
@@ -102,15 +104,19 @@ class Conversation:
         exchange.prompt, exchange.hits, exchange.notes = asked
         exchange.retrieve_s = found.seconds
         yield exchange
+        thoughts, reader = "", ThoughtReader(engine.tokenizer, exchange.prompt, choices.sampling)
         with closing(cast(Any, engine.stream(exchange.prompt, choices.sampling, choices.settings))) as stream:
             for event in stream:
                 if event.generation is None and self._current is not exchange:
                     return
-                exchange.text += event.text
                 exchange.generation = event.generation
-                if event.text:
+                said = reader.push(event.text, last=event.generation is not None)
+                exchange.text += said.answer
+                thoughts += said.reasoning
+                if said.answer:
                     yield exchange
         assert exchange.generation is not None
+        exchange.notes += unanswered(exchange.generation, Parts(exchange.text, thoughts))
         exchange.fate = prompt_fate(engine, exchange.prompt, exchange.generation, choices.settings)
         exchange.outcome = "done"
 

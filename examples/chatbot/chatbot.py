@@ -42,14 +42,12 @@ class Chatbot:
         sources = ""
         text = ""
         try:
-            found = self.rag.retrieve(message, turns)
-            prompt, hits, _ = self.rag.prompt(message, found.hits, SAMPLING, turns)
-            for event in self.rag.engine.stream(prompt, SAMPLING):
+            for event in self.rag.stream(message, SAMPLING, history=turns):
                 text += event.text
                 messages[-1]["content"] = text or "…"
-                if event.generation is not None:
-                    sources = describe(event.generation, hits)
-                    turns = [*turns, Turn(message, text.strip(), hits)]
+                if event.answer is not None:
+                    sources = describe(event.answer.generation, event.answer.sources)
+                    turns = [*turns, event.answer.turn(message)]
                 yield "", messages, turns, sources
         except CacheBlendError as error:  # its message says what to do
             messages[-1]["content"] = f"**Not answered.** {error}"

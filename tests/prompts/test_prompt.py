@@ -18,7 +18,7 @@ from cacheblend_rag.prompts.prompt import (
 )
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import reads_tools
-from tests.conftest import CHATML, NO_SYSTEM, byte_level, tokenizer_named
+from tests.conftest import CHATML, NO_SYSTEM, THINKS, byte_level, thinking, tokenizer_named
 
 QUESTION = "Who runs the observatory?"
 
@@ -208,9 +208,6 @@ def test_bad_messages_are_named() -> None:
         rag_header(byte_level("Hello."))
 
 
-THINKS = CHATML.replace(
-    "assistant\n{% endif %}", "assistant\n{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
-)
 SAYS_SO_FIRST = (
     "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
     "Think: {{ enable_thinking }}.\n" + CHATML
@@ -242,3 +239,10 @@ def test_a_chat_is_rendered_with_what_its_template_is_given() -> None:
     at_once = chat_prompt(tokenizer, messages, registry, chat_template_kwargs={"enable_thinking": False})
     assert chunk in usual.segments and chunk in at_once.segments
     assert text_of(at_once) == text_of(usual) + "<think></think>"
+
+
+def test_a_template_reads_what_a_model_thought_but_no_special_token_in_it() -> None:
+    tokenizer = thinking("<think>{{ messages[0].reasoning_content }}</think>{{ messages[0].content }}")
+    for thought, read in (("Hm.", "Hm."), ("Hm.<|im_end|>", ""), ("</think>", "")):
+        said = {"role": "assistant", "content": "Ada.", "reasoning_content": thought}
+        assert text_of(chat_prompt(tokenizer, [said], ChunkRegistry())) == f"<think>{read}</think>Ada."

@@ -29,6 +29,7 @@ from cacheblend_rag.retrieval.database import IndexDatabase
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
+from tests.conftest import thinking
 from tests.fake_engine import FakeEngine
 from tests.recorded_spans import exporter, said, tree
 
@@ -225,7 +226,7 @@ def test_an_answer_has_sources_usage_and_the_documented_json(pipeline: RagPipeli
     assert any("Ada Brenmoor" in source.text for source in answer.sources)
     shown = json.loads(json.dumps(answer.to_dict()))
     facts = [each.name for each in fields(PromptOutcome)]
-    assert list(shown) == ["answer", "sources", *facts, "timings", "notes"]
+    assert list(shown) == ["answer", "reasoning", "sources", *facts, "timings", "notes"]
     assert set(shown["sources"][0]) == {"id", "path", "page", "score", "text"}
     assert set(shown["usage"]) == {
         *(
@@ -309,6 +310,27 @@ def test_streaming_gives_sources_then_text_then_the_answer(
     next(events), next(events)
     events.close()
     assert engine.closed_streams == 2
+
+
+async def test_what_a_model_thinks_first_is_no_part_of_its_answer_nor_of_what_follows(
+    tmp_path: Path, docs: Path
+) -> None:
+    engine, question = FakeEngine(tokenizer=thinking()), "Who keeps a parrot?"
+    engine.says = ("Is it", " Ada?\n</thi", "nk>\n\nThe", " captain.")
+    with RagPipeline(engine, tmp_path / "store") as pipeline:
+        pipeline.index([docs])
+        answer = pipeline.ask(question)
+        for events in ([*pipeline.stream(question)], [event async for event in pipeline.astream(question)]):
+            assert [event.text for event in events] == ["", "", "", "The", " captain."]
+            assert "".join(event.reasoning for event in events) == "Is it Ada?"
+            last = events[-1].answer
+            assert last is not None and (last.answer, last.reasoning) == (answer.answer, answer.reasoning)
+        assert (answer.answer, answer.reasoning, answer.notes) == ("The captain.", "Is it Ada?", ())
+        assert answer.turn(question).answer == "The captain." and "think" in answer.generation.text
+        engine.says = ("Is it", " Ada?")
+        cut = pipeline.ask(question)
+    assert (cut.answer, cut.reasoning) == ("", "Is it Ada?")
+    assert cut.notes == ("no answer: the model was still thinking after 2 tokens. Give it more (max_tokens).",)
 
 
 async def test_the_async_twins_agree_with_the_sync_methods(pipeline: RagPipeline, docs: Path) -> None:

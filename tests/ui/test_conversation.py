@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from cacheblend_rag.ui import render
 from cacheblend_rag.ui.collection import Collection, FileState
 from cacheblend_rag.ui.conversation import Conversation, Exchange, Tabs
 from cacheblend_rag.ui.workspace import Choices, Workspace
+from tests.conftest import thinking
+from tests.fake_engine import FakeEngine
 from tests.ui.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.slow
@@ -66,6 +69,23 @@ def test_a_new_question_ends_the_answer_before_it(collection: Collection, choice
     list(ask(conversation, "Two?", collection, choices))
     assert [e.outcome for e in first][-1] == "stopped"
     assert [each.outcome for each in conversation.exchanges] == ["stopped", "done"]
+
+
+def test_what_a_model_thinks_first_is_not_shown_as_its_answer(tmp_path: Path, choices: Choices) -> None:
+    engine, conversation = FakeEngine(tokenizer=thinking()), Conversation()
+    (tmp_path / "notes.md").write_text("The harbour lies below.")
+    collection = Collection(tmp_path / "store", RagPipeline(engine, tmp_path / "store"))
+    collection.pipeline.index([tmp_path / "notes.md"])
+    engine.says = ("Hm.", "</think>", "\n\nBelow.")
+    assert [each.text for each in map(copy, ask(conversation, "Where?", collection, choices))] == [
+        "",
+        "Below.",
+        "Below.",
+    ]
+    assert [turn.answer for turn in conversation.turns()] == ["Below."]
+    engine.says = ("Hm.",)
+    (*_, cut) = ask(conversation, "Who?", collection, choices)
+    assert cut.text == "" and "still thinking after 2 tokens" in render.answer(cut)
 
 
 def test_a_question_asked_twice_is_asked_once_from_the_moment_it_is_noted(

@@ -13,6 +13,7 @@ from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.thoughts import without_thoughts
 from cacheblend_rag.lab.samples import EvalCase
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt
@@ -119,7 +120,7 @@ def generate_reply(
             watched.on_first_logits = None
     free = done.load_s if free_loads else 0.0
     return Reply(
-        done.text.strip(),
+        without_thoughts(engine, prompt, done).text.strip(),
         done.timings.ttft_s - free,
         done.timings.total_s - free,
         done.load_s - free,

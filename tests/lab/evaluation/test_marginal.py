@@ -20,7 +20,7 @@ from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
 from cacheblend_rag.rag.pipeline import RagPipeline
 from tests.blending.families import _BASE, make_model
-from tests.conftest import CHATML, NO_SYSTEM, byte_level, metaspace, tokenizer_named
+from tests.conftest import CHATML, NO_SYSTEM, THINKS, byte_level, metaspace, tokenizer_named
 from tests.engines.contract import TEXTS
 from tests.fake_engine import FakeEngine
 
@@ -104,15 +104,15 @@ def test_an_engine_that_cannot_score_is_refused() -> None:
         marginalise(engine, [prompt], [1.0], SHORT)
 
 
-# As Qwen3's: what it thought stands before its last answer, and nothing where it is told not to.
-THINKS = CHATML.replace(
+# What it thought stands before its last answer.
+THOUGHT = THINKS.replace(
     "{{ m['content'] }}", "{% if m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}"
-).replace("assistant\n{% endif %}", "assistant\n{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}")
+)
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "lead"),
-    [(byte_level(), " "), (byte_level(CHATML), ""), (metaspace(NO_SYSTEM), ""), (byte_level(THINKS), "")],
+    [(byte_level(), " "), (byte_level(CHATML), ""), (metaspace(NO_SYSTEM), ""), (byte_level(THOUGHT), "")],
     ids=["plain", "chatml", "no system role", "thinks unless told"],
 )
 def test_an_answers_tokens_are_those_that_its_template_writes_and_the_end(tokenizer, lead: str) -> None:

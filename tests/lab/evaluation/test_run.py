@@ -10,18 +10,23 @@ import pytest
 
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, TextRange
+from cacheblend_rag.demo.methods import answer_by_each_method
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.lab.datasets import hash_files
 from cacheblend_rag.lab.evaluation.answers import AnswersFile, answer_all
 from cacheblend_rag.lab.evaluation.baselines.chunkwise import MapReduce, MapRerank
 from cacheblend_rag.lab.evaluation.evaluate import EvalSettings, evaluate, identify_run
+from cacheblend_rag.lab.evaluation.method import generate_reply
 from cacheblend_rag.lab.evaluation.methods import make_methods
 from cacheblend_rag.lab.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_rag.lab.evaluation.report import write_report
 from cacheblend_rag.lab.evaluation.summary import find_worst, summarize
 from cacheblend_rag.lab.samples import Sample
+from cacheblend_rag.prompts.prompt import rag_prompt
 from cacheblend_rag.store.kv import WrittenBy
+from tests.conftest import thinking
+from tests.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.slow
 
@@ -412,3 +417,11 @@ def test_chunks_of_a_blockwise_model_are_computed_behind_no_header_as_in_use(eng
     monkeypatch.setattr(engine, "profile", ModelProfile(ratio=0.0, blockwise=True, origin="declared"))
     set_header(engine, SAMPLES)
     assert engine.header_ids == ()
+
+
+def test_what_a_model_thinks_first_is_no_part_of_what_is_scored_and_compared() -> None:
+    engine = FakeEngine(tokenizer=thinking())
+    engine.says = ("Hm.</think>", "\n\n1901.")
+    prompt = rag_prompt(engine.tokenizer, [], "When?")
+    assert generate_reply(engine, prompt, 8, BlendSettings()).text == "1901."
+    assert {done.text for _, done in answer_by_each_method(engine, prompt, SamplingParams())} == {"1901."}

@@ -16,6 +16,7 @@ from cacheblend_rag.blending.settings import FULL_RECOMPUTE
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.thoughts import without_thoughts
 from cacheblend_rag.lab.evaluation.method import Method, Reply
 from cacheblend_rag.lab.samples import EvalCase
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
@@ -43,7 +44,7 @@ class MapReduce(Chunkwise):
     def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
         found = _map(engine, case)
         prompt = _reduce_prompt(engine, case, [done.text.strip() for done in found])
-        last = engine.generate(prompt, SamplingParams(case.max_tokens), FULL_RECOMPUTE)
+        last = _answered(engine, prompt, SamplingParams(case.max_tokens))
         return Reply.of_requests(last.text.strip(), [*found, last], last)
 
 
@@ -77,7 +78,11 @@ def _map(engine: BlendEngine, case: EvalCase, request: str = "") -> list[Generat
     prompts = (
         rag_prompt(engine.tokenizer, [chunk], sample.question + request, sample.instruction) for chunk in case.chunks
     )
-    return [engine.generate(prompt, sampling, FULL_RECOMPUTE) for prompt in prompts]
+    return [_answered(engine, prompt, sampling) for prompt in prompts]
+
+
+def _answered(engine: BlendEngine, prompt: BlendPrompt, sampling: SamplingParams) -> Generation:
+    return without_thoughts(engine, prompt, engine.generate(prompt, sampling, FULL_RECOMPUTE))
 
 
 def _reduce_prompt(engine: BlendEngine, case: EvalCase, parts: Sequence[str]) -> BlendPrompt:

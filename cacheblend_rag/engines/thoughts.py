@@ -1,0 +1,106 @@
+"""Tells an answer from what a model writes in front of it, between ``<think>`` and ``</think>``, while it thinks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from cacheblend_rag.engines.base import BlendEngine, Prompt
+from cacheblend_rag.engines.results import Generation
+from cacheblend_rag.engines.sampling import SamplingParams, begun_at_end
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
+
+_OPEN, _CLOSE = "<think>", "</think>"
+# Of a prompt's end, to see whether it opens the thoughts: the marker, and white space.
+_TAIL: Final = 8
+_JSON_BEGINS: Final = tuple('{["-0123456789tfn')
+
+
+class Parts(NamedTuple):
+    """Holds the parts of what a model says, or of a piece of it: the answer alone, and the thoughts in front of it."""
+
+    answer: str
+    reasoning: str = ""
+
+
+class ThoughtReader:
+    """Separates the thoughts at an answer's begin from the answer, piece by piece; white space around the markers is dropped.
+
+    All of it is answer where the tokenizer has not got both markers, as tokens that are seen in texts.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: TokenizedPrompt, sampling: SamplingParams | None = None):
+        """Read the answer to ``prompt``, which may have opened the thoughts."""
+        opening = _opening_id(tokenizer)
+        self._thinking = None if opening is not None else False  # None: not known yet
+        self._opened = opening is not None and _opens(tokenizer, prompt.token_ids, opening)
+        self._guided = sampling is not None and sampling.json_schema is not None
+        self._held, self._fresh = "", False
+
+    def push(self, piece: str, last: bool = False) -> Parts:
+        """Take the next piece of what the model says, or all of it; return what it certainly adds to either part."""
+        self._held += piece
+        if self._thinking is None:
+            self._begin(last)
+        reasoning = self._thoughts(last) if self._thinking else ""
+        if self._thinking is not False:
+            return Parts("", reasoning)
+        self._trim()
+        answer, self._held = self._held, ""
+        return Parts(answer, reasoning)
+
+    def _begin(self, last: bool) -> None:
+        """Decide whether it begins with thoughts, once that can be seen."""
+        body = self._held.lstrip()
+        if body.startswith(_OPEN):
+            self._thinking, self._held = True, body[len(_OPEN) :]
+        elif last or (body and not _OPEN.startswith(body)):
+            # Where decoding is guided from its first token, there are no thoughts although the prompt has opened them.
+            self._thinking = self._opened and not (self._guided and body.startswith(_JSON_BEGINS))
+        self._fresh = bool(self._thinking)
+
+    def _thoughts(self, last: bool) -> str:
+        self._trim()
+        thought, marker, behind = self._held.partition(_CLOSE)
+        if marker:
+            self._held, self._thinking, self._fresh = behind, False, True
+            return thought.rstrip()
+        end = len(thought) - (0 if last else begun_at_end(thought, _CLOSE))
+        told = thought[:end].rstrip()
+        self._held = thought[len(told) :]
+        return told
+
+    def _trim(self) -> None:
+        """Drop the white space behind a marker."""
+        if self._fresh:
+            self._held = self._held.lstrip()
+            self._fresh = not self._held
+
+
+def without_thoughts(engine: BlendEngine, prompt: Prompt, done: Generation) -> Generation:
+    """Return what an engine has said to a prompt with the answer alone as its text."""
+    if _opening_id(engine.tokenizer) is None:
+        return done
+    return replace(
+        done, text=ThoughtReader(engine.tokenizer, engine.tokenize(prompt)).push(done.text, last=True).answer
+    )
+
+
+def _opening_id(tokenizer: Any) -> int | None:
+    """Return the token that opens thoughts; None where the tokenizer has not got both markers, or never shows them."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    ids: list[Any] = [None if backend is None else backend.token_to_id(marker) for marker in (_OPEN, _CLOSE)]
+    if None in ids:
+        return None
+    shown = backend.decode(ids)  # special tokens are left out, of answers, too
+    return int(ids[0]) if _OPEN in shown and _CLOSE in shown else None
+
+
+def _opens(tokenizer: Any, token_ids: Sequence[int], opening: int) -> bool:
+    """Say whether a prompt ends with the token that opens thoughts, and white space at most behind it."""
+    tail = list(token_ids[-_TAIL:])
+    if opening not in tail:
+        return False
+    behind = tail[len(tail) - tail[::-1].index(opening) :]
+    return not tokenizer.backend_tokenizer.decode(behind, skip_special_tokens=False).strip()
