@@ -5,6 +5,7 @@ They use nearly all of it as soon as they are imported, so nothing here waits fo
 
 from cacheblend_rag.blending.settings import Quality as Quality
 from cacheblend_rag.engines.base import Request as Request
+from cacheblend_rag.engines.thoughts import Parts as Parts
 from cacheblend_rag.frameworks.asking import CALL_OPTIONS as CALL_OPTIONS
 from cacheblend_rag.frameworks.asking import DEFAULT_MAX_TOKENS as DEFAULT_MAX_TOKENS
 from cacheblend_rag.frameworks.asking import Asked as Asked

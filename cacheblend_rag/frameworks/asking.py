@@ -16,6 +16,7 @@ from cacheblend_rag.blending.settings import HOW_NAMES, OPTION_NAMES, BlendSetti
 from cacheblend_rag.engines.base import BlendEngine, Request
 from cacheblend_rag.engines.results import Generation, TokenLogprob
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.thoughts import Parts, ThoughtReader
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.frameworks.calls import NO_TOOLS, CallReader, CallsRead, ToolsAsked, call_schema
 from cacheblend_rag.frameworks.retrieved import RetrievalLog, RetrievalReport, checked_on_miss, find_retrieved
@@ -107,10 +108,11 @@ def options_of(model: Any, call: Mapping[str, Any] = MappingProxyType({})) -> di
 
 
 class AnswerPart(NamedTuple):
-    """Holds what a piece of an answer adds to its text, and with the last piece the calls of tools, where it may hold any."""
+    """Holds what a piece of an answer adds to its text and to its thoughts, and with the last piece the calls of tools."""
 
     text: str
-    calls: CallsRead | None = None
+    calls: CallsRead | None = None  # where it may hold any
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Asked:
         retrieved: What became in its prompt of what was retrieved for it.
         reader: Reads calls of tools off the answer, where it may hold any.
         policy: The policy that may give way to no other, if any.
+        thoughts: Reads thoughts off the answer; None where they are part of it.
     """
 
     engine: BlendEngine
@@ -130,6 +133,7 @@ class Asked:
     retrieved: RetrievalReport
     reader: CallReader | None = None
     policy: str | None = None
+    thoughts: ThoughtReader | None = None
 
     @property
     def _arguments(self) -> tuple[TokenizedPrompt, SamplingParams, BlendSettings]:
@@ -152,14 +156,15 @@ class Asked:
         return aclosing(cast(Any, self.engine.astream(*self._arguments)))
 
     def read(self, text: str, last: bool = True) -> AnswerPart:
-        """Take the next text of the answer, or all of it, and return what of it is no call; the ``last`` brings the calls."""
+        """Take the next text of the answer, or all of it, and return its parts; the ``last`` brings the calls."""
+        said = Parts(text) if self.thoughts is None else self.thoughts.push(text, last)
         if self.reader is None:
-            return AnswerPart(text)
-        text = self.reader.push(text)
+            return AnswerPart(said.answer, None, said.reasoning)
+        text = self.reader.push(said.answer)
         if not last:
-            return AnswerPart(text)
+            return AnswerPart(text, None, said.reasoning)
         calls = self.reader.finish()
-        return AnswerPart(text + calls.text, calls)
+        return AnswerPart(text + calls.text, calls, said.reasoning)
 
     def report(self, done: Generation) -> dict[str, Any]:
         """Return what an answer's metadata say of its KV and of what was retrieved; InputError where ``policy`` gave way."""
@@ -188,6 +193,7 @@ def ask(
     log: RetrievalLog,
     run: Hashable | None,
     tools: ToolsAsked = NO_TOOLS,
+    chat: bool = False,
 ) -> Asked:
     """Put a call together; its prompt is tokenised here and nowhere else.
 
@@ -198,6 +204,7 @@ def ask(
         log: What was retrieved.
         run: The run of the framework that this call is part of.
         tools: The tools that the prompt shows, and which of them the answer must call.
+        chat: Whether thoughts are told from the answer.
 
     Raises:
         InputError: A value of a wrong type or outside its range.
@@ -217,7 +224,8 @@ def ask(
     uses_of(engine).introduce([span.chunk for span in tokens.spans], engine)
     reader = CallReader(*tools) if tools.specs else None
     wanted = settings.policy if options["on_miss"] == "error" else None
-    return Asked(engine, request, retrieved, reader, None if wanted is None else policy_name(wanted))
+    thoughts = ThoughtReader(engine.tokenizer, request.prompt, request.sampling) if chat else None
+    return Asked(engine, request, retrieved, reader, None if wanted is None else policy_name(wanted), thoughts)
 
 
 def _form_of(tools: ToolsAsked, schema: Mapping[str, Any] | str | None) -> Mapping[str, Any] | str | None:

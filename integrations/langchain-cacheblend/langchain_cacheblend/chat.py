@@ -20,7 +20,7 @@ from pydantic import Field
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Generation, InputError, StreamEvent, chat_prompt
 from cacheblend_rag.frameworks import DEFAULT_MAX_TOKENS, Asked, check_shown, reads_tools, required_tool, tools_asked
-from langchain_cacheblend.messages import chat_messages
+from langchain_cacheblend.messages import chat_messages, thoughts
 from langchain_cacheblend.requests import EngineFields, langchain_errors, usage_metadata
 from langchain_cacheblend.runs import run_of
 from langchain_cacheblend.structured import METHODS, bound_arguments, parsed, parser_for, schema_of, tool_name
@@ -131,7 +131,7 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         elif schema is not None:
             self._require_guidance("a JSON schema")
         build = partial(self._prompt, messages, kwargs.get("chunk_ids") or (), tools.specs)
-        return self.request(build, run, stop, {**kwargs, "json_schema": schema}, _OWN_ARGUMENTS, tools)
+        return self.request(build, run, stop, {**kwargs, "json_schema": schema}, _OWN_ARGUMENTS, tools, chat=True)
 
     def _require_guidance(self, what: str) -> None:
         if not self.engine.supports_json_schema:
@@ -163,9 +163,10 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
             return self._result(await asked.aanswer(), asked)
 
     def _result(self, done: Generation, asked: Asked) -> ChatResult:
-        text, calls = asked.read(done.text)
+        text, calls, reasoning = asked.read(done.text)
         message = AIMessage(
             content=text,
+            additional_kwargs=thoughts(reasoning),
             usage_metadata=usage_metadata(done, asked.request),
             response_metadata=self.answer_metadata(done, asked),
         )
@@ -207,13 +208,14 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
 
     def _chunks(self, event: StreamEvent, asked: Asked) -> Iterator[ChatGenerationChunk]:
         done = event.generation
-        text, calls = asked.read(event.text, last=done is not None)
+        text, calls, reasoning = asked.read(event.text, last=done is not None)
         if done is None:
-            if text:
-                yield ChatGenerationChunk(message=AIMessageChunk(content=text))
+            if text or reasoning:
+                yield ChatGenerationChunk(message=AIMessageChunk(content=text, additional_kwargs=thoughts(reasoning)))
             return
         message = AIMessageChunk(
             content=text,
+            additional_kwargs=thoughts(reasoning),
             tool_call_chunks=[] if calls is None else tool_call_chunks(calls),
             usage_metadata=usage_metadata(done, asked.request),
             response_metadata=self.answer_metadata(done, asked),

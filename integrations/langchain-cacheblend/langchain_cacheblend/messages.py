@@ -19,6 +19,8 @@ from langchain_core.messages import (
 from cacheblend_rag import BlendEngine, Chunk, InputError
 from cacheblend_rag.frameworks import chunk_of
 
+# Where LangChain's own packages put what a model thought, and `AIMessage.content_blocks` looks for it; templates, too.
+_THOUGHTS = "reasoning_content"
 # Blocks of an answer that say what its `tool_calls` say too, or that templates leave out of the history.
 _SILENT_BLOCKS = {
     "tool_use",
@@ -34,12 +36,17 @@ _SILENT_BLOCKS = {
 
 
 def chat_messages(messages: Sequence[BaseMessage], engine: BlendEngine) -> list[dict[str, Any]]:
-    """Return role, content and tool calls of each message, with the chunks its artifact names.
+    """Return role, content, thoughts and tool calls of each message, with the chunks its artifact names.
 
     Raises:
         InputError: A message of a kind that models cannot read.
     """
     return [_convert(message, engine) for message in messages]
+
+
+def thoughts(reasoning: str) -> dict[str, str]:
+    """Return the additional fields of an answer's message, or of a piece of it, that was thought before."""
+    return {_THOUGHTS: reasoning} if reasoning else {}
 
 
 def _convert(message: BaseMessage, engine: BlendEngine) -> dict[str, Any]:
@@ -51,6 +58,8 @@ def _convert(message: BaseMessage, engine: BlendEngine) -> dict[str, Any]:
             {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["args"]}}
             for call in message.tool_calls
         ]
+    if isinstance(message, AIMessage) and isinstance(thought := message.additional_kwargs.get(_THOUGHTS), str):
+        out[_THOUGHTS] = thought
     if isinstance(message, ToolMessage):
         out["tool_call_id"] = message.tool_call_id
         out["named"] = _artifact_chunks(message.artifact, engine)

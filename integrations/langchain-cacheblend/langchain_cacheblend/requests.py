@@ -228,6 +228,7 @@ class EngineFields(Serializable):
         kwargs: Mapping[str, Any],
         known: Sequence[str] = (),
         tools: ToolsAsked = NO_TOOLS,
+        chat: bool = False,
     ) -> Asked:
         """Return the engine call for a prompt.
 
@@ -238,6 +239,7 @@ class EngineFields(Serializable):
             kwargs: The other arguments of this call; they go before the fields.
             known: Names in ``kwargs`` that the caller has dealt with.
             tools: The tools that the prompt shows.
+            chat: Whether thoughts are told from the answer.
 
         Raises:
             InputError: An argument that nothing reads, a value out of range, or another model than the engine's.
@@ -257,7 +259,7 @@ class EngineFields(Serializable):
         options = options_of(self, {"on_miss": self.on_miss, **kwargs})
         if stop is not None:
             options["stop"] = stop
-        return ask(self.engine, build, options, log=RETRIEVALS, run=run, tools=tools)
+        return ask(self.engine, build, options, log=RETRIEVALS, run=run, tools=tools, chat=chat)
 
     def answer_metadata(self, done: Generation, asked: Asked) -> dict[str, Any]:
         """Return the response metadata of an answer: which model, why it ended, how its KV came about."""

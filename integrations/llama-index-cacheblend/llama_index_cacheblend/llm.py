@@ -30,6 +30,7 @@ from cacheblend_rag.frameworks import (
     Asked,
     EngineName,
     OnMiss,
+    Parts,
     Quality,
     check_given,
     encoder_for,
@@ -40,7 +41,7 @@ from cacheblend_rag.frameworks import (
 )
 from llama_index_cacheblend.handles import count_with, named_engine, refuse_unpicklable
 from llama_index_cacheblend.requests import Build, answer_tokens, listed, make_request, of_messages, of_text
-from llama_index_cacheblend.responses import chat_response, completion_response, raw_of
+from llama_index_cacheblend.responses import chat_response, completion_response, raw_of, with_thoughts
 from llama_index_cacheblend.tools import chat_arguments, selections, with_calls
 from llama_index_cacheblend.watch import Inbox, watch_for, watch_retrievals
 
@@ -236,7 +237,7 @@ class CacheBlendLLM(FunctionCallingLLM):
     @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a chat."""
-        return self._answer(self._request(self._of_messages(messages), kwargs), chat_response)
+        return self._answer(self._chat(messages, kwargs), chat_response)
 
     @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -246,7 +247,7 @@ class CacheBlendLLM(FunctionCallingLLM):
     @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a chat piece by piece; the last piece has the usage. Closing the generator ends the work."""
-        return self._pieces(self._request(self._of_messages(messages), kwargs), chat_response)
+        return self._pieces(self._chat(messages, kwargs), chat_response)
 
     @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -256,8 +257,7 @@ class CacheBlendLLM(FunctionCallingLLM):
     @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Async twin of :meth:`chat`; prompt building, too, is off the event loop."""
-        asked = await asyncio.to_thread(self._request, self._of_messages(messages), kwargs)
-        return await self._aanswer(asked, chat_response)
+        return await self._aanswer(await asyncio.to_thread(self._chat, messages, kwargs), chat_response)
 
     @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -268,8 +268,7 @@ class CacheBlendLLM(FunctionCallingLLM):
     @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Async twin of :meth:`stream_chat`; a cancelled consumer stops the work at its next token."""
-        asked = await asyncio.to_thread(self._request, self._of_messages(messages), kwargs)
-        return self._apieces(asked, chat_response)
+        return self._apieces(await asyncio.to_thread(self._chat, messages, kwargs), chat_response)
 
     @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
@@ -336,10 +335,13 @@ class CacheBlendLLM(FunctionCallingLLM):
             return of_text(self.engine, prompt)
         return self._of_messages([ChatMessage(role=MessageRole.USER, content=prompt)])
 
-    def _request(self, build: Build, kwargs: dict[str, Any]) -> Asked:
+    def _chat(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> Asked:
+        return self._request(self._of_messages(messages), kwargs, chat=True)
+
+    def _request(self, build: Build, kwargs: dict[str, Any], chat: bool = False) -> Asked:
         if self._inbox is not None:
             self._inbox.register(self.engine)
-        return make_request(build, self, [chunk.id for chunk in self._explicit], kwargs)
+        return make_request(build, self, [chunk.id for chunk in self._explicit], kwargs, chat)
 
     def _answer(self, asked: Asked, make: _Make[_Response]) -> _Response:
         return self._made(asked.answer(), asked, make)
@@ -348,8 +350,8 @@ class CacheBlendLLM(FunctionCallingLLM):
         return self._made(await asked.aanswer(), asked, make)
 
     def _made(self, done: Generation, asked: Asked, make: _Make[_Response]) -> _Response:
-        text, calls = asked.read(done.text)
-        return with_calls(make(text, None, self._raw(done, asked)), calls)
+        part = asked.read(done.text)
+        return with_calls(with_thoughts(make(part.text, None, self._raw(done, asked)), part.reasoning), part.calls)
 
     def _raw(self, generation: Generation, asked: Asked) -> dict[str, Any]:
         raw = raw_of(generation, asked)
@@ -362,28 +364,30 @@ class CacheBlendLLM(FunctionCallingLLM):
         events = asked.events()
 
         def generator() -> Generator[_Response, None, None]:
-            text = ""
+            said = Parts("")
             with events as stream:
                 for event in stream:
-                    piece = self._piece(text, event, make, asked)
-                    text += piece.delta or ""
+                    said, piece = self._piece(said, event, make, asked)
                     yield piece
 
         return generator()
 
     async def _apieces(self, asked: Asked, make: _Make[_Response]) -> AsyncGenerator[_Response, None]:
-        text = ""
+        said = Parts("")
         async with asked.aevents() as stream:
             async for event in stream:
-                piece = self._piece(text, event, make, asked)
-                text += piece.delta or ""
+                said, piece = self._piece(said, event, make, asked)
                 yield piece
 
-    def _piece(self, text: str, event: StreamEvent, make: _Make[_Response], asked: Asked) -> _Response:
-        """Return the next piece of an answer of which ``text`` was said before; the last one brings its calls."""
+    def _piece(
+        self, before: Parts, event: StreamEvent, make: _Make[_Response], asked: Asked
+    ) -> tuple[Parts, _Response]:
+        """Return all that was said so far, and the next piece of the answer; the last one brings its calls."""
         done = event.generation
-        new, calls = asked.read(event.text, last=done is not None)
-        return with_calls(make(text + new, new, None if done is None else self._raw(done, asked)), calls)
+        new, calls, thought = asked.read(event.text, last=done is not None)
+        said = Parts(before.answer + new, before.reasoning + thought)
+        response = make(said.answer, new, None if done is None else self._raw(done, asked))
+        return said, with_calls(with_thoughts(response, said.reasoning, thought), calls)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be pickled with a model inside."""

@@ -24,8 +24,8 @@ CHUNK_IDS = "chunk_ids"
 def plain_message(engine: BlendEngine, message: ChatMessage) -> dict[str, Any]:
     """Return a message for :func:`~cacheblend_rag.chat_prompt`.
 
-    Text, citable and citation blocks are its content; thinking and cache points are left out; tool calls are what templates that
-    know tools read. Ids under ``additional_kwargs["chunk_ids"]`` name chunks to look for in it first.
+    Text, citable and citation blocks are its content; cache points are left out; thinking and tool calls are what templates that
+    know such read. Ids under ``additional_kwargs["chunk_ids"]`` name chunks to look for in it first.
 
     Raises:
         InputError: A block that is not text.
@@ -40,6 +40,9 @@ def plain_message(engine: BlendEngine, message: ChatMessage) -> dict[str, Any]:
         plain["tool_call_id"] = answered
     if (made := message.additional_kwargs.get(CALLS)) is not None:
         plain["tool_calls"] = made
+    thoughts = [block.content for block in message.blocks if block.block_type == "thinking" and block.content]
+    if thoughts:
+        plain["reasoning_content"] = "\n".join(thoughts)
     calls: list[Any] = [block for block in message.blocks if block.block_type == "tool_call"]
     if calls:
         plain["tool_calls"] = [

@@ -58,7 +58,7 @@ def of_text(engine: BlendEngine, text: str) -> Build:
     return build
 
 
-def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[str, Any]) -> Asked:
+def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[str, Any], chat: bool = False) -> Asked:
     """Put a call together.
 
     Args:
@@ -66,6 +66,7 @@ def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[s
         llm: Has the engine, and the options that the call does not give, as attributes.
         named: Ids of chunks the prompt is known to hold, beside those the call names.
         kwargs: Of the call.
+        chat: Whether thoughts are told from the answer.
 
     Raises:
         InputError: An argument that no call takes, or a value out of range.
@@ -80,7 +81,8 @@ def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[s
     check_shown(llm.engine, tools.specs)
     options = options_of(llm, {"on_miss": llm.on_miss, **kwargs})
     ids = [*checked_ids(kwargs.get(CHUNK_IDS)), *named]
-    return ask(llm.engine, lambda: build(ids, tools.specs), options, log=RETRIEVALS, run=current_span(), tools=tools)
+    run = current_span()
+    return ask(llm.engine, lambda: build(ids, tools.specs), options, log=RETRIEVALS, run=run, tools=tools, chat=chat)
 
 
 def answer_tokens(max_tokens: int | None, context_window: int) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from llama_index.core.base.llms import types
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LogProb, MessageRole
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
@@ -18,6 +19,7 @@ from cacheblend_rag import Generation
 from cacheblend_rag.frameworks import Asked
 
 _OWN = "cacheblend"
+_Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 
 
 def raw_of(generation: Generation, asked: Asked) -> dict[str, Any]:
@@ -46,6 +48,16 @@ def chat_response(text: str, delta: str | None, raw: dict[str, Any] | None) -> C
     """Return a (partial) answer as a chat response."""
     message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
     return ChatResponse(message=message, delta=delta, raw=raw, logprobs=_logprobs(raw))
+
+
+def with_thoughts(response: _Response, reasoning: str, new: str | None = None) -> _Response:
+    """Put what was thought before an answer into its message, in a block of its own; ``new`` of it in this piece."""
+    if reasoning and isinstance(response, ChatResponse):
+        block = getattr(types, "ThinkingBlock", None)  # the lowest supported version has none
+        response.message.blocks[:0] = [] if block is None else [block(content=reasoning)]
+        if new:
+            response.additional_kwargs["thinking_delta"] = new  # where LlamaIndex's agents look for it
+    return response
 
 
 def completion_response(text: str, delta: str | None, raw: dict[str, Any] | None) -> CompletionResponse:
