@@ -155,7 +155,7 @@ def test_an_option_means_the_same_in_every_command():
     [
         ("documents", "ls", "--store"),
         ("index", __file__, "--model"),
-        ("index", __file__, "--writer"),
+        ("index", __file__, "--model", "bundled", "--writer"),
         ("index", __file__, "--embedding"),
         ("index", __file__, "--encrypt"),
         ("store", "keygen"),
