@@ -42,9 +42,9 @@ from tests.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.slow
 
-ENTITIES = 28  # ten chunks and questions each
+ENTITIES = 40  # ten chunks and questions each
 # Small steps, and many: what two layers find can be bettered surely, and they embed in a third of the time of six.
-FAST = TuneSettings(TrainSettings(part="adapter", epochs=40, batch=8), candidates=12, answers=2, elsewhere=20)
+FAST = TuneSettings(TrainSettings(part="adapter", epochs=40, batch=8), candidates=12, answers=2, elsewhere=40)
 
 
 class Reader(FakeEngine):
@@ -144,7 +144,8 @@ def test_a_retriever_tuned_by_its_reader_finds_more_and_is_an_ordinary_model(
 def test_an_encoder_of_chunks_too_finds_more_still_once_the_index_is_embedded_again(
     pipeline, questions, directory, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.lab.tuning.tune.MOST_LOST", 0.5)  # one of twenty passages is five points
+    # One of forty passages is two points and a half.
+    monkeypatch.setattr("cacheblend_rag.lab.tuning.tune.MOST_LOST", 0.5)
     monkeypatch.setattr("cacheblend_rag.lab.tuning.candidates.EMBEDDED", 2)  # a step takes half as long
     monkeypatch.setattr("cacheblend_rag.lab.tuning.rehearsal.NEAREST", 8)
     monkeypatch.setattr(Both, "rate", lambda student, done: 5e-4)  # so that one round is enough
