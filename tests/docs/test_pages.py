@@ -203,7 +203,7 @@ def test_the_table_of_models_is_what_the_tests_cover() -> None:
     source = (ROOT / "tests/blending/families.py").read_text(encoding="utf-8")
     in_vllm = "".join(
         (ROOT / f"tests/engines/vllm/test_{name}.py").read_text("utf-8")
-        for name in ("parity", "windows", "chunked_local")
+        for name in ("parity", "families", "windows", "chunked_local")
     )
     covered = {}
     for statement in ast.parse(source).body:
