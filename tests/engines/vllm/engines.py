@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ def start(directory: Path | str, store: Path | None, *, generated: bool = False,
         if not generated:
             patch.setenv(*TRACED)
         return VLLMEngine(directory, store=store, **{**defaults, **options})
+
+
+@contextmanager
+def with_model(
+    config: Any, options: dict[str, Any], header: list[int], folders: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Any]]:
+    """An engine of a random model that keeps nothing of its store in RAM, and the model."""
+    directory = folders.mktemp("model")
+    model = save_model(config, directory)
+    with start(directory, folders.mktemp("store"), header=header, ram_budget=0, **options) as engine:
+        yield engine, model
 
 
 def first_logprobs(engine: Any, prompt: TokenizedPrompt, settings: BlendSettings) -> torch.Tensor:

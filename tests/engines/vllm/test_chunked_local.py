@@ -11,7 +11,7 @@ import torch
 from cacheblend_rag.blending.settings import BlendSettings
 from tests.blending.families import llama4
 from tests.blending.prompts import Scene
-from tests.engines.vllm.engines import FULL, SHAPE, first_logprobs, save_model, start
+from tests.engines.vllm.engines import FULL, SHAPE, first_logprobs, with_model
 
 # The tests of ordinary attention, run with this model.
 from tests.engines.vllm.test_parity import (  # noqa: F401
@@ -29,10 +29,8 @@ _PIECE = 512  # whole blocks: vLLM asks for it
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    directory = tmp_path_factory.mktemp("model")
-    model = save_model(llama4(SHAPE, 32, _PIECE), directory)
-    with start(directory, tmp_path_factory.mktemp("store"), header=SCENE.header, ram_budget=0) as engine:
-        yield engine, model
+    with with_model(llama4(SHAPE, 32, _PIECE), {}, SCENE.header, tmp_path_factory) as made:
+        yield made
 
 
 def test_a_prompt_of_more_than_one_piece_is_prefilled_and_says_why(engine, model) -> None:

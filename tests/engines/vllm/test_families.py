@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers as hf
 
-from tests.engines.vllm.engines import PIECES, SHAPE, save_model, start
+from tests.engines.vllm.engines import PIECES, SHAPE, with_model
 
 # The tests of what depends on the model, run with the models of this file.
 from tests.engines.vllm.test_parity import (  # noqa: F401
@@ -44,7 +44,5 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=list(CASES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     config, options = CASES[request.param]
-    directory = tmp_path_factory.mktemp("model")
-    model = save_model(config(), directory)
-    with start(directory, tmp_path_factory.mktemp("store"), header=SCENE.header, ram_budget=0, **options) as engine:
-        yield engine, model
+    with with_model(config(), options, SCENE.header, tmp_path_factory) as made:
+        yield made

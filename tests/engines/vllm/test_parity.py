@@ -22,7 +22,7 @@ from cacheblend_rag.lab.doctor.diagnose_vllm import ask_worker
 from tests.blending import reference
 from tests.blending.prompts import Scene, engine_for
 from tests.blending.test_parity import blended_logits
-from tests.engines.vllm.engines import FULL, PIECES, SHAPE, VOCABULARY, first_logprobs, save_model, start
+from tests.engines.vllm.engines import FULL, PIECES, SHAPE, VOCABULARY, first_logprobs, with_model
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2, chunked prefill": (lambda: hf.Qwen2Config(**SHAPE), PIECES),
@@ -42,10 +42,8 @@ ANSWER = SamplingParams(max_tokens=4 if V2 else 12)
 @pytest.fixture(scope="module", params=list(CASES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     config, options = CASES[request.param]
-    directory = tmp_path_factory.mktemp("model")
-    model = save_model(config(), directory)
-    with start(directory, tmp_path_factory.mktemp("store"), header=SCENE.header, ram_budget=0, **options) as engine:
-        yield engine, model
+    with with_model(config(), options, SCENE.header, tmp_path_factory) as made:
+        yield made
 
 
 def want(model: Any, ratio: float, missing: tuple[int, ...] = ()) -> torch.Tensor:

@@ -14,7 +14,7 @@ from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.kv import read_whole
 from tests.blending import reference
 from tests.blending.prompts import Scene, engine_for
-from tests.engines.vllm.engines import FULL, PIECES, SHAPE, concurrently, first_logprobs, run, save_model, start
+from tests.engines.vllm.engines import FULL, PIECES, SHAPE, concurrently, first_logprobs, run, with_model
 
 # The tests of ordinary attention, run with the models of this file.
 from tests.engines.vllm.test_parity import (  # noqa: F401
@@ -50,13 +50,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=list(CASES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     config, options = CASES[request.param]
-    directory = tmp_path_factory.mktemp("model")
-    model = save_model(config(), directory)
-    with start(directory, tmp_path_factory.mktemp("store"), header=SCENE.header, ram_budget=0, **options) as engine:
-        assert engine.llm.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is (
+    with with_model(config(), options, SCENE.header, tmp_path_factory) as made:
+        assert made[0].llm.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is (
             "disable_hybrid_kv_cache_manager" in options
         )
-        yield engine, model
+        yield made
 
 
 def test_the_gate_looks_past_the_window(engine) -> None:
