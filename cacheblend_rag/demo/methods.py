@@ -8,7 +8,7 @@ from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, 
 from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.thoughts import without_thoughts
+from cacheblend_rag.engines.thoughts import generate_answer
 
 METHODS = {
     "full recompute": FULL_RECOMPUTE,
@@ -25,4 +25,4 @@ def answer_by_each_method(
     """Answer one prompt by every method of :data:`METHODS`, in its order; raises as :meth:`BlendEngine.generate` does."""
     for name, settings in METHODS.items():
         engine.reset_prefix_cache()  # else one method is served what the one before it has left there
-        yield name, without_thoughts(engine, prompt, engine.generate(prompt, sampling, settings))
+        yield name, generate_answer(engine, prompt, sampling, settings)

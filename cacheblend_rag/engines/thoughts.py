@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine, Prompt
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams, begun_at_end
@@ -85,6 +86,13 @@ def without_thoughts(engine: BlendEngine, prompt: Prompt, done: Generation) -> G
     return replace(
         done, text=ThoughtReader(engine.tokenizer, engine.tokenize(prompt)).push(done.text, last=True).answer
     )
+
+
+def generate_answer(
+    engine: BlendEngine, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+) -> Generation:
+    """Answer in one piece, with the answer alone as its text; raises as :meth:`BlendEngine.generate` does."""
+    return without_thoughts(engine, prompt, engine.generate(prompt, sampling, settings))
 
 
 def _opening_id(tokenizer: Any) -> int | None:

@@ -12,7 +12,7 @@ import numpy as np
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.thoughts import without_thoughts
+from cacheblend_rag.engines.thoughts import generate_answer
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.scoring import score
 from cacheblend_rag.lab.spelling import answer_ids
@@ -66,7 +66,7 @@ def marginalise(
     Raises:
         InputError: The engine cannot score.
     """
-    generations = tuple(without_thoughts(engine, each, engine.generate(each, sampling)) for each in prompts)
+    generations = tuple(generate_answer(engine, prompt, sampling) for prompt in prompts)
     answers = list(dict.fromkeys(done.text.strip() for done in generations))
     completions = [answer_ids(engine.tokenizer, answer) for answer in answers]
     scores = [score(engine, prompt, completions) for prompt in prompts]

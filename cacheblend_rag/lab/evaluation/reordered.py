@@ -12,7 +12,7 @@ import xxhash
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, PREFIX_CACHING, BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.thoughts import without_thoughts
+from cacheblend_rag.engines.thoughts import generate_answer
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.lab.evaluation.method import InTurn, Reply, generate_reply
 from cacheblend_rag.lab.reorder import DEFAULT_BUDGET, ReorderedPrompts
@@ -58,8 +58,7 @@ class ReorderMethod(InTurn):
         engine.precompute_first(chunks[:1])  # which may not be the one that came first before
         with _cached_prefix(engine, prompt, count) as with_prefix:
             reply = generate_reply(engine, with_prefix, case.max_tokens, settings, free)
-        want = engine.generate(prompt, SamplingParams(case.max_tokens), FULL_RECOMPUTE)
-        want = without_thoughts(engine, prompt, want)
+        want = generate_answer(engine, prompt, SamplingParams(case.max_tokens), FULL_RECOMPUTE)
         spans = engine.tokenize(prompt).spans
         # The first chunk is exact in a blend, whether it is cached or not.
         behind = 0 if self._blend is None else spans[-1].end - spans[max(count, 1) - 1].end

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.thoughts import without_thoughts
+from cacheblend_rag.engines.thoughts import generate_answer
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.stats.metrics import f1, normalize
 from cacheblend_rag.lab.tuning.questions import TuningQuestion
@@ -97,7 +97,7 @@ def _write(pipeline: RagPipeline, chunk: Chunk, seed: int) -> str:
         assert isinstance(last, str)
         prompt = BlendPrompt((*before, last.partition("\0")[0].rstrip()))
     sampling = SamplingParams(max_tokens=48, temperature=0.7, seed=seed, stop=("\n",))
-    written = without_thoughts(engine, prompt, engine.generate(prompt, sampling)).text
+    written = generate_answer(engine, prompt, sampling).text
     return written.strip().removeprefix("Question:").strip().strip('"')
 
 
@@ -109,7 +109,7 @@ def _continues(pipeline: RagPipeline) -> bool:
 
 def _answer(pipeline: RagPipeline, chunk: Chunk, question: str) -> str:
     prompt = rag_prompt(pipeline.engine.tokenizer, [chunk], question, pipeline.instruction)
-    return without_thoughts(pipeline.engine, prompt, pipeline.engine.generate(prompt, _ANSWER)).text.strip()
+    return generate_answer(pipeline.engine, prompt, _ANSWER).text.strip()
 
 
 def _comes_back(pipeline: RagPipeline, chunk: Chunk, question: str, answer: str) -> bool:

@@ -16,7 +16,7 @@ from cacheblend_rag.blending.settings import FULL_RECOMPUTE
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.thoughts import without_thoughts
+from cacheblend_rag.engines.thoughts import generate_answer
 from cacheblend_rag.lab.evaluation.method import Method, Reply
 from cacheblend_rag.lab.samples import EvalCase
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
@@ -44,7 +44,7 @@ class MapReduce(Chunkwise):
     def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
         found = _map(engine, case)
         prompt = _reduce_prompt(engine, case, [done.text.strip() for done in found])
-        last = _answered(engine, prompt, SamplingParams(case.max_tokens))
+        last = generate_answer(engine, prompt, SamplingParams(case.max_tokens), FULL_RECOMPUTE)
         return Reply.of_requests(last.text.strip(), [*found, last], last)
 
 
@@ -78,11 +78,7 @@ def _map(engine: BlendEngine, case: EvalCase, request: str = "") -> list[Generat
     prompts = (
         rag_prompt(engine.tokenizer, [chunk], sample.question + request, sample.instruction) for chunk in case.chunks
     )
-    return [_answered(engine, prompt, sampling) for prompt in prompts]
-
-
-def _answered(engine: BlendEngine, prompt: BlendPrompt, sampling: SamplingParams) -> Generation:
-    return without_thoughts(engine, prompt, engine.generate(prompt, sampling, FULL_RECOMPUTE))
+    return [generate_answer(engine, prompt, sampling, FULL_RECOMPUTE) for prompt in prompts]
 
 
 def _reduce_prompt(engine: BlendEngine, case: EvalCase, parts: Sequence[str]) -> BlendPrompt:
