@@ -50,11 +50,26 @@ def chat_response(text: str, delta: str | None, raw: dict[str, Any] | None) -> C
     return ChatResponse(message=message, delta=delta, raw=raw, logprobs=_logprobs(raw))
 
 
+class _Thoughtful(ChatMessage):
+    """Takes a new text beside its thoughts: chat engines before 0.14.25 set it when a stream has ended."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "content":
+            self.blocks = [
+                *(each for each in self.blocks if not isinstance(each, types.TextBlock)),
+                types.TextBlock(text=value),
+            ]
+        else:
+            super().__setattr__(name, value)
+
+
 def with_thoughts(response: _Response, reasoning: str, new: str | None = None) -> _Response:
     """Put what was thought before an answer into its message, in a block of its own; ``new`` of it in this piece."""
     if reasoning and isinstance(response, ChatResponse):
         block = getattr(types, "ThinkingBlock", None)  # the lowest supported version has none
-        response.message.blocks[:0] = [] if block is None else [block(content=reasoning)]
+        if block is not None:
+            blocks = [block(content=reasoning), *response.message.blocks]
+            response.message = _Thoughtful(role=response.message.role, blocks=blocks)
         if new:
             response.additional_kwargs["thinking_delta"] = new  # where LlamaIndex's agents look for it
     return response
