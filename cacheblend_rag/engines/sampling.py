@@ -15,6 +15,7 @@ _MOST_LOGPROBS = 20
 # vLLM and OpenAI's API take no more.
 _HOTTEST = 2.0
 _PENALTY = 2.0
+_SEEDS = 1 << 63
 REPEATED: Final = {"min_pattern_size": 16, "max_pattern_size": 128, "min_count": 2}
 """What :attr:`SamplingParams.stop_repeating` is to vLLM; less may be a row of a table, more takes too long to compare."""
 
@@ -57,8 +58,8 @@ class SamplingParams:
             raise InputError(f"temperature is {self.temperature!r:.200}; give 0 (greedy) to {_HOTTEST}.")
         if not is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p!r:.200}; give a value in (0, 1].")
-        if self.seed is not None and not is_whole(self.seed):
-            raise InputError(f"seed is {self.seed!r:.200}; give a whole number.")
+        if self.seed is not None and not (is_whole(self.seed) and -_SEEDS <= self.seed < _SEEDS):
+            raise InputError(f"seed is {self.seed!r:.200}; give a whole number of 64 bits.")
         if not isinstance(self.stop, (tuple, list)) or not all(isinstance(s, str) for s in self.stop):
             raise InputError(f"stop is {self.stop!r:.200}; give strings in a tuple or list.")
         if any(not s for s in self.stop):

@@ -27,6 +27,7 @@ WRONG: list[tuple[str, Any]] = [
     ("top_p", "0.9"),
     ("seed", 1.0),
     ("seed", "1"),
+    ("seed", 1 << 63),
     ("stop", "one string"),
     ("stop", (1,)),
     ("stop", None),
