@@ -61,15 +61,22 @@ def append_measured(file: Path, found: Iterable[Measured]) -> None:
 
 
 def read_measured(files: Iterable[Path]) -> list[Measured]:
-    """Read what was appended, without lines that a run did not finish because it was killed."""
-    found: list[Measured] = []
+    """Read what was appended, without lines that a killed run did not finish; what stands in it twice, or in two files, once."""
+    found: dict[tuple[object, ...], Measured] = {}
     for file in files:
         for line in _text_of(file).split("\n") if file.exists() else ():
             try:
-                found += [Measured(**each) for each in json.loads(line)]
+                read = [Measured(**each) for each in json.loads(line)]
             except json.JSONDecodeError:
                 continue
-    return found
+            for each in read:
+                found.setdefault(_measured_of(each), each)
+    return list(found.values())
+
+
+def _measured_of(each: Measured) -> tuple[object, ...]:
+    """Return what was measured, of which prompt; a file's draws may have prompts in common."""
+    return each.data, each.prompt, each.kv, each.policy, each.ratio
 
 
 def _text_of(file: Path) -> str:
@@ -103,7 +110,7 @@ def differences(found: Sequence[Measured]) -> list[Measured]:
     Every blend stands against weights of 6 bits; of KV behind the probe, or by a writer, against the same policy over the KV as
     it is, at the same ratio and at 50% instead of 15%, and full reuse against 15% by `static-query`.
     """
-    known = {(each.data, each.prompt, each.kv, each.policy, each.ratio): each for each in found}
+    known = {_measured_of(each): each for each in found}
     made = []
     for each in found:
         against = [_STANDARD] if each.kv != RECOMPUTED else []

@@ -221,10 +221,11 @@ def test_what_was_measured_outlives_a_killed_run_and_is_summed_up_by_data_set(
     with file.open("a") as out:
         out.write('\n[{"data": "b", "pro')
     append_measured(file, [known])
-    assert read_measured([file]) == [known, other, known]
+    (again := tmp_path / "again.jsonl").write_text(file.read_text())
+    assert read_measured([file, again]) == [known, other], "what two draws have in common counts once"
     assert read_measured([tmp_path / "none"]) == []
     (tmp_path / "measured.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
-    assert read_measured([tmp_path / "measured.jsonl.gz"]) == [known, other, known]
+    assert read_measured([tmp_path / "measured.jsonl.gz"]) == [known, other]
     rows = summarise([known, other])
     assert [(row["data"], row["kl"], row["gold_change"]) for row in rows] == [
         ("a", 1, -0.5),
