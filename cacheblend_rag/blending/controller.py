@@ -23,6 +23,8 @@ SPENT = 0.05
 """How much later than the soonest the first token may come for the sake of computing more tokens: below what anybody notices."""
 HICCUP_S = 0.05
 """What a read may always be late by: on a busy machine any may be, and that says nothing about the next one."""
+GAIN = 1.1
+"""How many times sooner a blend must be expected, where nobody has said that there is to be one."""
 _BISECTIONS = 30
 _MOST_CHOICES = 256
 
@@ -60,6 +62,7 @@ class Load:
         waits_s: Seconds until a blend can begin: others run before it. An ordinary prefill takes turns with them.
         behind: Tokens of ``forced`` behind the last chunk, which a dense pass leaves out.
         header: What chunks are computed behind, if it is stored: it is used with any of them, and never alone.
+        front: Tokens of ``forced`` in front of the first stale span; no pass that measures anything runs them again.
     """
 
     spans: Sequence[Located]
@@ -72,6 +75,7 @@ class Load:
     waits_s: float = 0.0
     behind: int = 0
     header: Located | None = None
+    front: int = 0
 
     @property
     def tokens(self) -> int:
@@ -204,9 +208,10 @@ def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: fl
     spans = _chunks_of(plan)
     wanted = plan.candidates if terms.wants_static(ratio) else ()
     static = {span.start: span.static_deviation() for span in wanted}
-    dense, asks, more = terms.dense, terms.asks, 1.0
+    more = 1.0
     if terms.dense_unranked is not None and any(each is None for each in static.values()):
-        dense, asks, more = terms.dense_unranked, terms.asks_unranked, terms.more_unranked
+        more = terms.more_unranked
+        terms = replace(terms, dense=terms.dense_unranked, asks=terms.asks_unranked)
 
     def least(used: Sequence[bool]) -> float:
         if not isinstance(ratio, TextRatio):
@@ -215,17 +220,12 @@ def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: fl
         # Where a chunk has none, the blend cannot tell either.
         return min(1.0, more * (ratio.least if (joined := joined_static(kept)) is None else ratio.choose(joined)))
 
-    located = [_located(span, span in plan.exact) for span in spans]
-    header = next((_located(span, True) for span in plan.exact if span.chunk is None), None)
-    forced = plan.num_tokens - plan.start - plan.stored_tokens
-    behind = plan.num_tokens - max((span.end for span in spans), default=plan.start)
-    asked, lowest = plan.behind if asks else None, least([True] * len(spans))
-    load = Load(located, forced, lowest, 1.0, dense, asked, plan.start, waits_s, behind, header)
+    load = _load(plan, terms, least([True] * len(spans)), waits_s)
     found = decide(load, terms.costs)
     while (needed := least(found.used)) > found.ratio:  # without some chunks, the rest may need more
         load = replace(load, least=needed)
         found = decide(load, terms.costs)
-    at_hand = tuple(use and span.tier == "ram" for span, use in zip(located, found.used, strict=True))
+    at_hand = tuple(use and span.tier == "ram" for span, use in zip(load.spans, found.used, strict=True))
     most_wait_s = found.load_s + max(HICCUP_S, Arm(load, terms.costs, at_hand).seconds(found.ratio))
     expected = f"expected in {found.seconds:.3g} s, an ordinary prefill in {found.prefill_s:.3g} s"
     if all(found.used):
@@ -237,6 +237,43 @@ def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: fl
         else "none of it is used"
     )
     return Choice(in_place, found.ratio / more, f"; {what} ({expected})", found.seconds, most_wait_s)
+
+
+def blend_or_not(plan: BlendPlan, terms: Terms, ratio: float, waits_s: float = 0.0) -> Choice:
+    """Return whether to blend all that is stored by ``ratio``, or to use the exact prefix alone and compute the rest.
+
+    A blend is chosen where it is expected to be clearly sooner (:data:`GAIN`); it costs accuracy, and the other way none.
+    """
+    load = _load(plan, terms, ratio, waits_s)
+    blend, exact = (
+        Arm(load, terms.costs, used)
+        for used in (tuple(True for _ in load.spans), tuple(span.exact for span in load.spans))
+    )
+    seconds, without_s = blend.seconds(ratio), exact.seconds(ratio)
+    if not plan.stale or GAIN * seconds <= without_s:
+        return Choice(frozenset(), ratio, "", seconds)
+    words = (
+        f"; they are computed, since a blend is expected to take {seconds:.3g} s and computing them {without_s:.3g} s"
+    )
+    return Choice(frozenset(span.end for span in plan.stale), ratio, words, without_s)
+
+
+def _load(plan: BlendPlan, terms: Terms, least: float, waits_s: float) -> Load:
+    """Return a plan as the controller sees it."""
+    spans = _chunks_of(plan)
+    return Load(
+        [_located(span, span in plan.exact) for span in spans],
+        plan.num_tokens - plan.start - plan.stored_tokens,
+        least,
+        1.0,
+        terms.dense,
+        plan.behind if terms.asks else None,
+        plan.start,
+        waits_s,
+        plan.num_tokens - max((span.end for span in spans), default=plan.start),
+        next((_located(span, True) for span in plan.exact if span.chunk is None), None),
+        plan.stale[0].start - plan.exact_tokens if plan.stale else 0,
+    )
 
 
 def _located(span: StoredSpan, exact: bool) -> Located:
@@ -285,11 +322,15 @@ class Arm:
     def _passes_s(self, ratio: float) -> tuple[float, float, float]:
         """Return what the question's own pass, the dense and the sparse pass take."""
         compute, context, asked = self._costs.compute, self._load.context, self._load.asked
-        question = dense = 0.0
-        if self._stale and 0 < ratio < 1:
-            question = 0.0 if asked is None else compute.seconds(self._in_place + asked, context)
-            dense = self._load.dense * compute.seconds(self._checked, context)
-        return question, dense, compute.seconds(self._in_place + ratio * self._stale, context, self._placed)
+        question = dense = apart = 0.0
+        front = 0
+        if self._stale and 0 < ratio < 1 and (asked is not None or self._load.dense):
+            front = self._load.front
+            apart = compute.seconds(front, self._load.before + front)
+            question = 0.0 if asked is None else compute.seconds(self._in_place - front + asked, context)
+            dense = self._load.dense * compute.seconds(self._checked - front, context)
+        chosen = self._in_place - front + ratio * self._stale
+        return question, dense, apart + compute.seconds(chosen, context, self._placed)
 
     def highest_ratio(self, limit: float) -> float:
         """Return the highest ratio allowed whose time is within ``limit``."""

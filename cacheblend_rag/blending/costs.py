@@ -1,7 +1,7 @@
 """Holds what loading and computing cost on this machine, for the loading controller (paper section 5).
 
-Measured by ``cacheblend store calibrate`` and kept among the user's files, named by model, device and engine; while an engine
-runs, what real prompts take keeps them current.
+``cacheblend store calibrate`` measures the costs and keeps them among the user's files, named by model, device and engine. Before
+that, an engine knows what the parity gate's own passes took. While an engine runs, what real prompts take keeps both current.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from cacheblend_rag.store.events import TierReads
 _WEIGHT = 0.2
 """Of the newest observation in the exponentially weighted average: some ten prompts decide."""
 _MOST_STEP = 4.0
+_ATTENTION = 2.0
+"""How many times longer attention takes than the products with the weights, for as many operations."""
+_PLACING = 0.01
+"""What placing a stored token takes, as a share of what computing one takes."""
 """One observation counts as at most so many times slower or faster than expected: a hiccup is no new device."""
 
 
@@ -75,6 +79,27 @@ class ComputeCost:
         passed = self.fixed_s + tokens * (self.per_token_s + self.per_pair_s * context) if tokens else 0.0
         return passed + placed * self.per_placed_s
 
+    @classmethod
+    def of_model(cls, pass_s: float, token_s: float, config: Any) -> Self:
+        """Return the cost of a model by what short passes took, and by its shape (a Hugging Face ``config``).
+
+        Args:
+            pass_s: Seconds of a pass of next to no tokens.
+            token_s: Seconds that each token adds to a pass, in a short prompt.
+            config: Says how much attention costs beside the weights: ``hidden_size``, ``num_hidden_layers`` and the like.
+        """
+        hidden = float(config.hidden_size)
+        heads = float(config.num_attention_heads)
+        attended = heads * float(getattr(config, "head_dim", None) or hidden / heads)
+        shared = float(getattr(config, "num_key_value_heads", None) or heads) / heads
+        experts = float(getattr(config, "num_experts_per_tok", None) or 1)
+        inner = float(
+            getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 4 * hidden
+        )
+        weights = hidden * (2 * attended * (1 + shared) + 3 * inner * experts)
+        # Two products a pair of tokens, half of which a causal pass makes, by code that is slower than that of the weights.
+        return cls(pass_s, token_s, _ATTENTION * token_s * attended / weights, _PLACING * token_s)
+
     def scaled(self, factor: float) -> ComputeCost:
         """Return the cost on a machine that takes ``factor`` times as long."""
         return ComputeCost(*(part * factor for part in astuple(self)))
@@ -114,11 +139,13 @@ class Costs:
         layers: Number of the model's layers: loading and computing overlap layer by layer.
         compute: Of computing.
         tiers: Of loading, by tier.
+        calibrated: Whether ``store calibrate`` measured them; else short passes did, and nothing is known of tiers at first.
     """
 
     layers: int
     compute: ComputeCost
     tiers: Mapping[str, TierCost]
+    calibrated: bool = True
 
     def after(self, measured: MeasuredCost) -> Costs:
         """Return the costs corrected by what a run took."""

@@ -1,9 +1,11 @@
-"""Blends one prompt: place → dense pass → select → sparse pass, written once for every engine (paper section 4).
+"""Blends one prompt: place → front → dense pass → select → sparse pass, written once for every engine (paper section 4).
 
 1. *Place*: stored KV goes to its positions, layer by layer, just before the layer is computed.
-2. *Dense pass*: all tokens outside the exact prefix run up to the check layer, where fresh KV is compared with stored KV.
-3. *Select*: the policy chooses the tokens to recompute; with several check layers the set narrows (gradual filtering).
-4. *Sparse pass*: the chosen tokens and everything without stored KV run through all layers, from layer 0.
+2. *Front*: tokens without stored KV in front of the first stale chunk see no stale KV. Where a policy measures anything, they run
+   once, through all layers, before it does; no later pass runs them again.
+3. *Dense pass*: all tokens behind the front run up to the check layer, where fresh KV is compared with stored KV.
+4. *Select*: the policy chooses the tokens to recompute; with several check layers the set narrows (gradual filtering).
+5. *Sparse pass*: the chosen tokens and everything without stored KV run through all layers, from layer 0.
 
 The passes are the model's own forward at given positions; the causal mask they use is ``kv_position <= query_position``.
 
@@ -64,7 +66,7 @@ class Segment:
         awaited: What is waited for, of ``"load"``.
     """
 
-    kind: Literal["question", "dense", "sparse", "fetch", "load"]
+    kind: Literal["front", "question", "dense", "sparse", "fetch", "load"]
     tokens: int = 0
     share: float = 0.0
     done: int = 0
@@ -112,6 +114,7 @@ def fuse_stepwise(
         try:
             if options.whole:
                 yield Segment("load", awaited=fusor.loader)
+            yield from fusor.compute_front()
             yield from fusor.watch_question()
             for layer, width in fusor.checks:
                 yield from fusor.check(layer, width)
@@ -150,6 +153,8 @@ class _Fusor:
         self._watches = policy.needs_attention and undecided
         self.checks = _checks(options.schedule, target.num_layers) if policy.needs_deviation and undecided else []
         measures = self._watches or bool(self.checks)
+        first = int(self._candidates.positions[0]) if measures else 0
+        self._front, self._forced = self._forced[self._forced < first], self._forced[self._forced >= first]
         if policy.needs_deviation or policy.needs_attention:
             self._keep = torch.full((total,), self._count > 0)
         else:
@@ -166,7 +171,7 @@ class _Fusor:
             whole=options.whole,
             most_wait_s=options.most_wait_s,
         )
-        if self.checks and not self._watches:
+        if self.checks and not self._watches and not len(self._front):
             self.loader.expect_rest(self.checks[-1][0] + 1)
         self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, trace)
         self._trace = trace
@@ -184,7 +189,7 @@ class _Fusor:
 
     def _run(
         self,
-        kind: Literal["question", "dense", "sparse"],
+        kind: Literal["front", "question", "dense", "sparse"],
         positions: torch.Tensor,
         share: float,
         run: Callable[[torch.Tensor], object],
@@ -197,9 +202,17 @@ class _Fusor:
             with computing(self._trace, f"{kind} pass", len(part)):
                 run(part)
             segment.done = len(part)
-            if kind != "sparse":
+            if kind in ("question", "dense"):
                 self._selection += len(part) * share
             positions = positions[len(part) :]
+
+    def compute_front(self) -> Segments:
+        """Run the tokens in front of the first stale chunk through all layers: their KV is that of a full prefill."""
+        if len(self._front) and not self.checks:  # a check wants its layer's stored KV by itself
+            self._placer.place_rest()
+        yield from self._run(
+            "front", self._front, 1.0, lambda part: self._target.forward(part, self._placer.before_layer)
+        )
 
     def watch_question(self) -> Segments:
         """Measure the question's attention over stored KV, if the policy needs it; select, if nothing else is needed."""
@@ -253,7 +266,7 @@ class _Fusor:
         )
         # Where nothing is computed, KV must be placed all the same.
         self._placer.before_layer(self._target.num_layers - 1)
-        self._computed = len(positions)
+        self._computed = len(self._front) + len(positions)
 
     def settle(self) -> None:
         """Let whatever the device is given from now on come behind the KV that is on its way."""
@@ -371,7 +384,7 @@ def _candidates(plan: BlendPlan, static: torch.Tensor | None) -> Candidates:
 
 
 def _forced(plan: BlendPlan, candidates: torch.Tensor) -> torch.Tensor:
-    """Return the positions that are neither exact nor candidates: text, missing chunks, the question."""
+    """Return the positions that are neither exact nor candidates: text, missing chunks, the question; ascending."""
     forced = torch.ones(plan.num_tokens, dtype=torch.bool)
     forced[: plan.exact_tokens] = forced[candidates] = False
     return forced.nonzero().squeeze(1)

@@ -12,6 +12,7 @@ decoded KV must predict almost what one of exact KV predicts. The gate also repo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,6 +43,8 @@ CODEC_LIMIT: Final = 0.01
 """Most KL divergence, in nats, between what a blend of exact KV predicts and one of decoded KV, in the median over questions."""
 # A token that a mixture of experts sends elsewhere moves one question far, and rounding does as much: hence the median.
 _QUESTIONS: Final = 5
+# Tokens of a pass that fill a GPU: fewer take no less time.
+_FILLED: Final = 512
 # Longest sliding window that the gate looks past: a prompt that is longer costs seconds on a CPU.
 _WINDOW = 512
 
@@ -87,6 +90,8 @@ class GateReport:
         first_token_kl: KL divergence, in nats, of the first token's distribution: full prefill against a 15% blend.
         limit: The largest difference allowed.
         codecs: What :func:`check_codecs` found of the tiers' codecs.
+        pass_s: Seconds of a pass of next to no tokens, as the gate's own prefills took them; 0 where none was made.
+        token_s: Seconds that each token adds to a pass.
     """
 
     passed: bool
@@ -95,6 +100,8 @@ class GateReport:
     first_token_kl: float | None = None
     limit: float | None = None
     codecs: dict[str, float] = field(default_factory=dict)
+    pass_s: float = 0.0
+    token_s: float = 0.0
 
 
 def run_gate(subject: GateSubject, codecs: Collection[str] = ()) -> tuple[GateReport, Rope | None]:
@@ -157,6 +164,22 @@ class _Prompt:
             generator.manual_seed(question)
             self.ids[-_QUESTION:] = torch.randint(0, subject.vocab_size, (_QUESTION,), generator=generator).tolist()
         self._starts = [i * (chunk + _GAP) for i in range(_CHUNKS)]
+        self._seconds: dict[int, float] = {}  # the least of a prefill, by its number of tokens
+
+    def _prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
+        begin = time.perf_counter()
+        logits, kv = self._subject.full_prefill(token_ids, offset)
+        float(logits[0])  # waits for the device
+        took = time.perf_counter() - begin
+        self._seconds[len(token_ids)] = min(took, self._seconds.get(len(token_ids), took))
+        return logits, kv
+
+    def cost(self) -> tuple[float, float]:
+        """Return the seconds of a pass of no tokens and those of a token, by the prefills that were made."""
+        (few, few_s), (many, many_s) = min(self._seconds.items()), max(self._seconds.items())
+        # A device that is not filled by this many tokens takes as long for one: what a token costs then is a guess.
+        token_s = max((many_s - few_s) / max(1, many - few), few_s / _FILLED)
+        return max(0.0, few_s - few * token_s), token_s
 
     def asking(self, question: int) -> _Prompt:
         """Return the same chunks with another question."""
@@ -165,16 +188,16 @@ class _Prompt:
     @cached_property
     def full(self) -> tuple[torch.Tensor, ChunkKV]:
         """Return logits and KV of the model's own full prefill."""
-        return self._subject.full_prefill(self.ids)
+        return self._prefill(self.ids)
 
     @cached_property
     def elsewhere(self) -> tuple[torch.Tensor, ChunkKV]:
         """Return logits and KV of the full prefill at other positions."""
-        return self._subject.full_prefill(self.ids, _OFFSET)
+        return self._prefill(self.ids, _OFFSET)
 
     def alone(self) -> list[ChunkKV]:
         """Return each chunk's KV, computed by itself."""
-        whole = [self._subject.full_prefill(self.ids[s : s + self._chunk])[1] for s in self._starts]
+        whole = [self._prefill(self.ids[s : s + self._chunk])[1] for s in self._starts]
         return [cut(kv, 0, self._chunk) for kv in whole]
 
     def in_context(self) -> list[ChunkKV]:
@@ -246,7 +269,8 @@ def _compare(subject: GateSubject, rope: Rope) -> GateReport:
         compare("exact KV from other positions, past a window", past, past.in_context(), 0.3)
     failed = [f"{name}: off by {error:.2g} standard deviations" for name, error in errors.items() if not error <= limit]
     failed += [f"{name}: {layer}" for name, layer in wrong.items()]
-    return GateReport(not failed, "; ".join(failed), errors, kl, limit)
+    pass_s, token_s = prompt.cost()
+    return GateReport(not failed, "; ".join(failed), errors, kl, limit, pass_s=pass_s, token_s=token_s)
 
 
 def first_token_kl(want: torch.Tensor, got: torch.Tensor) -> float:

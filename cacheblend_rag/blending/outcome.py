@@ -86,8 +86,9 @@ class PromptOutcome:
         loaded_bytes: Bytes of stored KV read; of several ranks, on the first.
         loads: Where the stored KV of each chunk came from, in a blend.
         reads: What reading took, by tier other than RAM.
-        prefill_s: Seconds that an ordinary prefill was expected to take, where its cost was measured (``store calibrate``).
-        expected_s: Seconds to the first token that the loading controller expected; None where it decided nothing.
+        prefill_s: Seconds that computing all behind what the engine had kept was expected to take; None for a model that is not
+            blended.
+        expected_s: Seconds to the first token that the controller expected; None where it decided nothing.
         fingerprint: Identity of the model that answered; empty where nobody said.
         calibrated: Whether calibration has chosen how the model is blended; else nobody has looked how near a blend comes.
     """

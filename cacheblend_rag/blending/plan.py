@@ -7,8 +7,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, count, groupby
-from operator import ne
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -296,12 +295,3 @@ def origins(
             key.update(array("q", token_ids[start:end]))
         found.append(Origin(start, key.hexdigest()))
     return tuple(found)
-
-
-def common_tokens(one: Sequence[int], ones: Sequence[Origin], other: Sequence[int], others: Sequence[Origin]) -> int:
-    """Return how many tokens two prompts have in common from the first on, whose KV came about alike, too."""
-    common = next(compress(count(), map(ne, one, other)), min(len(one), len(other)))
-    alike = 0
-    while alike < min(len(ones), len(others)) and ones[alike] == others[alike]:
-        alike += 1
-    return min([common, *(origin.start for origin in (*ones[alike:], *others[alike:]))])

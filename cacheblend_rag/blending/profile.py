@@ -22,6 +22,7 @@ from cacheblend_rag.blending.settings import (
     BlendSchedule,
     BlendSettings,
     FuseOptions,
+    Quality,
     ResolvedSettings,
     Reuse,
     TextRange,
@@ -34,6 +35,7 @@ _FILE = "cacheblend.json"
 EMBEDDED = "transformers"
 """The engine whose costs another one begins with where its own were not measured."""
 _log = logging.getLogger(__name__)
+_QUALITY: dict[Reuse, Quality] = {"chunks": "high", "prefix": "exact", "off": "full"}
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class ModelProfile:
             self.policy if settings.policy is None else settings.policy,
             self.check_layers if asked is None else asked,
             settings.reuse or self.reuse,
+            None if settings.named else settings.quality or _QUALITY[self.reuse],
         )
 
     def options(self, settings: ResolvedSettings) -> FuseOptions:

@@ -85,7 +85,8 @@ class BlendSettings(_How):
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
         quality: In place of the three: ``"high"`` blends by the profile, ``"fast"`` recomputes less, ``"exact"`` reuses only what
             an ordinary prefix cache could, which changes nothing, and ``"full"`` reuses nothing. With all left open it is
-            ``"high"``, or ``"exact"`` where calibration found that no blend is good enough.
+            ``"high"``, or ``"exact"`` where calibration found that no blend is good enough. ``"high"`` and ``"fast"`` compute a
+            prompt that a blend would not answer clearly sooner; the three options above blend every prompt.
 
     Raises:
         InputError: A value out of range, an unknown policy, or a quality beside what it stands for. Layers beyond the model are
@@ -121,16 +122,18 @@ class ResolvedSettings(_How):
     """Holds what is done with a prompt's stored KV, nothing left open; :meth:`ModelProfile.resolve` makes it.
 
     ``reuse`` says what of the stored KV is used at all; the rest is as of :class:`BlendSettings`, errors too.
+    ``quality`` is the one that was asked for, or that the profile stands for; None where the request says how to blend.
     """
 
     ratio: Ratio
     policy: str | SelectionPolicy
     check_layers: tuple[int, ...]
     reuse: Reuse = None  # type: ignore[assignment]  # refused below: a field behind inherited defaults must have one
+    quality: Quality | None = None
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            if getattr(self, option.name) is None:
+            if option.name != "quality" and getattr(self, option.name) is None:
                 raise InputError(f"{option.name} is left open; give a value.")
         super().__post_init__()
         if self.reuse not in get_args(Reuse):
@@ -138,7 +141,9 @@ class ResolvedSettings(_How):
 
     @property
     def asked(self) -> BlendSettings:
-        """Return the options that ask for just this, whatever the profile."""
+        """Return the options that ask for just this, whatever the profile; a quality stays the profile's to fill in."""
+        if self.quality is not None:
+            return BlendSettings(quality=self.quality)
         if self.reuse == "chunks":
             return BlendSettings(self.ratio, self.policy, self.check_layers)
         return FULL_RECOMPUTE if self.reuse == "off" else PREFIX_CACHING

@@ -62,7 +62,7 @@ class BlendEngine(Closing):
         store: Where the chunks' KV is kept, if this process can see it.
         device: What the model runs on; None if that is another machine's business.
         dtype: What it computes in, likewise.
-        costs: What loading and computing cost, for the loading controller; None where it was not measured.
+        costs: What loading and computing cost, for the loading controller; None where nothing was measured.
         writer: Names what writes the chunks' KV in the model's place (:mod:`cacheblend_rag.engines.writer`); None for the model.
         namespace: Where its chunks and stored KV are (:meth:`within`).
         prefix_cache_tokens: How many tokens the engine's own prefix cache holds at the most; 0 where it has none.
@@ -134,7 +134,7 @@ class BlendEngine(Closing):
     @property
     def controlled(self) -> bool:
         """Return whether there is a loading controller to choose a ratio of ``"auto"``."""
-        return self.costs is not None
+        return self.costs is not None and self.costs.calibrated
 
     @abstractmethod
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:

@@ -96,10 +96,8 @@ def _lacks(engine: BlendEngine, prompt: TokenizedPrompt, done: Generation, span:
 
 def _exact_prefix(engine: BlendEngine, prompt: TokenizedPrompt, done: Generation, reuse: Reuse) -> int:
     """Return how many tokens from the first on were used as they are, in the context they were computed in."""
-    if reuse == "off":
-        return 0
-    if reuse == "prefix":
-        return done.usage.reused_tokens
+    if reuse in ("off", "prefix"):
+        return done.usage.reused_tokens  # without a blend all that is reused is exact
     header = len(engine.header_ids)
     if not prompt.spans or prompt.token_ids[:header] != tuple(engine.header_ids):
         return 0

@@ -59,10 +59,10 @@ class Scene:
 
 
 def engine_for(model: Any, scene: Scene, **options: Any) -> Any:
-    """A transformers engine without a tokenizer whose header is the scene's."""
+    """A transformers engine without a tokenizer or a prefix cache whose header is the scene's."""
     from cacheblend_rag.engines.transformers import TransformersEngine
 
-    return TransformersEngine(model, device="cpu", header=scene.header, **options)
+    return TransformersEngine(model, device="cpu", header=scene.header, **{"prefix_cache": 0, **options})
 
 
 def entries_of(engine: Any, store: Any, scene: Scene) -> list[Any]:

@@ -144,8 +144,26 @@ def test_as_many_tokens_are_recomputed_as_the_ratio_says_rounded(ratio: float, c
 def test_the_tokens_whose_keys_or_values_are_others_at_their_positions_are_recomputed(layers: tuple[int, ...]) -> None:
     target = Target(keys=(11, 16), values=(13,))
     assert blended(target, "hkvd", 0.3, *layers).recomputed.tolist() == [11, 13, 16]
-    assert target.ran[0] == [*TEXT, *SECOND], "all that is not exact, up to the last candidate"
-    assert target.ran[-1] == [*TEXT, 11, 13, 16, *QUESTION]
+    assert target.ran[1] == [*SECOND], "all behind the front, up to the last candidate"
+    assert target.ran[-1] == [11, 13, 16, *QUESTION]
+
+
+@pytest.mark.parametrize("name", ["static-query", "query", "hkvd", "hybrid"])
+def test_text_in_front_of_the_first_stale_chunk_is_computed_once_and_before_the_question(name: str) -> None:
+    target = Target()
+    done = blended(target, name, 0.3, 1)
+    assert target.ran[0] == [*TEXT]
+    assert all(position not in TEXT for run in target.ran[1:] for position in run)
+    assert done.outcome.usage.computed_tokens == len(TEXT) + 3 + len(QUESTION)
+    question = len(QUESTION) if name != "hkvd" else 0
+    dense = len(SECOND) / LAYERS if name in ("hkvd", "hybrid") else 0
+    assert done.outcome.usage.selection_tokens == question + dense, "the front chooses nothing"
+
+
+def test_a_policy_that_measures_nothing_takes_one_pass() -> None:
+    target = Target()
+    blended(target, "static", 0.3)
+    assert target.ran == [[*TEXT, 9, 12, 14, *QUESTION]]
 
 
 def test_every_layer_is_placed_once_at_the_prompts_positions_and_what_is_exact_keeps_its_bits() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import pytest
 import torch
 
-from cacheblend_rag.blending.plan import BlendPlan, Origin, StoredSpan, common_tokens, make_plan, origins
+from cacheblend_rag.blending.plan import BlendPlan, Origin, StoredSpan, make_plan, origins
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import ResolvedSettings, blend_terms
+from cacheblend_rag.engines.transformers.prefixes import Said
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
@@ -26,6 +28,12 @@ def made(**changes: Any) -> tuple[Origin, ...]:
     spans, ids, ends = (changes.get(name, value) for name, value in (("spans", SPANS), ("ids", IDS), ("ends", ENDS)))
     terms = blend_terms(settings, ModelProfile().options(settings))
     return origins(spans, ids, ends, HEADER, terms, changes.get("watches", False))
+
+
+def common_tokens(one: Sequence[int], ones: Sequence[Origin], other: Sequence[int], others: Sequence[Origin]) -> int:
+    """How many tokens two prompts have in common whose KV came about alike, as the prefix cache sees it."""
+    labels = (Said(tuple(ids), tuple(found), "").labels for ids, found in ((one, ones), (other, others)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*labels, strict=False)))
 
 
 def test_each_turn_with_chunks_has_an_origin_at_its_first_chunk_or_at_the_header_in_front_of_it() -> None:

@@ -62,7 +62,8 @@ def test_a_profile_fills_in_what_is_left_open_and_changes_nothing_else(settings:
         assert getattr(resolved, name) == (getattr(profile, name) if given is None else given)
     other = ModelProfile(0.7, "static", (1,), reuse="prefix", text=TextRange(0.4, 0.1))
     again = other.resolve(resolved.asked, num_layers=1000)
-    assert again == resolved if resolved.reuse == "chunks" else again.reuse == resolved.reuse
+    assert (again.reuse, again.quality) == (resolved.reuse, resolved.quality), "a quality is every profile's own"
+    assert again == resolved or resolved.quality is not None
     assert ResolvedSettings.from_params(json.loads(json.dumps(resolved.to_params()))) == resolved
 
 

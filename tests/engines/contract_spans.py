@@ -46,7 +46,8 @@ class SpansContract:
         found = tree(spans)
         assert found["mine"] == {"cacheblend.generate"}
         assert parts <= found["cacheblend.generate"] <= {*parts, "cacheblend.prefill"}
-        assert found["cacheblend.fuse"] == {"cacheblend.dense_pass", "cacheblend.sparse_pass"}
+        passes = {f"cacheblend.{name}_pass" for name in ("front", "dense", "sparse")}
+        assert found["cacheblend.fuse"] == passes
         request, usage = named(spans, "cacheblend.generate"), answer.usage
         assert request["cacheblend.mode"] == "blend"
         assert (request["cacheblend.reason"], request["cacheblend.ratio"]) == (answer.reason, answer.ratio)

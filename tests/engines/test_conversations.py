@@ -1,4 +1,4 @@
-"""Conversations on the transformers engine: what is kept of them, against an independent reference, and for whom."""
+"""The prefix cache of the transformers engine: what is kept of prompts, against an independent reference, and for whom."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cacheblend_rag.blending.plan import Origin
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.entries import _key_of
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.engines.transformers.cache import Conversations, PositionedCache, Said
+from cacheblend_rag.engines.transformers.cache import PositionedCache
+from cacheblend_rag.engines.transformers.prefixes import PrefixCache, Said
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, TokenizedPrompt, chat_prompt
+from cacheblend_rag.store.kv import LayerKV
 from tests.blending.families import _BASE, make_model
 from tests.blending.reference import Part, blend
 from tests.blending.writers import write_writer
@@ -109,8 +112,58 @@ def test_each_answer_is_that_of_the_turns_blended_one_after_the_other(engine: Tr
         assert torch.allclose(seen[-1], want.logits, atol=1e-4)
 
 
-def test_a_question_that_only_begins_like_another_is_blended_for_itself(engine: TransformersEngine) -> None:
-    assert [kept(engine, 1), kept(engine, 1), kept(engine, 1, subject="all of it")] == [0, 0, 0]
+def test_a_prompt_asked_again_computes_its_last_token_alone(engine: TransformersEngine) -> None:
+    assert [kept(engine, 1), kept(engine, 1)] == [0, len(asked(engine, 1).token_ids) - 1]
+
+
+def test_another_question_about_the_same_chunks_goes_on_from_their_blend(engine: TransformersEngine) -> None:
+    seen: list[torch.Tensor] = []
+    engine.on_first_logits = seen.append
+    kept(engine, 1)
+    prompt = asked(engine, 1, subject="all of it")
+    assert kept(engine, 1, subject="all of it") >= prompt.spans[-1].end
+    want = blend(
+        engine.runner.model,
+        list(engine.header_ids),
+        parts(engine, prompt),
+        RATIO,
+        chosen=first_tokens(prompt.spans[1:2]),
+    )
+    assert torch.allclose(seen[-1], want.logits, atol=1e-4)
+
+
+def test_text_in_front_of_the_first_chunk_is_computed_once_for_all_prompts(engine: TransformersEngine) -> None:
+    system = "You are the archivist of the northern coast and answer in one short sentence."
+
+    def of(note: str, settings: BlendSettings) -> Any:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": f"{note}\n\nWho runs it?"}]
+        prompt = engine.tokenize(chat_prompt(engine.tokenizer, messages, engine.registry))
+        return prompt, engine.generate(prompt, SamplingParams(max_tokens=1), settings).usage.kept_tokens
+
+    prompt, first = of(NOTES[0], BlendSettings(ratio=RATIO, policy="query"))
+    front = prompt.spans[0].start
+    assert front > 16
+    assert first == 0
+    for note, settings in (
+        (NOTES[1], BlendSettings(ratio=RATIO, policy="static")),
+        (NOTES[2], BlendSettings(quality="exact")),
+    ):
+        _, again = of(note, settings)
+        assert front <= again <= front + 2, "and what chunks have in common at their beginning, where it is exact"
+
+
+def test_exact_quality_reuses_chunks_behind_any_front_and_answers_as_a_full_prefill(engine: TransformersEngine) -> None:
+    def of(question: str, quality: Any) -> Any:
+        text = f"Read all of this before you answer.\n\n{NOTES[0]}\n\n{NOTES[1]}\n\n{question}"
+        return engine.generate(text, SamplingParams(max_tokens=6, logprobs=4), BlendSettings(quality=quality))
+
+    of("Who runs the first?", "exact")
+    full, exact = of("When was the second founded?", "full"), of("When was the second founded?", "exact")
+    assert exact.usage.kept_tokens > 40
+    assert exact.mode == "prefill"
+    assert exact.token_ids == full.token_ids
+    for mine, theirs in zip(exact.logprobs, full.logprobs, strict=True):
+        assert dict(mine.top) == pytest.approx(dict(theirs.top), abs=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["query", "static-query", "hybrid"])
@@ -122,23 +175,16 @@ def test_where_the_question_selects_another_question_keeps_nothing_of_its_turn(m
     assert kept(engine, 2, settings) > 0
 
 
-def test_a_text_that_goes_on_needs_no_template_and_one_that_only_begins_alike_shares_nothing(engine: Any) -> None:
+def test_plain_texts_that_begin_alike_share_their_beginning(engine: Any) -> None:
     def of(text: str) -> int:
         return engine.generate(text, SamplingParams(max_tokens=2), SINK).usage.kept_tokens
 
-    first = "Human: Who runs the observatory?\nAI:"
-    assert [of(first), of(first), of("Human: Who runs the company?\nAI:")] == [0, 0, 0]
+    first = "Human: Who has the keys of the observatory on the hill above the harbour?\nAI:"
     longer = f"{first} Ada.\nHuman: Who else?\nAI:"
+    assert of(first) == 0
     assert of(longer) >= len(engine.tokenize(first).token_ids) - 1
-    assert of("Human: Who runs the company now, and who did before?\nAI:") == 0
-
-
-def test_a_prompt_of_two_tokens_is_no_conversation_that_any_other_goes_on_with(engine: TransformersEngine) -> None:
-    first = TokenizedPrompt((0, 5), ())
-    engine.generate(first, SamplingParams(max_tokens=1))
-    other = TokenizedPrompt((0, *range(7, 40)), ())
-    assert engine.generate(other, SamplingParams(max_tokens=1)).usage.kept_tokens == 0
-    assert engine.generate(TokenizedPrompt((0, 5, 6), ()), SamplingParams(max_tokens=1)).usage.kept_tokens == 2
+    assert of("Human: Who has the keys of the observatory on the hill above the town?\nAI:") >= 16
+    assert of("Humans: who?") == 0
 
 
 def test_a_full_prefill_neither_finds_a_conversation_nor_leaves_one(engine: TransformersEngine) -> None:
@@ -148,24 +194,31 @@ def test_a_full_prefill_neither_finds_a_conversation_nor_leaves_one(engine: Tran
     assert kept(engine, 3, off) == 0
 
 
-def test_only_so_much_is_kept_and_the_conversation_that_rested_longest_goes(model: Any) -> None:
+def test_only_so_much_is_kept_and_the_prompt_that_rested_longest_goes(model: Any) -> None:
+    texts = [f"{name * 3} is a word, and nobody has ever said more about it than that." for name in "abc"]
+
+    def of(engine: TransformersEngine, text: str) -> int:
+        return engine.generate(text, SamplingParams(max_tokens=1), SINK).usage.kept_tokens
+
     with engine_of(model) as engine:
-        engine.generate(asked(engine, 1), SamplingParams(max_tokens=1), SINK)
-        nbytes = engine.conversations._kept[0][1].nbytes
-    with engine_of(model, conversations=int(2.5 * nbytes)) as engine:
-        for subject in ("a", "b", "c"):
-            kept(engine, 1, subject=subject)
-        assert [kept(engine, 2, subject=subject) > 0 for subject in ("a", "c")] == [False, True]
-    with engine_of(model, conversations=0) as engine:
-        assert [kept(engine, 1), kept(engine, 2)] == [0, 0]
+        of(engine, texts[0])
+        nbytes = engine.prefixes.nbytes
+    with engine_of(model, prefix_cache=int(2.5 * nbytes)) as engine:
+        assert [of(engine, text) for text in (*texts, texts[0])] == [0] * 4
+        assert of(engine, texts[2]) > 0
+    with engine_of(model, prefix_cache=0) as engine:
+        assert [of(engine, texts[0]), of(engine, texts[0])] == [0, 0]
     with pytest.raises(InputError, match="'much' is not a size"):
-        engine_of(model, conversations="much")
+        engine_of(model, prefix_cache="much")
 
 
-def test_a_prompt_that_goes_on_takes_the_place_of_the_one_before(engine: TransformersEngine) -> None:
+def test_what_two_prompts_have_in_common_is_kept_once(engine: TransformersEngine) -> None:
+    each = []
     for turn in range(1, 4):
         kept(engine, turn)
-        assert len(engine.conversations._kept) == 1
+        each.append(engine.prefixes.nbytes)
+    tokens = len(asked(engine, 3).token_ids)
+    assert each[0] < each[1] < each[2] <= (tokens + 8) * each[0] / len(asked(engine, 1).token_ids)
 
 
 def test_forgetting_a_chunk_forgets_the_conversations_and_so_does_a_reset(engine: TransformersEngine) -> None:
@@ -177,47 +230,56 @@ def test_forgetting_a_chunk_forgets_the_conversations_and_so_does_a_reset(engine
     assert kept(engine, 4) > 0
 
 
-class Remembering(PositionedCache):
-    """A cache without memory that remembers how much it began with."""
-
-    begun = 0
-
-    def __init__(self) -> None:
-        super().__init__(0, 0)
-
-    def begin_as(self, other: PositionedCache, length: int) -> None:
-        self.begun = length
-
-
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def filled(said: Said) -> PositionedCache:
+    """A cache whose KV at each slot tells all labels up to there."""
+    cache, seen = PositionedCache(1, len(said.token_ids) or 1), hash(())
+    values = []
+    for label in said.labels:
+        seen = hash((seen, label)) % (1 << 52)
+        values.append(float(seen))
+    told = torch.tensor(values, dtype=torch.float64)[None, :, None]
+    cache.extend([LayerKV(told, -told)], len(values))
+    return cache
 
 
-# Most begin as the others do, so that they differ late, in what is compared first and in front of it.
+# Most begin as the others do, so that they part late.
 _ALIKE = st.builds(lambda same, own: [0] * same + own, st.integers(0, 40), st.lists(st.integers(0, 1), max_size=24))
-_TOLD = st.lists(st.tuples(_ALIKE, st.integers(1, 5)), max_size=5)
+_ORIGINS = st.lists(st.tuples(st.integers(0, 50), st.sampled_from("ab")), max_size=2, unique_by=lambda each: each[0])
+_SAID = st.builds(
+    lambda tokens, found: Said(
+        tuple(tokens), tuple(Origin(at, key) for at, key in sorted(found) if at < len(tokens)), ""
+    ),
+    _ALIKE.filter(bool),
+    _ORIGINS,
+)
 
 
-@example([([0] * 30 + [1] * 10, 1)], [0] * 50, 8, True, 0)
-@given(_TOLD, _ALIKE, st.integers(1, 70), st.booleans(), st.integers(0, 4))
-def test_the_conversation_with_most_in_common_is_gone_on_with(
-    told: list[tuple[list[int], int]], prompt: list[int], turn: int, later: bool, lead: int
-) -> None:
-    conversations, left = Conversations(1), list[tuple[list[int], int]]()
-    for tokens, answered in told:
-        asked = max(1, len(tokens) - answered)
-        conversations.keep(Said(tuple(tokens), (), "", asked), Remembering())
-        left = [each for each in left if each[0] != tokens[: len(each[0])]] + [(tokens, asked)]
-    first_turn = turn if later else len(prompt)
-    want = [0]
-    for tokens, asked in left:
-        length = min(common(tokens, prompt), len(prompt) - 1)
-        goes_on = asked < len(prompt) and length >= asked - lead - 2 and 2 * length > asked
-        want.append(length if goes_on or length >= first_turn else 0)
-    cache = Remembering()
-    turn_ends = [turn, turn + 1] if later else [len(prompt)]
-    assert conversations.begin(Said(tuple(prompt), (), "", len(prompt)), turn_ends, lead, cache) == max(want)
-    assert cache.begun == max(want)
+@given(st.lists(_SAID, max_size=6), _SAID, st.sampled_from([1 << 20, 40 * 16, 90 * 16]))
+def test_a_prompt_begins_with_the_longest_beginning_that_is_kept(told: list[Said], prompt: Said, budget: int) -> None:
+    prefixes = PrefixCache(budget)
+    for said in told:
+        prefixes.keep(said, filled(said))
+        assert prefixes.nbytes <= budget
+    cache = PositionedCache(1, len(prompt.token_ids))
+    found = prefixes.begin(prompt, cache)
+    most = len(prompt.token_ids) - 1
+    exact = max((min(most, common(said.labels, prompt.token_ids)) for said in told), default=0)
+    blended = max((min(most, common(said.labels, prompt.labels)) for said in told), default=0)
+    if budget == 1 << 20:
+        longest = max(exact, blended)
+        assert found.tokens == (longest if longest >= 16 else 0)
+        assert found.exact == (longest < 16 or exact >= blended)
+    assert cache.length == found.tokens <= most
+    if found.tokens:
+        labels = prompt.token_ids if found.exact else prompt.labels
+        want = filled(Said(prompt.token_ids, () if found.exact else prompt.origins, ""))
+        assert labels[: found.tokens] and torch.equal(
+            cache.view(0, 0, 0, found.tokens).k, want.view(0, 0, 0, found.tokens).k
+        )
+
+
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def test_forgetting_a_chunk_leaves_no_tokens_of_it_among_the_keys_that_are_remembered(
@@ -256,7 +318,7 @@ def test_an_answer_that_was_left_in_the_middle_is_kept_as_far_as_it_came(engine:
 def test_the_memory_of_a_prompt_is_free_when_it_ends_and_not_when_garbage_is_collected(
     model: Any, policy: str | None, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(model, conversations=0)
+    engine = engine_of(model, prefix_cache=0)
     settings = BlendSettings(quality="full") if policy is None else BlendSettings(ratio=RATIO, policy=policy)
     prompt = asked(engine, 1)
     engine.generate(prompt, SamplingParams(max_tokens=1), settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,21 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-class TestTransformersEngine(EngineContract, ControllerContract, ConversationContract, SpansContract):
+class TestConversations(ConversationContract):
+    @pytest.fixture
+    def engine(self, model_directory: Path) -> Iterator[TransformersEngine]:
+        with TransformersEngine(model_directory, device="cpu") as engine:
+            yield engine
+
+
+class TestTransformersEngine(EngineContract, ControllerContract, SpansContract):
     @pytest.fixture(autouse=True)
     def _directory(self, model_directory: Path) -> None:
         self.directory = model_directory
 
     def make(self, store: Any, **options: Any) -> TransformersEngine:
-        return TransformersEngine(self.directory, store=store, device="cpu", **options)
+        """Without a prefix cache, so that a prompt asked again is blended again."""
+        return TransformersEngine(self.directory, store=store, device="cpu", **{"prefix_cache": 0, **options})
 
     def test_the_fingerprint_is_that_of_the_files_dtype_and_weights(self, engine, tmp_path: Path) -> None:
         import shutil

@@ -1,15 +1,12 @@
-"""Keeps a sequence's KV in slots of its positions, and that of conversations so far, for the prompts that go on with them."""
+"""Keeps the KV of one sequence in slots of its positions, while a model runs it."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from cacheblend_rag.blending.plan import Origin, common_tokens
 from cacheblend_rag.blending.rope import Move, moved
 from cacheblend_rag.blending.target import StopForward
 from cacheblend_rag.engines.kernels.check import placing_works
@@ -85,11 +82,6 @@ class PositionedCache:
         """Number of slots written in all layers, from the first on."""
         return self._length
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of its buffers, in bytes."""
-        return sum(buffer.nbytes for buffer in (*self._k, *self._v) if buffer is not None)
-
     def append(self, count: int) -> None:
         """Prepare for a forward over the next ``count`` tokens in order."""
         self._positions = slice(self._length, self._length + count)
@@ -121,13 +113,13 @@ class PositionedCache:
             own_k[:, :, : k.shape[2]], own_v[:, :, : v.shape[2]] = k, v
         self._length = prefix[0].k.shape[1]
 
-    def begin_as(self, other: PositionedCache, tokens: int) -> None:
-        """Begin with a copy of the first ``tokens`` of one sequence in another cache of the same model."""
-        for layer, (k, v) in enumerate(zip(other._k, other._v, strict=True)):
-            if k is not None and v is not None:
-                own_k, own_v = self._buffers(layer, k, v)
-                own_k[:, :, :tokens], own_v[:, :, :tokens] = k[:, :, :tokens], v[:, :, :tokens]
-        self._length = tokens
+    def extend(self, layers: Sequence[LayerKV], tokens: int) -> None:
+        """Append a copy of the first ``tokens`` of KV that :meth:`copied` returned, of one sequence."""
+        start, end = self._length, self._length + tokens
+        for layer, kv in enumerate(layers):
+            k, v = self._buffers(layer, kv.k[None], kv.v[None])
+            k[0, :, start:end], v[0, :, start:end] = kv.k[:, :tokens], kv.v[:, :tokens]
+        self._length = end
 
     def place(self, layer: int, kv: LayerKV, move: Move | None, positions: torch.Tensor) -> None:
         """Write stored ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``positions``."""
@@ -151,6 +143,10 @@ class PositionedCache:
     def read(self, layer: int, batch: int, start: int, end: int) -> LayerKV:
         """Return a copy of the slots ``start`` to ``end`` of one sequence."""
         return LayerKV(*(tensor.clone() for tensor in self.view(layer, batch, start, end)))
+
+    def copied(self, start: int, end: int) -> list[LayerKV]:
+        """Return a copy of the slots ``start`` to ``end`` of one sequence, of all layers."""
+        return [self.read(layer, 0, start, end) for layer in range(len(self))]
 
     # What transformers calls.
 
@@ -204,89 +200,3 @@ class PositionedCache:
                     new[:, :, : self._capacity] = old
                     buffers[layer] = new
         self._capacity, self.block = capacity, None
-
-
-# Each is compared with every prompt.
-_MOST: Final = 64
-# Around a template's tokens at the end of a prompt, text may be cut into others once it goes on.
-_MERGED: Final = 2
-# Tokens that are compared before all of them are: the last ones of a question.
-_TRIED: Final = 16
-
-
-@dataclass(frozen=True)
-class Said:
-    """Tokens, how their KV came about, and where it belongs.
-
-    Attributes:
-        token_ids: A prompt, or a prompt and its answer.
-        origins: From where on that KV is approximate, and by what.
-        namespace: Name of the one that it was asked in.
-        asked: How many of the tokens are the prompt's.
-    """
-
-    token_ids: tuple[int, ...]
-    origins: tuple[Origin, ...]
-    namespace: str
-    asked: int
-
-    def common(self, other: Said, needed: int) -> int:
-        """Return how many tokens of KV, from the first on, serve both; fewer than ``needed`` may count as none."""
-        last = slice(max(0, needed - _TRIED), needed)
-        if self.namespace != other.namespace or self.token_ids[last] != other.token_ids[last]:
-            return 0
-        return common_tokens(self.token_ids, self.origins, other.token_ids, other.origins)
-
-
-class Conversations:
-    """Prompts that were answered last, with their answers and the KV of both. Safe to call from several threads."""
-
-    def __init__(self, budget: int):
-        """Keep no more than ``budget`` bytes of KV; the conversation that rested longest goes first."""
-        self.budget = budget
-        self._kept: list[tuple[Said, PositionedCache, int]] = []  # and its bytes; the last used is the last
-        self._lock = threading.Lock()
-
-    def begin(self, prompt: Said, turn_ends: Sequence[int], lead_tokens: int, cache: PositionedCache) -> int:
-        """Fill an empty ``cache`` with what a conversation has left of ``prompt``; return for how many tokens.
-
-        That is none unless the prompt goes on from an earlier one: a turn of it, or that prompt as a whole but for what the
-        template writes behind it. What only begins like another is no conversation. The last token's logits are wanted, so that
-        it is never among them.
-        """
-        # The last end of a turn is where the answer begins that is asked for.
-        first_turn = turn_ends[0] if len(turn_ends) > 1 else len(prompt.token_ids)
-
-        def serves(said: Said) -> int:
-            # Of the shortest prompts half would be next to nothing.
-            needed = max(said.asked - lead_tokens - _MERGED, said.asked // 2 + 1)
-            needed = min(needed, first_turn) if said.asked < len(prompt.token_ids) else first_turn
-            common = min(said.common(prompt, needed), len(prompt.token_ids) - 1)
-            return common if common >= needed else 0
-
-        with self._lock:
-            lengths = [serves(each[0]) for each in self._kept]
-            most = max(lengths, default=0)
-            if not most:
-                return 0
-            found = self._kept.pop(lengths.index(most))
-            self._kept.append(found)
-        cache.begin_as(found[1], most)
-        return most
-
-    def keep(self, said: Said, cache: PositionedCache) -> None:
-        """Keep the KV of what was said; ``cache`` must not be written to any more."""
-        nbytes = cache.nbytes
-        if nbytes > self.budget:
-            return
-        with self._lock:
-            # What it goes on with is in it.
-            self._kept = [each for each in self._kept if each[0].common(said, n := len(each[0].token_ids)) < n]
-            self._kept.append((said, cache, nbytes))
-            while len(self._kept) > _MOST or sum(each[2] for each in self._kept) > self.budget:
-                del self._kept[0]
-
-    def clear(self, namespace: str | None = None) -> None:
-        """Forget the conversations of a namespace, or all."""
-        with self._lock:
-            self._kept = [each for each in self._kept if namespace is not None and each[0].namespace != namespace]

@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 
-from cacheblend_rag.blending.controller import Choice, Terms, control
+from cacheblend_rag.blending.controller import Choice, Terms, blend_or_not, control
 from cacheblend_rag.blending.costs import Computed, MeasuredCost
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan, origins
 from cacheblend_rag.blending.reads import UnusableSpanError
-from cacheblend_rag.blending.settings import BlendSettings, blend_terms
+from cacheblend_rag.blending.settings import BlendSettings, TextRatio, blend_terms
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, computing
 from cacheblend_rag.blending.transfer import whole_numbers
 from cacheblend_rag.engines.base import Prompt, Request
@@ -26,9 +26,10 @@ from cacheblend_rag.engines.entries import Entries, SideBySide
 from cacheblend_rag.engines.results import Generation, StreamEvent, Timings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
-from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache, Said
+from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.decoding import GUIDED, AnswerBuilder, Guide
 from cacheblend_rag.engines.transformers.owner import ModelOwner
+from cacheblend_rag.engines.transformers.prefixes import Kept, Said
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.prompts.templates import turn_ends, turn_lead
 from cacheblend_rag.store.kv import StoredKV
@@ -38,7 +39,7 @@ class PromptRun:
     """One prompt on its way: it is prefilled, then answered, and at its end lets go of what it used.
 
     Attributes:
-        plan: What is stored of what stands behind the first tokens, whose KV a conversation has left.
+        plan: What is stored of what stands behind the first tokens, whose KV the prefix cache had.
         logits: Of the last token so far, ``[vocab]``.
         outcome: What became of the prompt.
         cache: Its KV, and that of what follows it; None before and behind.
@@ -55,9 +56,7 @@ class PromptRun:
         self._model, self._request = model, request
         self._options = model.profile.options(request.settings)
         self._costs = model.costs  # as they are before this prompt corrects them
-        self._lead = turn_lead(model.tokenizer)
-        self._turn_ends = turn_ends(request.prompt.token_ids, self._lead)
-        self._said = self._as_said()
+        self._said, self._kept = self._as_said(), Kept()
         names = {span.chunk.id for span in request.prompt.spans}
         self._known = names - model.registry.unknown(names)
         self._tokens: list[int] = []  # of the answer
@@ -73,16 +72,15 @@ class PromptRun:
         said, cache, self.cache = self._said, self.cache, None
         gone = self._model.registry.unknown(self._known)  # forgotten meanwhile: nothing of them is to stay
         own, missing = ([c for c in each if c.id not in gone] for each in (self.plan.own_missing, self.plan.missing))
-        # Not where a conversation has left the beginning: it may have been blended.
-        if own and not self.plan.start and isinstance(cache, PositionedCache):
+        if own and self._kept.exact and isinstance(cache, PositionedCache):
             (chunk,), begin = own, self._request.prompt.spans[0].start
             layers = [cache.view(n, 0, begin, begin + len(chunk.token_ids)) for n in range(self._model.num_layers)]
             self._model.keep_first(chunk, layers, all(span.kv.exact for span in self.plan.exact))
         if said is not None and not gone and isinstance(cache, PositionedCache):
-            said = replace(said, token_ids=(*said.token_ids, *self._tokens[: self._fed]))
-            if cache.length == len(said.token_ids):  # not where a token was on its way
-                graphs = self._model.runner.graphs
-                self._model.conversations.keep(said, cache if graphs is None else graphs.kept(cache))
+            exact = self._kept.exact and not self.plan.stale and all(span.kv.exact for span in self.plan.exact)
+            tokens = (*said.token_ids, *self._tokens[: self._fed])
+            if cache.length == len(tokens):  # not where a token was on its way
+                self._model.prefixes.keep(Said(tokens, () if exact else said.origins, said.namespace), cache)
         del cache
         for span in (*self.plan.exact, *self.plan.stale):
             span.kv.finish()
@@ -117,10 +115,9 @@ class PromptRun:
         if self._trace is not None and prompt.spans and self._request.settings.reuse != "off":
             whole.tell(self._trace, looked)
         cache = model.runner.prompt_cache(len(prompt.token_ids)) if model.gate.passed else ModelsOwnCache()
-        kept = 0  # tokens whose KV a conversation had left
         if self._said is not None and isinstance(cache, PositionedCache):
-            kept = model.conversations.begin(self._said, self._turn_ends, len(self._lead), cache)
-        plan = whole.behind_kept(kept) if kept else whole
+            self._kept = model.prefixes.begin(self._said, cache)
+        plan = whole.behind_kept(self._kept.tokens) if self._kept.tokens else whole
         choice = self._choose(plan)
         self.plan = plan = plan if choice is None else choice.applied_to(plan)
         self._began = time.perf_counter()  # behind the look-ups: what they wait for is no computing
@@ -128,12 +125,12 @@ class PromptRun:
             outcome = self._blend(cache, choice)
         else:
             outcome, cache = self._run(cache)
-        blended = plan.uses_stored_kv or (kept > 0 and whole.uses_stored_kv)
-        tokens, costs = plan.num_tokens, self._costs
+        blended = plan.uses_stored_kv or not self._kept.exact
+        costs = self._costs
         self.outcome = replace(
             outcome,
             mode="blend" if blended else "prefill",
-            prefill_s=None if costs is None else costs.compute.seconds(tokens, tokens),
+            prefill_s=None if costs is None else costs.compute.seconds(plan.num_tokens - plan.start, plan.num_tokens),
             expected_s=None if choice is None else choice.expected_s,
             fingerprint=model.fingerprint.digest,
             calibrated=model.profile.is_calibrated,
@@ -163,15 +160,19 @@ class PromptRun:
         return outcome
 
     def _choose(self, plan: BlendPlan) -> Choice | None:
-        """Let the loading controller choose what to load, and the ratio that costs no time, where the request leaves it both."""
+        """Let the controller choose what to use of the plan, where the request leaves that to the engine."""
         model, settings, costs = self._model, self._request.settings, self._model.costs
-        if settings.ratio != "auto" or costs is None or not (plan.uses_stored_kv and model.gate.passed):
+        if costs is None or not (plan.uses_stored_kv and model.gate.passed):
             return None
-        terms = Terms.of(costs, model.profile, settings, model.num_layers)
-        return control(plan, terms, self._options.ratio)
+        terms, ratio = Terms.of(costs, model.profile, settings, model.num_layers), self._options.ratio
+        if settings.ratio == "auto":
+            return control(plan, terms, ratio) if costs.calibrated else None
+        if settings.quality is None or model.profile.blockwise or isinstance(ratio, TextRatio):
+            return None
+        return blend_or_not(plan, terms, ratio)
 
     def _as_said(self) -> Said | None:
-        """Return the prompt as it is looked for among the conversations; None where it may use none of them."""
+        """Return the prompt as the prefix cache is asked for it; None where it may use nothing that is kept."""
         model, prompt, settings = self._model, self._request.prompt, self._request.settings
         longest = model.runner.longest
         if settings.reuse == "off" or not model.gate.passed or (longest and len(prompt.token_ids) > longest):
@@ -179,12 +180,12 @@ class PromptRun:
         found = origins(
             [(span.start, span.end) for span in prompt.spans],
             prompt.token_ids,
-            self._turn_ends,
+            turn_ends(prompt.token_ids, turn_lead(model.tokenizer)),
             len(model.header_ids),
             blend_terms(settings, self._options),
             self._options.watches_question,
         )
-        return Said(prompt.token_ids, found, model.namespace.name, len(prompt.token_ids))
+        return Said(prompt.token_ids, found, model.namespace.name)
 
     def answer(self, guide: Guide | None, begin: float) -> Generator[StreamEvent, None, StreamEvent]:
         """Generate the answer to a prompt that came at ``begin``.

@@ -85,14 +85,6 @@ class Graphs:
         self._lent = weakref.ref(cache)
         return cache
 
-    def kept(self, cache: PositionedCache) -> PositionedCache:
-        """Return a cache that may be kept: a copy, if ``cache`` has the graphs' block."""
-        if cache.block is None or cache.block is not self._block:
-            return cache
-        copy: PositionedCache = self._runner.new_cache(cache.length, room=0)
-        copy.begin_as(cache, cache.length)
-        return copy
-
     def place(self, cache: PositionedCache, stored: StoredLayers) -> Callable[[int], None] | None:
         """Begin to place all of ``stored``; return what to call before a layer reads it. None where this is not possible."""
         block, transfer = cache.block, transfer_to(self._runner.device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cacheblend_rag.blending.costs import MeasuredCost
+from cacheblend_rag.blending.costs import ComputeCost, Costs, MeasuredCost
 from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.profile import load_costs, load_profile, log_uncalibrated
 from cacheblend_rag.blending.rope import Rope
@@ -35,8 +35,8 @@ from cacheblend_rag.engines.models import (
 from cacheblend_rag.engines.precompute import drop_forgotten
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers import attention
-from cacheblend_rag.engines.transformers.cache import Conversations
 from cacheblend_rag.engines.transformers.precompute import Ranker, precompute
+from cacheblend_rag.engines.transformers.prefixes import PrefixCache
 from cacheblend_rag.engines.transformers.recurrent import snapshots_of
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 from cacheblend_rag.engines.writer import KVWriter, WriterNotice
@@ -151,7 +151,7 @@ class ModelOwner(BlendEngine):
         rope: Its rotation; None where the gate found none.
         snapshots: What is stored of a model with recurrent layers in place of KV; None for other models.
         lock: Held by whoever runs the model: requests from several threads take turns, token by token.
-        conversations: KV of the prompts answered last.
+        prefixes: KV of earlier prompts and their answers.
         end_tokens: Tokens that end an answer.
         on_first_logits: Called, if set, with the logits ``[vocab]`` of every prompt's last token, after the TTFT was taken.
     """
@@ -174,7 +174,7 @@ class ModelOwner(BlendEngine):
         ratio: float | None = None,
         write_back: bool = True,
         ranking: Ranking | None = None,
-        conversations: int | str = "1GiB",
+        prefix_cache: int | str = "1GiB",
         writer: str | Path | None = None,
     ):
         """Load the model and run the parity gate.
@@ -192,13 +192,13 @@ class ModelOwner(BlendEngine):
             write_back: Store the KV of chunks that a prompt held but the store did not, after the answer.
             ranking: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`); None is ``"now"`` for a
                 model whose profile's policy needs them, else ``"lazy"``.
-            conversations: Most memory for the KV of prompts and their answers, on the model's device, for prompts that go on from
-                there: bytes, or a size such as ``"4GiB"``; 0 keeps none.
+            prefix_cache: Most memory, on the model's device, for the KV of earlier prompts and answers, which later prompts that
+                begin alike do not compute again: bytes, or a size such as ``"4GiB"``; 0 keeps none.
             writer: What computes chunks' KV in the model's place, as :func:`writer_of` takes it: a directory, ``"none"``, or
                 None for the one that ``"smollm2"`` comes with. What is stored without it, or by another, is not used.
 
         Raises:
-            InputError: ``device``, ``ranking`` or ``conversations`` is none, or the writer cannot be used with this model.
+            InputError: ``device``, ``ranking`` or ``prefix_cache`` is none, or the writer cannot be used with this model.
             ModelError: The model cannot be loaded.
             StoreError: The store cannot be opened.
         """
@@ -216,7 +216,7 @@ class ModelOwner(BlendEngine):
         self.header_ids = chosen_header_ids(self.tokenizer, header, self.profile.blockwise)
         self.costs = load_costs(self.fingerprint.digest, str(self.device))
         self.ranking = chosen_ranking(ranking, self.profile.policy)
-        self.conversations = Conversations(parse_size(conversations))
+        self.prefixes = PrefixCache(parse_size(prefix_cache))
         self.on_first_logits: Callable[[torch.Tensor], None] | None = None
         self.end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)
         self._write_back, self.lock, self._storing = write_back, threading.Lock(), threading.Lock()
@@ -240,6 +240,9 @@ class ModelOwner(BlendEngine):
             self.gate = GateReport(False, refusal)
         else:
             self.gate, self.rope = run_gate(self.subject(), self.store.codecs)
+        if self.gate.passed and self.costs is None:
+            compute = ComputeCost.of_model(self.gate.pass_s, self.gate.token_s, self.runner.config)
+            self.costs = Costs(self.num_layers, compute, {}, calibrated=False)
         if self.gate.passed and not self.profile.is_calibrated:
             log_uncalibrated()
         self.snapshots = None if self.gate.passed else snapshots_of(self.runner)
@@ -358,20 +361,20 @@ class ModelOwner(BlendEngine):
             self.costs = self.costs.after(measured)
 
     def forget(self, chunks: Iterable[str | Chunk]) -> int:
-        """See :class:`BlendEngine`; conversations may hold their KV, too, and are forgotten with them."""
-        self.conversations.clear(self.namespace.name)
+        """See :class:`BlendEngine`; the namespace's prefix cache may hold their KV, too, and is emptied."""
+        self.prefixes.clear(self.namespace.name)
         return super().forget(chunks)
 
     def reset_prefix_cache(self) -> None:
-        """See :class:`BlendEngine`: forget the conversations so far."""
-        self.conversations.clear()
+        """See :class:`BlendEngine`."""
+        self.prefixes.clear()
 
     def close(self) -> None:
         """Close the store and drop the model; closing twice is allowed."""
         if self._root is not None:
             return
         self.store.close()
-        self.conversations.clear()
+        self.prefixes.clear()
         if not self._closed:
             self._closed = True
             every: list[ModelOwner] = [self, *self._views.values()]

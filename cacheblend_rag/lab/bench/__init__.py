@@ -5,6 +5,7 @@ from __future__ import annotations
 from cacheblend_rag.lab.bench.controller import ControllerSettings, bench_controller
 from cacheblend_rag.lab.bench.indexing import IndexSettings, bench_index
 from cacheblend_rag.lab.bench.scoring import ScoreSettings, bench_score
+from cacheblend_rag.lab.bench.shapes import ShapesSettings, bench_shapes
 from cacheblend_rag.lab.bench.streams import StreamsSettings, bench_streams
 from cacheblend_rag.lab.bench.throughput import ThroughputSettings, bench_throughput
 from cacheblend_rag.lab.bench.ttft import TTFTSettings, bench_ttft
@@ -16,6 +17,7 @@ __all__ = [
     "ControllerSettings",
     "IndexSettings",
     "ScoreSettings",
+    "ShapesSettings",
     "StreamsSettings",
     "TTFTSettings",
     "ThroughputSettings",
@@ -23,6 +25,7 @@ __all__ = [
     "bench_controller",
     "bench_index",
     "bench_score",
+    "bench_shapes",
     "bench_streams",
     "bench_throughput",
     "bench_ttft",

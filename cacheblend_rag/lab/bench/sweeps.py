@@ -193,6 +193,7 @@ def _point(
             total = 0.0
             before(name)
             for _ in range(batch):
+                place.forget()
                 *_, last = place.engine.stream(prompt, SamplingParams(1), compared[name])
                 assert last.generation is not None
                 done[name] = last.generation

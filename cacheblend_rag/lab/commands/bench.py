@@ -22,6 +22,7 @@ from cacheblend_rag.lab.commands.bench_options import (
     RandomSeed,
     Repeat,
 )
+from cacheblend_rag.lab.commands.shapes import shapes
 
 bench = typer.Typer(
     add_completion=False,
@@ -217,7 +218,7 @@ def streams(
     echo(f"\np99 with blends is {result['p99_blend_vs_full']:.2f} times that with ordinary prefill.")
 
 
-for other in (controller.controller, sweeps.chunks, sweeps.batch, sweeps.ratio, sweeps.devices):
+for other in (controller.controller, shapes, sweeps.chunks, sweeps.batch, sweeps.ratio, sweeps.devices):
     bench.command()(other)
 
 

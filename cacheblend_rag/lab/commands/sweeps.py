@@ -31,13 +31,15 @@ class SweepOptions:
     as_json: options.AsJSON = False
 
 
-def _parse_numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]:
+def parse_numbers(text: str, option: str, kind: type[int] | type[float], least: float | None = None) -> list[Any]:
+    """Return the numbers of a list; raises InputError unless all are above 0, or ``least`` and more."""
     try:
         found = [kind(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or min(found) <= 0:
-        raise InputError(f"{option} {text!r} is not a list of numbers above 0; separate them by commas.")
+    if not found or (min(found) <= 0 if least is None else min(found) < least):
+        wanted = "above 0" if least is None else f"from {least:g} on"
+        raise InputError(f"{option} {text!r} is not a list of numbers {wanted}; separate them by commas.")
     return found
 
 
@@ -49,8 +51,8 @@ def chunks(
     how: SweepOptions,
 ) -> None:
     """Measure the TTFT against the number and the length of chunks."""
-    wanted = _parse_numbers(counts, "--counts", int)
-    sizes = _parse_numbers(lengths, "--lengths", int) if lengths else []
+    wanted = parse_numbers(counts, "--counts", int)
+    sizes = parse_numbers(lengths, "--lengths", int) if lengths else []
     from cacheblend_rag.lab.bench.sweeps import sweep_sizes
 
     def sweep(place: Workbench, say: Say) -> list[Point]:
@@ -67,7 +69,7 @@ def batch(
     how: SweepOptions,
 ) -> None:
     """Measure the last TTFT of requests that arrive together (this engine computes one at a time)."""
-    wanted = _parse_numbers(sizes, "--sizes", int)
+    wanted = parse_numbers(sizes, "--sizes", int)
     from cacheblend_rag.lab.bench.sweeps import sweep_sizes
 
     _run(how, lambda place, say: sweep_sizes(place, "batch", wanted, how.repeat, say), {"batch": "requests at once"})
@@ -81,7 +83,7 @@ def ratio(
     policy: options.Policy = BlendOptions.policy,
 ) -> None:
     """Measure the TTFT against the recompute ratio, between full KV reuse (0) and full recompute (1)."""
-    wanted = _parse_numbers(ratios, "--ratios", float)
+    wanted = parse_numbers(ratios, "--ratios", float)
     from cacheblend_rag.lab.bench.sweeps import sweep_ratio
 
     _run(how, lambda place, say: sweep_ratio(place, wanted, policy, how.repeat, say), {"ratio": "recompute ratio"})
@@ -99,7 +101,7 @@ def devices(
 
     "of the bound" holds the blend against the longer one of loading its KV and recomputing its tokens, each alone.
     """
-    wanted = [rate * 1e9 for rate in _parse_numbers(bandwidths, "--bandwidths", float)]
+    wanted = [rate * 1e9 for rate in parse_numbers(bandwidths, "--bandwidths", float)]
     settings = BlendOptions(ratio, policy).settings()
     from cacheblend_rag.lab.bench.sweeps import sweep_devices
     from cacheblend_rag.lab.bench.throttled import ThrottledStore

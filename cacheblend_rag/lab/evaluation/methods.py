@@ -117,7 +117,7 @@ def make_methods(names: Sequence[str], blend: ResolvedSettings) -> list[Method]:
 
 def _method(name: str, blend: ResolvedSettings) -> Method:
     # The method is a blend, even where the profile says that there better were none.
-    blended = replace(blend, reuse="chunks").asked
+    blended = replace(blend, reuse="chunks", quality=None).asked
     how = f"{policy_name(blend.policy)} {_ratio(blended)}"
     named: dict[str, Callable[[], Method]] = {
         "full": lambda: SettingsMethod(name, LABELS[name], FULL_RECOMPUTE),

@@ -1,0 +1,178 @@
+"""Keeps the KV of earlier prompts and answers for prompts that begin alike: a radix tree over token ids, one a namespace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import compress, count
+from operator import ne
+from typing import Final
+
+from cacheblend_rag.blending.plan import Origin
+from cacheblend_rag.engines.transformers.cache import PositionedCache
+from cacheblend_rag.store.kv import LayerKV
+
+_LEAST: Final = 16
+"""Fewer tokens in common are computed again: copying them would cost as much, and every chat begins with the same few."""
+
+_Label = int | tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Said:
+    """A prompt, or a prompt and its answer, as the prefix cache knows them.
+
+    Attributes:
+        token_ids: The tokens.
+        origins: From where on their KV is approximate, and by which blend; none for a full prefill's KV.
+        namespace: Name of the namespace that the prompt was asked in; no other namespace sees its KV.
+    """
+
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    namespace: str
+
+    @property
+    def labels(self) -> tuple[_Label, ...]:
+        """Return what the tree compares: the token ids, and at each origin the blend beside the id."""
+        labels: list[_Label] = list(self.token_ids)
+        for origin in self.origins:
+            labels[origin.start] = (self.token_ids[origin.start], origin.key)
+        return tuple(labels)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Says how much of a prompt the prefix cache had.
+
+    Attributes:
+        tokens: How many of its first tokens.
+        exact: Whether a full prefill would have given the same KV; False where another prompt's blend gave it.
+    """
+
+    tokens: int = 0
+    exact: bool = True
+
+
+@dataclass
+class _Node:
+    """KV of the tokens ``labels`` behind those of the nodes above; ``layers`` hold ``[kv_heads, tokens, head_dim]`` each."""
+
+    labels: tuple[_Label, ...] = ()
+    layers: list[LayerKV] = field(default_factory=list)
+    used: int = 0
+    children: dict[_Label, _Node] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.k.nbytes + layer.v.nbytes for layer in self.layers)
+
+    def split(self, tokens: int) -> None:
+        """Keep a copy of the first ``tokens``; a copy of the others, with all that follows, becomes the only child."""
+        rest = _Node(self.labels[tokens:], _cut(self.layers, tokens, None), self.used, self.children)
+        self.labels, self.layers = self.labels[:tokens], _cut(self.layers, 0, tokens)
+        self.children = {rest.labels[0]: rest}
+
+
+def _cut(layers: Sequence[LayerKV], start: int, end: int | None) -> list[LayerKV]:
+    return [LayerKV(kv.k[:, start:end].clone(), kv.v[:, start:end].clone()) for kv in layers]
+
+
+class PrefixCache:
+    """KV on the model's device, within a budget; what rested longest goes first. Safe to call from several threads.
+
+    A prompt takes KV that a full prefill left, and KV that was blended by the same settings from the same chunks at the same
+    positions (:func:`~cacheblend_rag.blending.plan.origins`), whichever reaches further.
+    """
+
+    def __init__(self, budget: int):
+        """Keep no more than ``budget`` bytes of KV; 0 keeps none."""
+        self.budget, self.nbytes = budget, 0
+        self._roots: dict[str, _Node] = {}
+        self._clock = 0
+        self._lock = threading.Lock()
+
+    def begin(self, prompt: Said, cache: PositionedCache) -> Kept:
+        """Fill an empty ``cache`` with what is kept of a prompt's beginning; its last token, whose logits are wanted, is not."""
+        most = len(prompt.token_ids) - 1
+        with self._lock:
+            paths = [self._path(prompt.namespace, labels) for labels in (prompt.token_ids, prompt.labels)]
+            exact, blended = (min(most, sum(tokens for _, tokens in path)) for path in paths)
+            kept = Kept(exact) if exact >= blended else Kept(blended, exact=False)
+            if kept.tokens < _LEAST:
+                return Kept()
+            path = self._touched(paths[not kept.exact])
+            found = [(node.layers, tokens) for node, tokens in path]
+        left = kept.tokens
+        for layers, tokens in found:
+            cache.extend(layers, min(tokens, left))
+            left -= min(tokens, left)
+        return kept
+
+    def keep(self, said: Said, cache: PositionedCache) -> None:
+        """Keep a copy of the KV of what was said, as far as it is not kept yet; ``cache`` holds it from its first slot on."""
+        labels = said.labels
+        with self._lock:
+            path = self._touched(self._path(said.namespace, labels))
+            known = sum(tokens for _, tokens in path)
+            if known == len(labels):
+                return
+            node = _Node(labels[known:], cache.copied(known, len(labels)), self._clock)
+            if node.nbytes > self.budget:
+                return
+            parent = path[-1][0] if path else self._roots.setdefault(said.namespace, _Node())
+            if path and path[-1][1] < len(parent.labels):
+                parent.split(path[-1][1])
+            parent.children[node.labels[0]] = node
+            self.nbytes += node.nbytes
+            while self.nbytes > self.budget:
+                self._drop_oldest()
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget what is kept of a namespace, or of all."""
+        with self._lock:
+            for name in [name for name in self._roots if namespace in (None, name)]:
+                del self._roots[name]
+            self.nbytes = sum(node.nbytes for root in self._roots.values() for node in _below(root))
+
+    def _path(self, namespace: str, labels: Sequence[_Label]) -> list[tuple[_Node, int]]:
+        """Return the nodes that ``labels`` lead through, and how many tokens of each they share."""
+        path: list[tuple[_Node, int]] = []
+        node, at = self._roots.get(namespace), 0
+        while node is not None and at < len(labels) and (node := node.children.get(labels[at])) is not None:
+            ahead = labels[at : at + len(node.labels)]
+            shared = next(compress(count(), map(ne, node.labels, ahead)), len(ahead))
+            path.append((node, shared))
+            at += shared
+            if shared < len(node.labels):
+                break
+        return path
+
+    def _touched(self, path: list[tuple[_Node, int]]) -> list[tuple[_Node, int]]:
+        self._clock += 1
+        for node, _ in path:
+            node.used = self._clock
+        return path
+
+    def _drop_oldest(self) -> None:
+        """Drop the node without children that was used longest ago; the nodes above it were used no earlier."""
+        leaves = (
+            (node, label, child)
+            for root in self._roots.values()
+            for node in (root, *_below(root))
+            for label, child in node.children.items()
+            if not child.children
+        )
+        parent, label, leaf = min(leaves, key=lambda each: each[2].used)
+        del parent.children[label]
+        self.nbytes -= leaf.nbytes
+
+
+def _below(node: _Node) -> Iterator[_Node]:
+    """Yield all nodes below one; without recursion, since an edited conversation may be a deep path."""
+    waiting = list(node.children.values())
+    while waiting:
+        found = waiting.pop()
+        yield found
+        waiting.extend(found.children.values())
