@@ -140,11 +140,11 @@ class Terms:
     def of(cls, costs: Costs, profile: ModelProfile, settings: ResolvedSettings, num_layers: int) -> Self:
         """Return the terms of a blend by ``settings`` of a model with ``profile``."""
         first = policy(settings.policy)
-        dense = profile.dense_share(first.name, num_layers, settings.check_layers)
-        if not first.needs_static:
+        dense = profile.dense_share(first, num_layers, settings.check_layers)
+        if not first.needs_static or settings.ratio != "auto":  # a fixed ratio asks nothing of the chunks themselves
             return cls(costs, dense, first.needs_attention)
         second = policy(first.without_static)
-        unranked = profile.dense_share(second.name, num_layers, settings.check_layers)
+        unranked = profile.dense_share(second, num_layers, settings.check_layers)
         more = second.effort / first.effort
         return cls(costs, dense, first.needs_attention, unranked, second.needs_attention, more)
 
@@ -197,6 +197,20 @@ def decide(load: Load, costs: Costs) -> Decision:
     ratio = ratios[best]
     prefill = costs.compute.seconds(load.tokens, load.context)
     return Decision(best.used, ratio, best.seconds(ratio), best.load_s, best.compute_s(ratio), prefill)
+
+
+def choose(
+    plan: BlendPlan, terms: Terms, settings: ResolvedSettings, ratio: float | TextRatio, waits_s: float = 0.0
+) -> Choice | None:
+    """Return what the controller makes of ``plan``; None where ``settings`` say how to blend it, which is obeyed.
+
+    See :func:`control`, for a ratio of ``"auto"``, and :func:`blend_or_not`, for a quality.
+    """
+    if settings.ratio == "auto":
+        return control(plan, terms, ratio, waits_s) if terms.costs.calibrated else None
+    if not settings.only_if_sooner or isinstance(ratio, TextRatio):
+        return None
+    return blend_or_not(plan, terms, ratio, waits_s)
 
 
 def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: float = 0.0) -> Choice:

@@ -9,8 +9,8 @@
 
 The passes are the model's own forward at given positions; the causal mask they use is ``kv_position <= query_position``.
 
-Which tokens are candidates, chosen and computed is kept in host memory: the device is asked for the measured deviation or
-attention alone, once per selection, and never waited for otherwise.
+Which tokens are candidates, chosen and computed is kept in host memory: the device is asked for what was measured alone, once
+per selection, and never waited for otherwise.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ def fuse_stepwise(
 ) -> Generator[Segment, int | None, FuseResult]:
     """Build the KV cache of the prompt of ``plan``, which uses stored KV, in ``target``; keep the last position's logits there.
 
-    Yields before every segment of a pass, so that an engine can do other work in between; it may send how many tokens the
-    segment may take at most.
+    Yields before every segment of a pass, so that an engine can do other work in between; it may send the segment's most tokens.
 
     Raises:
         UnusableSpanError: Stored KV is damaged, cannot be read now, or is late; the KV cache is unusable and the plan must be
@@ -120,7 +119,7 @@ def fuse_stepwise(
                 yield from fusor.check(layer, width)
             yield from fusor.recompute()
         finally:  # where it was given up, what comes next may be given its memory
-            fusor.settle()
+            fusor.placer.settle()
     return fusor.result()
 
 
@@ -171,9 +170,9 @@ class _Fusor:
             whole=options.whole,
             most_wait_s=options.most_wait_s,
         )
-        if self.checks and not self._watches and not len(self._front):
+        if self.checks and not self._watches:
             self.loader.expect_rest(self.checks[-1][0] + 1)
-        self._placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, trace)
+        self.placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, trace)
         self._trace = trace
         self._recomputed, self._computed, self._selection = self._forced[:0], 0, 0.0
 
@@ -208,10 +207,13 @@ class _Fusor:
 
     def compute_front(self) -> Segments:
         """Run the tokens in front of the first stale chunk through all layers: their KV is that of a full prefill."""
-        if len(self._front) and not self.checks:  # a check wants its layer's stored KV by itself
-            self._placer.place_rest()
+        if not len(self._front):
+            return
+        if self.checks:  # a check wants its layer's stored KV by itself
+            self.placer.before_layer(self.checks[-1][0])
+        self.placer.place_rest()
         yield from self._run(
-            "front", self._front, 1.0, lambda part: self._target.forward(part, self._placer.before_layer)
+            "front", self._front, 1.0, lambda part: self._target.forward(part, self.placer.before_layer)
         )
 
     def watch_question(self) -> Segments:
@@ -221,9 +223,9 @@ class _Fusor:
         # Text between the chunks is run, too: without it the question would attend to slots that nothing was written to.
         between = int((self._forced <= self._candidates.positions[-1]).sum())
         asked = torch.cat([self._forced, self._behind])
-        watch = self._target.attention(int(asked[between]), self._placer.before_layer)
+        watch = self._target.attention(int(asked[between]), self.placer.before_layer)
         if not self.checks:  # a check wants its layer's stored KV by itself
-            self._placer.place_rest()
+            self.placer.place_rest()
         yield from self._run("question", asked, 1.0, watch.run)
         seen = Fetch(self._target.all_reduce(watch.mean()))
         yield Segment("fetch")
@@ -239,16 +241,16 @@ class _Fusor:
         parts: list[LayerKV] = []
 
         def run(segment: torch.Tensor) -> None:
-            part = self._target.forward(segment, self._placer.before_layer, stop_layer=layer)
+            part = self._target.forward(segment, self.placer.before_layer, stop_layer=layer)
             assert part is not None
             parts.append(part)
 
         yield from self._run("dense", positions, layer / self._target.num_layers, run)
         fresh = _tokens_at(join_tokens(parts), torch.isin(positions, running.positions))
-        stale = _tokens_at(self._placer.stale(layer, len(self._keep)), self._keep)
+        stale = _tokens_at(self.placer.stale(layer, len(self._keep)), self._keep)
         measured = Fetch(self._target.all_reduce(kv_deviation(fresh, stale)))
         if layer == self.checks[-1][0]:  # to be waited for along with what is measured
-            self._placer.place_rest()
+            self.placer.place_rest()
         yield Segment("fetch")
         wanted = min(round(self._ratio * width * len(self._candidates.positions)), len(running.positions))
         chosen = self._select(replace(running, deviation=measured.result()), wanted)
@@ -260,17 +262,12 @@ class _Fusor:
         """Run a sparse pass of the chosen tokens and the forced set through all layers."""
         self._recomputed = self._candidates.positions[self._keep]
         positions = _merge(self._recomputed, self._forced)
-        self._placer.place_rest()
+        self.placer.place_rest()
         yield from self._run(
-            "sparse", positions, 1.0, lambda part: self._target.forward(part, self._placer.before_layer)
+            "sparse", positions, 1.0, lambda part: self._target.forward(part, self.placer.before_layer)
         )
-        # Where nothing is computed, KV must be placed all the same.
-        self._placer.before_layer(self._target.num_layers - 1)
+        self.placer.before_layer(self._target.num_layers - 1)  # also where nothing is computed
         self._computed = len(self._front) + len(positions)
-
-    def settle(self) -> None:
-        """Let whatever the device is given from now on come behind the KV that is on its way."""
-        self._placer.settle()
 
     def result(self) -> FuseResult:
         """Return what was done."""
@@ -330,6 +327,7 @@ class _Placer:
             waiting(self._target.num_layers - 1)
 
     def settle(self) -> None:
+        """Let whatever the device is given from now on come behind the KV that is on its way."""
         if self._await is not None:
             self._await(self._target.num_layers - 1)
 

@@ -49,8 +49,7 @@ class Usage:
         completion_tokens: Tokens generated.
         selection_tokens: What choosing the recomputed tokens cost besides: tokens of dense passes and of the question's pass over
             stored KV, times the share of layers they went through. 0 for `static`.
-        kept_tokens: Those of the reused tokens whose KV the engine had kept from an earlier prompt: of the conversation so far;
-            on vLLM of any prompt that begins alike.
+        kept_tokens: Those of the reused tokens whose KV the engine's prefix cache had, of an earlier prompt that begins alike.
     """
 
     __pydantic_config__: ClassVar = _KNOWN
@@ -75,7 +74,7 @@ class PromptOutcome:
         reason: Why that mode, in words.
         usage: Token counts.
         missing: Ids of chunks whose KV was not in the store (computed in place, then written back).
-        in_place: Ids of chunks that were computed although their KV is stored: the loading controller expected that to be sooner.
+        in_place: Ids of chunks that were computed although their KV is stored: the controller expected that to be sooner.
         own_missing: Id of the first chunk, where a KV writer's KV of it may be stored, but not the model's own, which it takes
             (computed in place, then written back).
         unranked: Ids of chunks for which static deviations were wanted, for policy or ratio, while one of them had none.

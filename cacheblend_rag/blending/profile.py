@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cacheblend_rag.blending.costs import Costs
-from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.policies import SelectionPolicy, policy
 from cacheblend_rag.blending.settings import (
     BlendSchedule,
     BlendSettings,
@@ -117,9 +117,11 @@ class ModelProfile:
             return settings.ratio
         return self.ratio if self.text is None else TextRatio(self.ratio, self.text.most_left_out)
 
-    def dense_share(self, name: str, num_layers: int, check_layers: tuple[int, ...] | None = None) -> float:
-        """Return the share of the layers that a dense pass of the policy ``name`` goes through; 0 for a policy without one."""
-        return self.schedule(check_layers).check_layers[0] / num_layers if policy(name).needs_deviation else 0.0
+    def dense_share(
+        self, chosen: str | SelectionPolicy, num_layers: int, check_layers: tuple[int, ...] | None = None
+    ) -> float:
+        """Return the share of the layers that a dense pass of a policy goes through; 0 for a policy without one."""
+        return self.schedule(check_layers).check_layers[0] / num_layers if policy(chosen).needs_deviation else 0.0
 
     def schedule(self, check_layers: tuple[int, ...] | None = None) -> BlendSchedule:
         """Return the schedule, or one for other ``check_layers`` (each 1.25 times as wide as the next)."""

@@ -140,6 +140,11 @@ class ResolvedSettings(_How):
             raise InputError(f"reuse is {self.reuse!r}; give one of {', '.join(map(repr, get_args(Reuse)))}.")
 
     @property
+    def only_if_sooner(self) -> bool:
+        """Return whether the engine decides if there is a blend: a quality was asked for, not how to blend."""
+        return self.quality in ("high", "fast")
+
+    @property
     def asked(self) -> BlendSettings:
         """Return the options that ask for just this, whatever the profile; a quality stays the profile's to fill in."""
         if self.quality is not None:

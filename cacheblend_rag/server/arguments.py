@@ -248,6 +248,6 @@ def model_info(client: BlendClient, options: ServeOptions, args: Namespace) -> M
         blended=client.gate.passed,
         reason=client.gate.reason,
         num_layers=client.num_layers,
-        controlled=client.costs is not None,
+        controlled=client.controlled,
         profile=replace(client.profile, calibrated={}, origin=""),  # whose file is no client's business
     )

@@ -205,7 +205,9 @@ def test_only_so_much_is_kept_and_the_prompt_that_rested_longest_goes(model: Any
         nbytes = engine.prefixes.nbytes
     with engine_of(model, prefix_cache=int(2.5 * nbytes)) as engine:
         assert [of(engine, text) for text in (*texts, texts[0])] == [0] * 4
-        assert of(engine, texts[2]) > 0
+        assert of(engine, texts[2]) > 0, "used since"
+        assert of(engine, texts[1]) == 0
+        assert of(engine, texts[2]) > 0, "and so it stays"
     with engine_of(model, prefix_cache=0) as engine:
         assert [of(engine, texts[0]), of(engine, texts[0])] == [0, 0]
     with pytest.raises(InputError, match="'much' is not a size"):

@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 
-from cacheblend_rag.blending.controller import Choice, Terms, blend_or_not, control
+from cacheblend_rag.blending.controller import Choice, Terms, choose
 from cacheblend_rag.blending.costs import Computed, MeasuredCost
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan, origins
 from cacheblend_rag.blending.reads import UnusableSpanError
-from cacheblend_rag.blending.settings import BlendSettings, TextRatio, blend_terms
+from cacheblend_rag.blending.settings import BlendSettings, blend_terms
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, computing
 from cacheblend_rag.blending.transfer import whole_numbers
 from cacheblend_rag.engines.base import Prompt, Request
@@ -164,12 +164,10 @@ class PromptRun:
         model, settings, costs = self._model, self._request.settings, self._model.costs
         if costs is None or not (plan.uses_stored_kv and model.gate.passed):
             return None
-        terms, ratio = Terms.of(costs, model.profile, settings, model.num_layers), self._options.ratio
-        if settings.ratio == "auto":
-            return control(plan, terms, ratio) if costs.calibrated else None
-        if settings.quality is None or model.profile.blockwise or isinstance(ratio, TextRatio):
+        if model.profile.blockwise:
             return None
-        return blend_or_not(plan, terms, ratio)
+        terms = Terms.of(costs, model.profile, settings, model.num_layers)
+        return choose(plan, terms, settings, self._options.ratio)
 
     def _as_said(self) -> Said | None:
         """Return the prompt as the prefix cache is asked for it; None where it may use nothing that is kept."""

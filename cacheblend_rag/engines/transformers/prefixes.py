@@ -56,13 +56,13 @@ class Kept:
 
 
 @dataclass
-class _Node:
+class _Branch:
     """KV of the tokens ``labels`` behind those of the nodes above; ``layers`` hold ``[kv_heads, tokens, head_dim]`` each."""
 
     labels: tuple[_Label, ...] = ()
     layers: list[LayerKV] = field(default_factory=list)
     used: int = 0
-    children: dict[_Label, _Node] = field(default_factory=dict)
+    children: dict[_Label, _Branch] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +70,7 @@ class _Node:
 
     def split(self, tokens: int) -> None:
         """Keep a copy of the first ``tokens``; a copy of the others, with all that follows, becomes the only child."""
-        rest = _Node(self.labels[tokens:], _cut(self.layers, tokens, None), self.used, self.children)
+        rest = _Branch(self.labels[tokens:], _cut(self.layers, tokens, None), self.used, self.children)
         self.labels, self.layers = self.labels[:tokens], _cut(self.layers, 0, tokens)
         self.children = {rest.labels[0]: rest}
 
@@ -89,7 +89,7 @@ class PrefixCache:
     def __init__(self, budget: int):
         """Keep no more than ``budget`` bytes of KV; 0 keeps none."""
         self.budget, self.nbytes = budget, 0
-        self._roots: dict[str, _Node] = {}
+        self._roots: dict[str, _Branch] = {}
         self._clock = 0
         self._lock = threading.Lock()
 
@@ -118,10 +118,10 @@ class PrefixCache:
             known = sum(tokens for _, tokens in path)
             if known == len(labels):
                 return
-            node = _Node(labels[known:], cache.copied(known, len(labels)), self._clock)
+            node = _Branch(labels[known:], cache.copied(known, len(labels)), self._clock)
             if node.nbytes > self.budget:
                 return
-            parent = path[-1][0] if path else self._roots.setdefault(said.namespace, _Node())
+            parent = path[-1][0] if path else self._roots.setdefault(said.namespace, _Branch())
             if path and path[-1][1] < len(parent.labels):
                 parent.split(path[-1][1])
             parent.children[node.labels[0]] = node
@@ -136,9 +136,9 @@ class PrefixCache:
                 del self._roots[name]
             self.nbytes = sum(node.nbytes for root in self._roots.values() for node in _below(root))
 
-    def _path(self, namespace: str, labels: Sequence[_Label]) -> list[tuple[_Node, int]]:
+    def _path(self, namespace: str, labels: Sequence[_Label]) -> list[tuple[_Branch, int]]:
         """Return the nodes that ``labels`` lead through, and how many tokens of each they share."""
-        path: list[tuple[_Node, int]] = []
+        path: list[tuple[_Branch, int]] = []
         node, at = self._roots.get(namespace), 0
         while node is not None and at < len(labels) and (node := node.children.get(labels[at])) is not None:
             ahead = labels[at : at + len(node.labels)]
@@ -149,7 +149,7 @@ class PrefixCache:
                 break
         return path
 
-    def _touched(self, path: list[tuple[_Node, int]]) -> list[tuple[_Node, int]]:
+    def _touched(self, path: list[tuple[_Branch, int]]) -> list[tuple[_Branch, int]]:
         self._clock += 1
         for node, _ in path:
             node.used = self._clock
@@ -169,7 +169,7 @@ class PrefixCache:
         self.nbytes -= leaf.nbytes
 
 
-def _below(node: _Node) -> Iterator[_Node]:
+def _below(node: _Branch) -> Iterator[_Branch]:
     """Yield all nodes below one; without recursion, since an edited conversation may be a deep path."""
     waiting = list(node.children.values())
     while waiting:

@@ -15,6 +15,7 @@ from uuid import uuid4
 import torch
 
 from cacheblend_rag.blending.controller import Terms
+from cacheblend_rag.blending.costs import ComputeCost, Costs
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.profile import load_costs, log_uncalibrated
@@ -79,9 +80,12 @@ class BlendClient:
         config, model = llm.vllm_config, llm.model_config
         assert isinstance(model.dtype, torch.dtype)
         self.device, self.dtype = torch.device(config.device_config.device_type), model.dtype
-        self.costs = load_costs(launch.fingerprint.digest, self.device.type, "vllm")
         self.context_window = int(model.max_model_len)
         self.num_layers = int(model.hf_text_config.num_hidden_layers)
+        self.costs = load_costs(launch.fingerprint.digest, self.device.type, "vllm")
+        if gate.passed and self.costs is None:
+            compute = ComputeCost.of_model(gate.pass_s, gate.token_s, model.hf_text_config)
+            self.costs = Costs(self.num_layers, compute, {}, calibrated=False)
         block_size = int(config.cache_config.block_size or 0)
         cached = config.cache_config.num_gpu_blocks if config.cache_config.enable_prefix_caching else 0
         self.prefix_cache_tokens = int(cached or 0) * block_size
@@ -120,7 +124,12 @@ class BlendClient:
 
     def resolve(self, settings: BlendSettings) -> ResolvedSettings:
         """Return ``settings`` with nothing left open; raises InputError as :meth:`ModelProfile.resolve` does."""
-        return self.profile.resolve(settings, self.num_layers, self.costs is not None)
+        return self.profile.resolve(settings, self.num_layers, self.controlled)
+
+    @property
+    def controlled(self) -> bool:
+        """See :attr:`BlendEngine.controlled`."""
+        return self.costs is not None and self.costs.calibrated
 
     def tokens_prompt(
         self,
@@ -146,8 +155,8 @@ class BlendClient:
             return tokens, {}
         spans = tuple((span.start, span.end, span.chunk.id) for span in prompt.spans)
         widths = self.profile.schedule(resolved.check_layers).widths
-        terms = None
-        if resolved.ratio == "auto" and self.costs is not None:
+        terms, decides = None, resolved.only_if_sooner and not self.profile.blockwise
+        if self.costs is not None and (self.controlled if resolved.ratio == "auto" else decides):
             terms = Terms.of(self.costs, self.profile, resolved, self.num_layers)
         ratio = self.profile.ratio_of(resolved)
         ends = turn_ends(prompt.token_ids, self._lead)
@@ -186,7 +195,7 @@ class BlendClient:
         reason = outcome.reason if asked else "no known chunk in the prompt"
         if not self.gate.passed:
             reason = f"this model is not blended: {self.gate.reason}"
-        reused = cached_tokens - usage.computed_tokens
+        reused, kept = cached_tokens - usage.computed_tokens, min(cached_tokens, usage.kept_tokens)
         outcome = replace(
             outcome,
             reason=reason,
@@ -196,9 +205,9 @@ class BlendClient:
                 reused_tokens=reused,
                 computed_tokens=prompt_tokens - reused,
                 completion_tokens=completion_tokens,
-                kept_tokens=min(cached_tokens, usage.kept_tokens),
+                kept_tokens=kept,
             ),
-            prefill_s=None if self.costs is None else self.costs.compute.seconds(prompt_tokens, prompt_tokens),
+            prefill_s=None if self.costs is None else self.costs.compute.seconds(prompt_tokens - kept, prompt_tokens),
             fingerprint=self.fingerprint.digest,
             calibrated=self.profile.is_calibrated,
         )

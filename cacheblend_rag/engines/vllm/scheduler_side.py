@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.blending.controller import Choice, control
+from cacheblend_rag.blending.controller import Choice, choose
 from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan
@@ -237,7 +237,7 @@ class SchedulerSide:
         rest = found.within(computed, found.num_tokens)
         if job.terms is not None and rest.uses_stored_kv:
             waits_s = sum(self._under_way.values())
-            tracked.choice = control(rest, job.terms, job.ratio, waits_s)
+            tracked.choice = choose(rest, job.terms, job.settings, job.ratio, waits_s)
             tracked.blend_s = tracked.choice.expected_s - waits_s
             tracked.plan = tracked.choice.applied_to(found)
         tracked.reason = tracked.plan.reason

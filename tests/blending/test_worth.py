@@ -1,0 +1,156 @@
+"""A quality blends where that is clearly sooner, counted in tokens of all passes; a ratio or a policy blends every prompt."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend_rag.blending.controller import GAIN, Terms, blend_or_not
+from cacheblend_rag.blending.costs import ComputeCost, Costs
+from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
+from cacheblend_rag.blending.settings import BlendSettings, Quality
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+from cacheblend_rag.store.kv import ChunkKV
+from tests.blending import reference
+from tests.blending.families import BLENDED, make_model
+from tests.blending.prompts import Scene, engine_for, random_ids
+from tests.blending.reference import Part
+
+ONE = SamplingParams(max_tokens=1)
+TOKENS = ComputeCost(0.0, 1.0, 0.0)  # a second a token
+
+
+def terms(compute: ComputeCost = TOKENS, asks: bool = True, dense: float = 0.0) -> Terms:
+    return Terms(Costs(4, compute, {}, calibrated=False), dense, asks)
+
+
+def plan(front: int, chunks: int, tokens: int, question: int) -> BlendPlan:
+    spans = []
+    for number in range(chunks):
+        kv = ChunkKV((), 0)
+        kv.num_tokens, kv.stored_nbytes = tokens, tokens
+        start = front + number * tokens
+        spans.append(StoredSpan(start, start + tokens, kv, Chunk(str(number), "", (number,) * tokens)))
+    return BlendPlan(front + chunks * tokens + question, (), tuple(spans), (), "stored")
+
+
+def behind(front: int, scene: Scene) -> tuple[TokenizedPrompt, list[Part]]:
+    """A scene's chunks and question behind a text in place of its header, for the engine and for the reference."""
+    ids = random_ids(random.Random(5), front)
+    spans, parts = [], [Part(list(ids), "text")]
+    for chunk in scene.chunks:
+        spans.append(ChunkSpan(chunk, len(ids), len(ids) + len(chunk.token_ids)))
+        ids += chunk.token_ids
+        parts.append(Part(list(chunk.token_ids), "stale"))
+    return TokenizedPrompt((*ids, *scene.question), tuple(spans)), [*parts, Part(scene.question, "text")]
+
+
+def counting_engine(**options: Any) -> Any:
+    engine = engine_for(make_model(BLENDED["llama"]()), Scene(), ranking="now", write_back=False, **options)
+    engine.precompute(Scene().chunks)
+    engine.costs = Costs(engine.num_layers, TOKENS, {}, calibrated=False)
+    return engine
+
+
+@given(
+    st.integers(0, 2000), st.integers(1, 24), st.integers(50, 512), st.integers(10, 2000), st.sampled_from([0.15, 0.5])
+)
+def test_what_is_blended_computes_a_tenth_less_and_what_is_not_could_not(
+    front: int, chunks: int, tokens: int, question: int, ratio: float
+) -> None:
+    chosen = blend_or_not(plan(front, chunks, tokens, question), terms(), ratio)
+    whole = front + chunks * tokens + question
+    passes = front + question + ratio * chunks * tokens + question  # front once, the question twice
+    if chosen.in_place:
+        assert len(chosen.in_place) == chunks
+        assert GAIN * passes > whole
+        assert chosen.expected_s == pytest.approx(whole)
+    else:
+        assert GAIN * passes <= whole
+        assert chosen.expected_s == pytest.approx(passes)
+
+
+def test_each_pass_costs_what_a_pass_of_no_tokens_does() -> None:
+    few = plan(0, 2, 50, 10)
+    assert not blend_or_not(few, terms(), 0.15).in_place
+    assert blend_or_not(few, terms(ComputeCost(100.0, 1.0, 0.0)), 0.15).in_place
+    assert not blend_or_not(few, terms(ComputeCost(100.0, 1.0, 0.0), asks=False), 0.15).in_place, "one pass"
+
+
+def test_a_dense_pass_counts_its_share_of_the_layers_and_no_front() -> None:
+    long = plan(1000, 4, 100, 10)
+    assert blend_or_not(long, terms(asks=False, dense=0.25), 0.15).expected_s == pytest.approx(
+        1000 + 0.25 * 400 + 60 + 10
+    )
+
+
+@pytest.mark.parametrize("quality", ["high", "fast"])
+def test_a_blend_that_would_not_be_sooner_is_not_made_and_the_answer_says_so(quality: Quality) -> None:
+    engine = counting_engine()
+    scene = Scene()
+    prompt = TokenizedPrompt(
+        (*scene.prompt.token_ids, *[9] * 300), scene.prompt.spans[1:]
+    )  # of 400 tokens 68 are stored
+    seen: list[Any] = []
+    engine.on_first_logits = seen.append
+    done = engine.generate(prompt, ONE, BlendSettings(quality=quality))
+    assert (done.mode, done.usage.reused_tokens, done.missing) == ("prefill", 0, ())
+    assert "they are computed, since a blend is expected to take" in done.reason
+    assert done.in_place == tuple(span.chunk.id for span in prompt.spans)
+    full = engine.generate(prompt, ONE, BlendSettings(quality="full"))
+    assert done.token_ids == full.token_ids
+    assert (seen[0] - seen[1]).abs().max() < 1e-5
+    named = engine.generate(prompt, ONE, BlendSettings(ratio=0.5, policy="query"))
+    assert named.mode == "blend", "who says how to blend is obeyed"
+
+
+def test_a_blend_that_is_made_says_what_a_prefill_was_expected_to_take() -> None:
+    engine = counting_engine()
+    done = engine.generate(
+        Scene(chunk_tokens=(24, 17, 31, 20), question=3, gap=0).prompt, ONE, BlendSettings(quality="fast")
+    )
+    assert done.mode == "blend"
+    assert done.prefill_s >= GAIN * done.expected_s > 0
+
+
+def test_an_engine_knows_the_costs_of_its_passes_when_it_is_loaded() -> None:
+    engine = engine_for(make_model(BLENDED["llama"]()), Scene())
+    assert not engine.costs.calibrated
+    assert not engine.controlled, "ratio='auto' is the loading controller's, which wants measured tiers"
+    assert engine.costs.compute.fixed_s >= 0
+    assert engine.costs.compute.per_token_s > 0
+
+
+@pytest.mark.parametrize("policy", ["query", "static-query", "hkvd", "hybrid", "static"])
+@pytest.mark.parametrize("front", [1, 40])
+def test_a_blend_behind_another_front_is_the_reference(policy: str, front: int) -> None:
+    engine = counting_engine()
+    seen: list[Any] = []
+    engine.on_first_logits = seen.append
+    prompt, parts = behind(front, Scene())
+    done = engine.generate(prompt, ONE, BlendSettings(ratio=0.4, policy=policy, check_layers=(1,)))
+    assert done.usage.kept_tokens == 0
+    question, stale = len(Scene().question), sum(len(chunk.token_ids) for chunk in Scene().chunks)
+    assert done.usage.computed_tokens == front + question + done.usage.recomputed_tokens
+    assert done.usage.selection_tokens <= question + stale, "the front is run once"
+    model = make_model(BLENDED["llama"]())
+    chosen = sorted(engine_chosen(engine, prompt, policy))
+    want = reference.blend(model, Scene().header, parts, 0.4, chosen=chosen)
+    assert (seen[0] - want.logits).abs().max() < 1e-4
+
+
+def engine_chosen(engine: Any, prompt: TokenizedPrompt, policy: str) -> list[int]:
+    """Which positions a blend recomputes, asked of the fusor a second time."""
+    from cacheblend_rag.blending.fusor import fuse
+    from cacheblend_rag.engines.transformers.engine import planned
+    from cacheblend_rag.engines.transformers.target import TransformersTarget
+
+    request = engine.request(prompt, ONE, BlendSettings(ratio=0.4, policy=policy, check_layers=(1,)))
+    target = TransformersTarget(engine.runner, engine.rope, prompt.token_ids)
+    return fuse(planned(engine, request), target, engine.profile.options(request.settings)).recomputed.tolist()
