@@ -115,10 +115,10 @@ def test_no_character_is_lost_or_doubled_whatever_stands_between_chunks(
 @pytest.mark.parametrize("kind", ["joins", "trims"])
 def test_what_decides_how_a_text_is_cut_is_what_stands_right_in_front_of_it(kind: str) -> None:
     tokenizer = named(kind)
-    # Behind the sixteenth character the tokenizer would make one token of the comma and the end that stands elsewhere.
-    chunk = make_chunk("Fifteen letters, and then the harbour.", tokenizer)
-    assert chunk.text[15] == ","
-    prompt = BlendPrompt((chunk, "\n\nWho?"))
+    # Behind the chunk's first 16 characters its last one would become a part of another token.
+    chunk = make_chunk("Fifteen letters. And then the harbour.", tokenizer)
+    assert chunk.text[15] == "."
+    prompt = BlendPrompt((chunk, "\nWho?"))
     assert blended(prompt, tokenizer) == whole(prompt, tokenizer)
 
 
