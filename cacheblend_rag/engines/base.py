@@ -220,8 +220,8 @@ class BlendEngine(Closing):
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
-        """Async twin of :meth:`stream`; a cancelled consumer stops the work at its next token."""
-        async for event in iterate_in_thread(lambda: self.stream(prompt, sampling, settings)):
+        """Async twin of :meth:`stream`; when the consumer is cancelled, the work ends at its next token at the latest."""
+        async for event in iterate_in_thread(lambda _: self.stream(prompt, sampling, settings)):
             yield event
 
     def forget(self, chunks: Iterable[str | Chunk]) -> int:

@@ -130,6 +130,10 @@ class PrecomputeReport:
         )
 
 
+class GivenUp(BaseException):
+    """Ends the work on an answer for which nobody waits any more. Like GeneratorExit it passes whoever handles errors."""
+
+
 Item = StreamEvent | BaseException | None
 """What travels between threads: an event, the error that ended the stream, or None at its end."""
 
@@ -158,20 +162,26 @@ class EventQueue:
             yield item
 
 
-async def iterate_in_thread(make: Callable[[], Iterator[StreamEvent]]) -> AsyncIterator[StreamEvent]:
-    """Run an iterator in a thread of its own; a consumer that goes away stops it at its next event."""
-    queue, stop = EventQueue(), threading.Event()
+async def iterate_in_thread(make: Callable[[threading.Event], Iterator[StreamEvent]]) -> AsyncIterator[StreamEvent]:
+    """Run an iterator in a thread of its own until it ends, or the consumer goes away.
+
+    ``make`` is given what is set once the consumer has gone. An iterator that looks at it may raise :class:`GivenUp` at any
+    time; every other one is closed at its next event.
+    """
+    queue, gone = EventQueue(), threading.Event()
 
     def produce() -> None:
         try:
-            iterator = make()
+            iterator = make(gone)
             for event in iterator:
                 queue.put(event)
-                if stop.is_set():
+                if gone.is_set():
                     break
             if isinstance(iterator, Generator):
                 iterator.close()
             queue.put(None)
+        except GivenUp:
+            pass
         except BaseException as error:  # handed to the consumer, which re-raises it
             queue.put(error)
 
@@ -182,4 +192,4 @@ async def iterate_in_thread(make: Callable[[], Iterator[StreamEvent]]) -> AsyncI
         async for event in queue.events():
             yield event
     finally:
-        stop.set()
+        gone.set()

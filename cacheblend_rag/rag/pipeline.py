@@ -256,8 +256,11 @@ class RagPipeline(Closing):
         settings: BlendSettings | None = None,
         history: Sequence[Turn] = (),
     ) -> RagAnswer:
-        """Async twin of :meth:`ask`, off the event loop."""
-        return await asyncio.to_thread(self.ask, question, sampling, settings, history)
+        """Async twin of :meth:`ask`, off the event loop; to cancel it ends the engine's work."""
+        with spans.span(_SPAN):
+            prepared = await asyncio.to_thread(self._prepare, question, sampling, history)
+            done = await self.engine.agenerate(prepared.prompt, sampling, settings)
+        return prepared.answer(done)
 
     async def astream(
         self,

@@ -115,34 +115,61 @@ class EntryDirectory:
         checked_key(key)
         return self.path / key[:2] / f"{key}.safetensors"
 
+    @contextmanager
+    def _shard(self, key: KVKey) -> Iterator[tuple[str, int]]:
+        """Open the directory that ``key``'s file lies in; give the file's name there, and the directory's descriptor.
+
+        The directory is no link: whoever put one there could have other files read, marked as used, replaced and deleted.
+
+        Raises:
+            InputError: ``key`` is not a KV key.
+            OSError: The directory is missing, is a link or a file, or cannot be opened.
+        """
+        path = self.file(key)
+        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            yield path.name, fd
+        finally:
+            os.close(fd)
+
+    def open(self, key: KVKey) -> int:
+        """Open ``key``'s file to read it, and return its descriptor; raises as :meth:`_shard` and ``open_file`` do."""
+        with self._shard(key) as (name, shard):
+            return open_file(name, os.O_RDONLY, dir_fd=shard)
+
+    def status(self, key: KVKey) -> os.stat_result | None:
+        """Return what the system says of ``key``'s file, None where there is no regular file."""
+        with suppress(OSError), self._shard(key) as (name, shard):
+            found = os.stat(name, dir_fd=shard, follow_symlinks=False)
+            return found if stat.S_ISREG(found.st_mode) else None
+        return None
+
     def entry(self, key: KVKey) -> EntryFile | None:
         """Return ``key``'s file as :meth:`scan` lists it, None where there is none."""
-        try:
-            status = self.file(key).lstat()
-        except OSError:
-            return None
-        if not stat.S_ISREG(status.st_mode):
-            return None
-        return EntryFile(status.st_mtime_ns, key, status.st_size)
+        status = self.status(key)
+        return None if status is None else EntryFile(status.st_mtime_ns, key, status.st_size)
 
     def size(self, key: KVKey) -> int | None:
         """Return the size of ``key``'s file in bytes, None where there is none."""
         file = self.entry(key)
         return file and file.nbytes
 
-    def touch(self, path: Path) -> None:
-        """Mark a file as used now; silent where that is not permitted."""
+    def touch(self, key: KVKey) -> None:
+        """Mark ``key``'s file as used now; silent where there is none, or that is not permitted."""
+        with suppress(OSError), self._shard(key) as (name, shard):
+            os.utime(name, ns=self._now(), dir_fd=shard, follow_symlinks=False)
+
+    def _now(self) -> tuple[int, int]:
+        """Return the time of a use, as ``os.utime`` takes it."""
         with self._clock_lock:
             self._clock_ns = max(time.time_ns(), self._clock_ns + 1)  # two uses never tie
-            now = self._clock_ns
-        with suppress(OSError):
-            os.utime(path, ns=(now, now), follow_symlinks=False)
+            return self._clock_ns, self._clock_ns
 
     def scan(self) -> list[EntryFile]:
         """List all entries, least recently used first."""
         found = []
         for shard in _listing(self.path):
-            if len(shard.name) != 2 or not shard.is_dir():
+            if len(shard.name) != 2 or not shard.is_dir(follow_symlinks=False):
                 continue
             for file in _listing(shard.path):
                 key = KVKey(file.name.removesuffix(".safetensors"))
@@ -181,14 +208,16 @@ class EntryDirectory:
         Returns:
             The directories to sync (without the lock) for the entry to outlast a power failure.
         """
-        target = self.file(key)
-        self.touch(temporary)
-        changed = [target.parent]
-        if not target.parent.exists():
-            make_inside(target.parent)
+        directory = self.file(key).parent
+        with suppress(OSError):
+            os.utime(temporary, ns=self._now(), follow_symlinks=False)
+        changed = [directory]
+        if not directory.exists():
+            make_inside(directory)
             changed.append(self.path)
-        self._write_usage(max(0, self.used() + nbytes - (self.size(key) or 0)))
-        temporary.replace(target)
+        with self._shard(key) as (name, shard):
+            self._write_usage(max(0, self.used() + nbytes - (self.size(key) or 0)))
+            os.replace(temporary, name, dst_dir_fd=shard)
         return changed
 
     def remove(self, key: KVKey) -> int | None:
@@ -197,7 +226,7 @@ class EntryDirectory:
         if size is None:
             return None
         used = self.used()
-        self.file(key).unlink()
+        self._unlink(key)
         self._write_usage(max(0, used - size))
         return size
 
@@ -224,13 +253,17 @@ class EntryDirectory:
                     del self._candidates[victim.key]
                 else:
                     with suppress(FileNotFoundError):
-                        self.file(victim.key).unlink()
+                        self._unlink(victim.key)
                     del self._candidates[victim.key]
                     used -= victim.nbytes
                     freed.append(victim.nbytes)
         finally:
             self._write_usage(used)
         return freed
+
+    def _unlink(self, key: KVKey) -> None:
+        with self._shard(key) as (name, shard):
+            os.unlink(name, dir_fd=shard)
 
     def _read_usage(self) -> bytes:
         fd = open_file(self._usage, os.O_RDONLY)

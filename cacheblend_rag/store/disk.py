@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import stat
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from cacheblend_rag.store.base import (
     VerifyReport,
 )
 from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, sync
-from cacheblend_rag.store.files import Spool, explain, explained, file_mode, make_inside, make_root, open_file
+from cacheblend_rag.store.files import Spool, explain, explained, file_mode, make_inside, make_root
 from cacheblend_rag.store.kv import ChunkKV, KVKey
 from cacheblend_rag.store.kvfile import KVFile
 
@@ -43,15 +42,10 @@ class FileSource:
     crash, and could change after it was checked.
     """
 
-    def __init__(self, path: Path):
-        """Open ``path``.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            OSError: It cannot be opened, or is no regular file.
-        """
+    def __init__(self, path: Path, fd: int):
+        """Read the file that is open as ``fd``, which is closed with the source; messages say that it is at ``path``."""
         self.path, self.place = path, str(path)
-        self._fd = open_file(path, os.O_RDONLY)
+        self._fd = fd
         weakref.finalize(self, os.close, self._fd)
         status = os.fstat(self._fd)
         self.inode, self.nbytes = status.st_ino, status.st_size
@@ -96,7 +90,7 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         self.root = Path(root)
         self._directory = EntryDirectory(self.root / "kv")
         self._spool = Spool(self.root / "tmp")
-        self._condemned: set[tuple[KVKey, int]] = set()
+        self._condemned: dict[KVKey, int] = {}  # damaged entries that could not be removed, by the inode of their file
         self._silent_until = 0.0
         self._prepare()
         if budget == "half":  # what it holds counts as free: the budget is the same however full the store is
@@ -105,18 +99,16 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
 
     def get(self, key: KVKey) -> KVFile | None:
         """See :meth:`KVStore.get`. The handle keeps its file open; it stays whole when the entry is evicted."""
-        path = self._directory.file(key)
-        found = self._open(path, key)
+        found = self._open(key)
         if found is not None:
-            self._directory.touch(path)
+            self._directory.touch(key)
         self._events.add("misses" if found is None else "hits")
         return found
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
         """See :meth:`KVStore.put`. On return the entry is on the disk itself, not only in the system's cache."""
-        path = self._directory.file(key)
         if not replace and self.contains(key):
-            self._directory.touch(path)
+            self._directory.touch(key)
             return True
         encoded = self.format.encode(key, kv)
         if not self._fits(encoded.nbytes):
@@ -132,11 +124,8 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         return True
 
     def contains(self, key: KVKey) -> bool:
-        try:
-            status = self._directory.file(key).lstat()
-        except OSError:
-            return False
-        return stat.S_ISREG(status.st_mode) and (key, status.st_ino) not in self._condemned
+        status = self._directory.status(key)
+        return status is not None and status.st_ino != self._condemned.get(key)
 
     def delete(self, key: KVKey) -> bool:
         """See :meth:`KVStore.delete`.
@@ -150,7 +139,7 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
             return self._directory.remove(key) is not None
 
     def touch(self, key: KVKey) -> None:
-        self._directory.touch(self._directory.file(key))
+        self._directory.touch(key)
 
     def entry(self, key: KVKey) -> EntryInfo | None:
         """See :meth:`KVStore.entry`; the size is that of the file."""
@@ -183,7 +172,7 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
 
         def opened(key: KVKey) -> KVFile | None:
             try:
-                return self._file(self._directory.file(key), key, on_damage)
+                return self._file(key, on_damage)
             except FileNotFoundError:  # evicted meanwhile
                 return None
 
@@ -212,16 +201,16 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
             self._spool.sweep()
             self._directory.recount()
 
-    def _open(self, path: Path, key: KVKey) -> KVFile | None:
+    def _open(self, key: KVKey) -> KVFile | None:
         try:
-            found = self._file(path, key, self._discard)
+            found = self._file(key, self._discard)
         except (FileNotFoundError, DamagedKVError):
             return None
         except (StoreUnavailableError, OSError) as error:
             # Says nothing about the entry (too many open files, no permission, a stale handle), so the file stays.
             self._unreadable(key, error)
             return None
-        return None if (key, _file_of(found).inode) in self._condemned else found
+        return None if _file_of(found).inode == self._condemned.get(key) else found
 
     def _unreadable(self, key: KVKey, error: Exception) -> None:
         # A disk that is away is away for every look-up.
@@ -235,8 +224,11 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
                 _SILENT_S,
             )
 
-    def _file(self, path: Path, key: KVKey, on_damage: Callable[[KVFile, DamagedKVError], None]) -> KVFile:
-        return self.format.open(FileSource(path), key, self.tier, on_damage, self._events)
+    def _file(self, key: KVKey, on_damage: Callable[[KVFile, DamagedKVError], None]) -> KVFile:
+        return self.format.open(self._source(key), key, self.tier, on_damage, self._events)
+
+    def _source(self, key: KVKey) -> FileSource:
+        return FileSource(self._directory.file(key), self._directory.open(key))
 
     def _writing(self) -> AbstractContextManager[None]:
         return explained(self.root, LOCK_TIMEOUT_S)
@@ -257,16 +249,17 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
 
     def _publish(self, temporary: Path, key: KVKey, replace: bool) -> None:
         """Make a written and synced file the entry ``key``, once there is room."""
-        path, size = self._directory.file(key), temporary.stat().st_size
+        size = temporary.stat().st_size
         with self._directory.exclusive():
             if not replace and self.contains(key):  # another writer was faster
-                self._directory.touch(path)
+                self._directory.touch(key)
                 return
             own = self._directory.size(key) or 0
             if self.budget is not None and self._directory.used() + size - own > self.budget:
-                self._directory.touch(path)  # what is replaced goes last: its room is counted as free already
+                self._directory.touch(key)  # what is replaced goes last: its room is counted as free already
                 self._evict(self.budget - size + own)
             changed = self._directory.publish(temporary, key, size)
+            self._condemned.pop(key, None)  # a later file may get the inode of the one that is gone
         for directory in changed:
             sync(directory)
         self._events.add("puts")
@@ -286,11 +279,12 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         try:
             with self._writing(), self._directory.exclusive(), suppress(FileNotFoundError):
                 # The handle still has the file open, so no other file can have its inode number.
-                if file.path.lstat().st_ino == file.inode:
+                status = self._directory.status(entry.key)
+                if status is not None and status.st_ino == file.inode:
                     self._directory.remove(entry.key)
         except StoreError as error:
             _log.warning("the damaged entry stays, unused: %s", str(error))
-            self._condemned.add((entry.key, file.inode))
+            self._condemned[entry.key] = file.inode
 
 
 def _file_of(entry: KVFile) -> FileSource:

@@ -76,13 +76,15 @@ def create_file(path: Path) -> None:
         os.close(fd)
 
 
-def open_file(path: Path, flags: int) -> int:
+def open_file(path: Path | str, flags: int, dir_fd: int | None = None) -> int:
     """Open a regular file and return its descriptor; follows no link, and waits for nobody.
+
+    A relative ``path`` is looked up in the open directory ``dir_fd``, if one is given.
 
     Raises:
         OSError: It cannot be opened, or is a link, a pipe or something else.
     """
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=dir_fd)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -144,6 +146,10 @@ _ADVICE = {
 def explain(error: OSError, root: Path, action: str = "write to") -> StoreError:
     """Return the error to show a user for ``error``, met in an attempt to ``action`` the store at ``root``."""
     what, advice = _ADVICE.get(error.errno or 0, (str(error), "check the disk and the directory"))
+    if (
+        error.errno == errno.ENOTDIR and error.filename and Path(error.filename) != root
+    ):  # a link inside it, for example
+        what, advice = f"{error.filename} is not a directory", "remove it, or use another store directory"
     return StoreError(f"cannot {action} the KV store {root}: {what}; {advice}")
 
 

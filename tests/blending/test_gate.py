@@ -16,6 +16,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.attention import Queries
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 from cacheblend_rag.store import codec
+from cacheblend_rag.store.kv import LayerKV
 from tests.blending.families import _BASE, BLENDED, make_model
 
 PAST = "exact KV from other positions, past a window"
@@ -86,6 +87,42 @@ def test_codecs_of_tiers_pass_the_gate_with_a_model(family: str, dtype: torch.dt
     assert report.passed, report.reason
     assert list(report.codecs) == ["int8"]
     assert all(0 < kl < CODEC_LIMIT for kl in report.codecs.values())
+
+
+def test_a_codec_that_gives_no_numbers_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str, layer: LayerKV) -> LayerKV:
+        return LayerKV(layer.k, layer.v * float("nan"))
+
+    monkeypatch.setattr("cacheblend_rag.blending.gate.through", broken)
+    report = run_gate(TransformersSubject(ModelRunner(make_model(BLENDED["llama"]()))), ("int8",))[0]
+    assert not report.passed
+    assert "the KV codec int8 of its store moves what it predicts by nan nats" in report.reason
+
+
+class NoNumbers(TransformersSubject):
+    """Says of one layer's KV, or of the logits that a blend leaves, that they are no numbers."""
+
+    layer: int | None = None
+
+    def kv(self, target: Any) -> list[LayerKV]:
+        found = super().kv(target)
+        if self.layer is not None:
+            found[self.layer] = LayerKV(found[self.layer].k * float("nan"), found[self.layer].v)
+        return found
+
+    def logits(self, target: Any) -> torch.Tensor:
+        found = super().logits(target)
+        return found * float("nan") if self.layer is None else found
+
+
+@pytest.mark.parametrize("layer", [0, 2, _BASE["num_hidden_layers"] - 1, None])
+def test_what_is_no_number_fails_the_gate(layer: int | None) -> None:
+    subject = NoNumbers(ModelRunner(make_model(BLENDED["llama"]())))
+    subject.layer = layer
+    report = run_gate(subject)[0]
+    assert not report.passed
+    said = "off by nan standard deviations" if layer is None else f"keys of layer {layer} off by nan of their norm"
+    assert report.reason.count(said) == 3  # of each blend
 
 
 def test_a_codec_that_changes_what_a_model_predicts_fails_its_gate_and_is_named(

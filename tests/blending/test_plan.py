@@ -42,6 +42,10 @@ def test_each_turn_with_chunks_has_an_origin_at_its_first_chunk_or_at_the_header
     assert made(spans=[]) == ()
 
 
+def test_a_chunk_that_begins_where_a_turn_ends_belongs_to_the_next_turn() -> None:
+    assert [origin.start for origin in made(spans=[(2, 8), (17, 26)])] == [0, 17]
+
+
 def test_a_prompt_that_goes_on_has_the_origins_of_the_one_before() -> None:
     first = made(spans=SPANS[:2], ids=IDS[:17], ends=ENDS[:1])
     assert first == made()[:1]

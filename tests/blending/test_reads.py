@@ -8,10 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from cacheblend_rag.blending.reads import ReadMeter
+from cacheblend_rag.blending.plan import StoredSpan
+from cacheblend_rag.blending.reads import ReadMeter, UnusableSpanError, reads_of
+from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
 from cacheblend_rag.store import events
 from cacheblend_rag.store.events import TierReads
+from cacheblend_rag.store.kv import LayerKV, StoredKV
+from tests.store.samples import kv_of
 
 DISK: Any = SimpleNamespace(tier="disk", stored_nbytes=800, num_layers=8)
 
@@ -59,3 +64,29 @@ def test_ram_is_not_measured_and_a_read_that_fails_has_no_bytes(clock) -> None:
         clock.s += 1.0
         raise OSError
     assert measured.taken() == {"disk": TierReads(0, 0, 1.0)}
+
+
+class Broken(StoredKV):
+    """An entry of three tokens that cannot be read."""
+
+    num_layers, num_tokens, start, nbytes, stored_nbytes = 2, 3, 0, 576, 576
+
+    def __init__(self, tier: str, error: Exception):
+        self.tier, self._error = tier, error
+
+    def layer(self, index: int) -> LayerKV:
+        raise self._error
+
+    def static_deviation(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+@pytest.mark.parametrize("error", [DamagedKVError("cut"), StoreUnavailableError("away")], ids=["damaged", "away"])
+def test_the_entry_that_cannot_be_read_is_named_and_no_other(tier: str, error: Exception) -> None:
+    whole, broken = StoredSpan(0, 3, kv_of(1)), StoredSpan(5, 8, Broken(tier, error))
+    reads = reads_of(lambda _: (whole, broken), 2, torch.device("cpu"))
+    with pytest.raises(UnusableSpanError, match="positions 5 to 8 cannot be used") as raised:
+        reads.parts(0)
+    reads.close()
+    assert (raised.value.spans, raised.value.late, raised.value.__cause__) == ((broken,), False, error)

@@ -112,6 +112,16 @@ def test_no_character_is_lost_or_doubled_whatever_stands_between_chunks(
     assert tokenizer.decode(blended(prompt, tokenizer)[len(prefix) :], clean_up_tokenization_spaces=False) == text
 
 
+@pytest.mark.parametrize("kind", ["joins", "trims"])
+def test_what_decides_how_a_text_is_cut_is_what_stands_right_in_front_of_it(kind: str) -> None:
+    tokenizer = named(kind)
+    # Behind the chunk's first 16 characters its last one would become a part of another token.
+    chunk = make_chunk("Fifteen letters. And then the harbour.", tokenizer)
+    assert chunk.text[15] == "."
+    prompt = BlendPrompt((chunk, "\nWho?"))
+    assert blended(prompt, tokenizer) == whole(prompt, tokenizer)
+
+
 def test_what_a_chunk_spells_at_its_end_is_no_special_token_together_with_what_follows() -> None:
     tokenizer = named("joins")
     eos = tokenizer.convert_tokens_to_ids("<eos>")

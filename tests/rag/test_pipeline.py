@@ -13,12 +13,12 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from cacheblend_rag.blending.outcome import PromptOutcome
-from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag.engines.results import Generation, PrecomputeReport
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError, StoreError, StoreMismatchError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -340,6 +340,29 @@ async def test_the_async_twins_agree_with_the_sync_methods(pipeline: RagPipeline
     answers = await asyncio.gather(*(pipeline.aask(question) for _ in range(4)))
     assert {a.sources for a in answers} == {pipeline.ask(question).sources, streamed[0].sources}
     assert streamed[-1].answer is not None
+
+
+async def test_the_engine_hears_of_it_when_a_question_is_cancelled(
+    pipeline: RagPipeline, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await asyncio.to_thread(pipeline.index, [docs])
+    asked, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def agenerate(*_: Any) -> Generation:
+        asked.set()
+        try:
+            return await asyncio.Future()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    monkeypatch.setattr(pipeline.engine, "agenerate", agenerate)
+    question = asyncio.create_task(pipeline.aask("Who keeps a parrot?"))
+    await asyncio.wait_for(asked.wait(), 60)
+    question.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await question
+    assert cancelled.is_set()
 
 
 def test_opening_an_index_registers_its_chunks_so_that_plain_text_is_matched(

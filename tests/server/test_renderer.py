@@ -194,6 +194,26 @@ async def test_what_is_not_blended_holds_no_control_tokens_of_documents_either(f
     assert not server.client.prompts
 
 
+@pytest.mark.parametrize("fields", UNBLENDED, ids=str)
+async def test_a_text_that_is_not_blended_keeps_the_tokens_that_vllm_gives_it(fields: dict[str, Any]) -> None:
+    text = f"Un{NOTE}ly"  # a chunk's own tokens would begin and end within a word
+    server = Server(NOTE)
+    assert await server.complete(text, **fields) == await Server().complete(text, **fields)
+    assert await server.complete(text) != await Server().complete(text)
+    assert server.chunks == [NOTE]
+
+
+async def test_a_text_is_searched_for_chunks_if_it_is_no_longer_than_the_context_window_may_hold() -> None:
+    server = Server(NOTE)
+    text = f"{NOTE} Who?"
+    server.renderer._most = len(text) - 1
+    assert await server.complete(text) == await Server().complete(text)
+    assert server.client.prompts == []
+    server.renderer._most = len(text)
+    await server.complete(text)
+    assert server.chunks == [NOTE]
+
+
 async def test_a_truncated_answer_of_the_responses_route_holds_none_either() -> None:
     server = Server(TURN, NOTE)
     plain = turns(await Server().respond("Who?"))

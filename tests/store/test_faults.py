@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, open_store
+from cacheblend_rag.store.directory import EntryDirectory
+from cacheblend_rag.store.kv import KVKey
 from cacheblend_rag.store.kvfile import EntryFormat
 from tests.store import workers
 from tests.store.samples import key_of, kv_of, memory_directory, same
@@ -200,6 +203,63 @@ def test_a_clock_that_was_set_back_evicts_what_was_used_least_recently_all_the_s
         assert store.put(key_of(number), kv_of(number))
         store.close()
     assert {entry.key for entry in store.entries()} == {key_of(number) for number in range(3, 6)}
+
+
+def test_an_entry_that_is_replaced_by_a_larger_one_does_not_pay_with_room_it_has_counted_already(root: Path) -> None:
+    measured = DiskStore(root / "measured")
+    for number in range(3):
+        measured.put(key_of(number), kv_of(number, tokens=40))
+    budget = measured.stats().nbytes
+    store = DiskStore(root / "store", budget)
+    for number in range(3):
+        store.put(key_of(number), kv_of(number, tokens=40))
+    assert store.put(key_of(0), kv_of(0, tokens=60), replace=True)  # the one that was used least recently
+    assert store.stats().nbytes <= budget
+    assert same(store.get(key_of(0)), kv_of(0, tokens=60))
+    assert not store.contains(key_of(1)) and store.contains(key_of(2))
+
+
+def damaged_for_good(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Find an entry damaged that cannot be removed; return its file."""
+    store.put(key_of(1), kv_of(1))
+    (path,) = store.root.glob(f"kv/*/{key_of(1)}.safetensors")
+    with path.open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"\xff" * 8)
+
+    def refused(directory: EntryDirectory, key: KVKey) -> int | None:
+        raise PermissionError(errno.EACCES, "no", str(directory.file(key)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EntryDirectory, "remove", refused)
+        found = store.get(key_of(1))
+        with pytest.raises(DamagedKVError):
+            assert found is not None and same(found, kv_of(1))
+    assert path.exists()
+    return path
+
+
+def test_a_damaged_entry_that_cannot_be_removed_is_a_miss_that_the_next_put_replaces(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(root)
+    damaged_for_good(store, monkeypatch)
+    assert store.get(key_of(1)) is None and not store.contains(key_of(1))
+    assert store.put(key_of(1), kv_of(1))
+    assert store.contains(key_of(1)) and same(store.get(key_of(1)), kv_of(1))
+
+
+def test_a_whole_entry_is_used_whose_file_has_the_inode_that_a_damaged_one_had(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(root)
+    path = damaged_for_good(store, monkeypatch)
+    inode = root / "inode"
+    inode.hardlink_to(path)
+    assert store.put(key_of(1), kv_of(1))
+    inode.write_bytes(path.read_bytes())
+    inode.replace(path)
+    assert store.contains(key_of(1)) and same(store.get(key_of(1)), kv_of(1))
 
 
 def test_an_unknown_codec_is_refused(root: Path) -> None:

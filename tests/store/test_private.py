@@ -73,6 +73,53 @@ def test_an_entry_that_is_no_file_is_a_miss_that_the_next_put_replaces(root: Pat
     assert elsewhere.stat().st_mtime_ns == before
 
 
+def test_a_link_in_the_place_of_a_directory_of_entries_leads_nowhere(root: Path) -> None:
+    store = DiskStore(root / "store", budget=10**6)
+    store.put(key_of(1), kv_of(1))
+    (entry,) = (root / "store").glob("kv/*/*.safetensors")
+    elsewhere = entry.parent.replace(root / "elsewhere")
+    entry.parent.symlink_to(elsewhere)
+    victim = elsewhere / entry.name
+    before = victim.stat()
+    assert store.get(key_of(1)) is None
+    assert not store.contains(key_of(1)) and store.entry(key_of(1)) is None
+    assert (store.verify().checked, store.stats().entries) == (0, 0)
+    store.touch(key_of(1))
+    assert not store.delete(key_of(1))
+    assert store.evict(0) == 0
+    for replace in (False, True):
+        with pytest.raises(StoreError, match=f"{entry.parent} is not a directory; remove it"):
+            store.put(key_of(1), kv_of(2), replace)
+    after = victim.stat()
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+    assert list(elsewhere.iterdir()) == [victim]
+    entry.parent.unlink()
+    assert store.put(key_of(1), kv_of(1))
+    assert same(store.get(key_of(1)), kv_of(1))
+
+
+def test_entries_are_not_removed_through_a_link_that_has_taken_their_directorys_place(root: Path) -> None:
+    store = DiskStore(root / "store", budget=10**6)
+    store.put(key_of(1), kv_of(1))
+    store.put(key_of(2), kv_of(2))
+    for entry in (root / "store").glob("kv/*/*.safetensors"):
+        elsewhere = entry.parent.replace(root / entry.parent.name)
+        entry.parent.symlink_to(elsewhere)
+    assert store.evict(0) == 0  # it knows both from before
+    assert len(list(root.glob("*/*.safetensors"))) == 2
+
+
+def test_a_store_whose_own_directory_is_a_link_works(root: Path) -> None:
+    (root / "other disk").mkdir()
+    (root / "store").symlink_to(root / "other disk")
+    store = DiskStore(root / "store", budget=10**6)
+    for number in (1, 2):
+        assert store.put(key_of(number), kv_of(number))
+        assert same(store.get(key_of(number)), kv_of(number))
+    assert store.delete(key_of(1)) and store.evict(0) > 0
+    assert (root / "other disk" / "kv").is_dir() and store.stats().entries == 0
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe", "dangling link"])
 def test_a_count_of_bytes_that_is_no_file_is_made_anew(root: Path, kind: str) -> None:
     store = DiskStore(root / "store", budget=10**6)

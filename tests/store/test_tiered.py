@@ -107,6 +107,19 @@ def test_promotions_hold_no_more_than_the_faster_tier_may(root: Path) -> None:
     assert ram.contains(key_of(2))
 
 
+def test_what_the_fastest_tier_has_no_room_for_moves_up_into_the_next(root: Path) -> None:
+    slow = DiskStore(root / "slow")
+    for number in (0, 1):
+        slow.put(key_of(number), kv_of(number))
+    ram, fast = MemoryStore(kv_of(0).nbytes), DiskStore(root / "fast")
+    store = TieredStore([ram, fast, slow])
+    handles = [store.get(key_of(number)) for number in (0, 1)]  # both are being read at the same time
+    for number, handle in enumerate(handles):
+        assert handle is not None and same(handle, kv_of(number))
+        handle.finish()
+    assert {entry.key for entry in fast.entries()} == {key_of(0), key_of(1)}
+
+
 def test_an_entry_larger_than_the_faster_tier_is_read_through(root: Path) -> None:
     ram = MemoryStore(10)
     store = TieredStore([ram, DiskStore(root)])

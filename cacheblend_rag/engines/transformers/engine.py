@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Collection, Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Self, cast
 
@@ -23,7 +23,7 @@ from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, computin
 from cacheblend_rag.blending.transfer import whole_numbers
 from cacheblend_rag.engines.base import Prompt, Request
 from cacheblend_rag.engines.entries import Entries, SideBySide
-from cacheblend_rag.engines.results import Generation, StreamEvent, Timings
+from cacheblend_rag.engines.results import Generation, GivenUp, StreamEvent, Timings, iterate_in_thread
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
@@ -37,6 +37,8 @@ from cacheblend_rag.store.kv import StoredKV
 
 class PromptRun:
     """One prompt on its way: it is prefilled, then answered, and at its end lets go of what it used.
+
+    Once nobody waits for the answer any more, nothing else is computed for it: GivenUp is raised.
 
     Attributes:
         plan: What is stored of what stands behind the first tokens, whose KV the prefix cache had.
@@ -52,8 +54,9 @@ class PromptRun:
     _trace: Trace | None = None
     _began = 0.0  # when its computing did
 
-    def __init__(self, model: ModelOwner, request: Request):
+    def __init__(self, model: ModelOwner, request: Request, gone: threading.Event | None = None):
         self._model, self._request = model, request
+        self._gone = gone or threading.Event()  # set once nobody waits for the answer
         self._options = model.profile.options(request.settings)
         self._costs = model.costs  # as they are before this prompt corrects them
         self._said, self._kept = self._as_said(), Kept()
@@ -91,12 +94,14 @@ class PromptRun:
     def prefill(self, trace: Trace | None) -> None:
         """Make the prompt's KV and its last token's logits, from stored KV where there is some that helps."""
         self._trace = trace
+        self._look()
         if self._model.profile.blockwise and self._request.settings.reuse == "chunks":
             self._model.write_back([span.chunk for span in self._request.prompt.spans], (), self._known)
         unusable: set[tuple[int, ...]] = set()
         late: set[tuple[int, ...]] = set()
-        with self._model.lock:
+        with self._model.lock, self._model.runner.until(self._gone):
             while True:
+                self._look()  # others may have had the model for long
                 try:
                     self.cache = self._prefilled(unusable, late)
                     return
@@ -105,6 +110,11 @@ class PromptRun:
                     # what is damaged; what cannot be read now stays, and so does what other tiers have.
                     (late if error.late else unusable).update(error.entries)
                     self._model.learn(MeasuredCost((), error.reads, error.waited_s))
+
+    def _look(self) -> None:
+        """Raise GivenUp if nobody waits for the answer any more."""
+        if self._gone.is_set():
+            raise GivenUp
 
     def _prefilled(
         self, unusable: Collection[tuple[int, ...]], late: Collection[tuple[int, ...]]
@@ -218,6 +228,7 @@ class PromptRun:
         assert self.cache is not None
         ids = torch.tensor([[token]], device=self._model.device)
         with self._model.lock, computing(self._trace, DECODE, 1):
+            self._look()
             self.logits = self._model.runner.append(ids, self.cache)[0]
 
     def _learn(self) -> None:
@@ -265,12 +276,29 @@ class TransformersEngine(ModelOwner):
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:
+        return self._begun(prompt, sampling, settings)
+
+    async def astream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    ) -> AsyncIterator[StreamEvent]:
+        """See :class:`BlendEngine`; once the consumer is cancelled, a prompt that waits is not computed, and others end."""
+        async for event in iterate_in_thread(lambda gone: self._begun(prompt, sampling, settings, gone)):
+            yield event
+
+    def _begun(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        settings: BlendSettings | None,
+        gone: threading.Event | None = None,
+    ) -> Iterator[StreamEvent]:
+        """Begin what :meth:`stream` does, for as long as ``gone`` is not set; then the iterator raises GivenUp."""
         begin = time.perf_counter()
         request = self.request(prompt, sampling, settings)
         schema, guide = request.sampling.schema(), None
         if schema is not None:
             guide = Guide(schema, self.tokenizer, self.subject().vocab_size, self.end_tokens)
-        return self._stream(request, guide, begin)
+        return self._stream(request, guide, begin, gone)
 
     async def agenerate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
@@ -280,11 +308,9 @@ class TransformersEngine(ModelOwner):
 
         def answered() -> Generation | None:
             done: Generation | None = None
-            with closing(cast(Any, self.stream(prompt, sampling, settings))) as events:
+            with suppress(GivenUp), closing(cast(Any, self._begun(prompt, sampling, settings, gone))) as events:
                 for event in events:
                     done = event.generation
-                    if gone.is_set():  # nobody waits for it any more
-                        break
             return done
 
         try:
@@ -294,9 +320,11 @@ class TransformersEngine(ModelOwner):
         assert done is not None
         return done
 
-    def _stream(self, request: Request, guide: Guide | None, begin: float) -> Iterator[StreamEvent]:
+    def _stream(
+        self, request: Request, guide: Guide | None, begin: float, gone: threading.Event | None
+    ) -> Iterator[StreamEvent]:
         # What is written back once the answer is there belongs to no span of the request.
-        with PromptRun(self, request) as run, RequestSpans(self.namespace.name) as spans:
+        with PromptRun(self, request, gone) as run, RequestSpans(self.namespace.name) as spans:
             run.prefill(spans.trace)
             last = yield from run.answer(guide, begin)
             assert last.generation is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from cacheblend_rag.blending.rope import CosSin, Move, Rope, differ, rope_of_run
 from cacheblend_rag.blending.target import BlendTarget, StopForward, Watch
 from cacheblend_rag.blending.transfer import sent, whole_numbers
 from cacheblend_rag.engines.models import longest_blendable
+from cacheblend_rag.engines.results import GivenUp
 from cacheblend_rag.engines.transformers.attention import NAME, Looks, additive, looking, scattered
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.graphs import Graphs
@@ -51,6 +54,8 @@ class ModelRunner:
             self._layer_types = sorted(set(layer_types))
         elif layer_types or not getattr(config, "use_sliding_window", True):
             self.window = None
+        lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+        self._layers = next((each for each in lists if len(each) == self.num_layers), torch.nn.ModuleList())
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits, self._says_positions = "logits_to_keep" in parameters, "position_ids" in parameters
         self.layer_shape: tuple[int, int] | None = None
@@ -64,6 +69,26 @@ class ModelRunner:
     def new_cache(self, num_tokens: int, room: int = _DECODE_ROOM) -> PositionedCache:
         """Return an empty cache for a prompt of ``num_tokens`` and ``room`` tokens of its answer."""
         return PositionedCache(self.num_layers, num_tokens + room, self.latent_first)
+
+    @contextmanager
+    def until(self, gone: threading.Event) -> Iterator[None]:
+        """End every pass that is run inside before its next layer, once ``gone`` is set; what it has filled is of no use then.
+
+        Raises:
+            GivenUp: ``gone`` was set.
+        """
+
+        def look(*_: object) -> None:
+            # What is being captured is not computed, and serves whoever comes next.
+            if gone.is_set() and not torch.cuda.is_current_stream_capturing():
+                raise GivenUp
+
+        hooks = [layer.register_forward_pre_hook(look) for layer in self._layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @torch.inference_mode()
     def append(self, ids: torch.Tensor, cache: PositionedCache | ModelsOwnCache, offset: int = 0) -> torch.Tensor:

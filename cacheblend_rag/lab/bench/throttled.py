@@ -82,8 +82,8 @@ class ThrottledStore(MemoryStore):
 
 
 class _SlowFile(FileSource):
-    def __init__(self, path: Path, device: _Device):
-        super().__init__(path)
+    def __init__(self, path: Path, fd: int, device: _Device):
+        super().__init__(path, fd)
         self._device = device
 
     def read(self, offset: int, into: torch.Tensor) -> None:
@@ -99,5 +99,5 @@ class ThrottledDisk(DiskStore):
         super().__init__(root, format=EntryFormat(codec))
         self._device = _Device(bytes_per_s)
 
-    def _source(self, path: Path) -> FileSource:
-        return _SlowFile(path, self._device)
+    def _source(self, key: KVKey) -> FileSource:
+        return _SlowFile(self._directory.file(key), self._directory.open(key), self._device)

@@ -175,6 +175,35 @@ def test_a_client_that_goes_away_leaves_no_block_behind(engine, corpus, question
     assert run(engine, _stats(engine)) == whole
 
 
+async def test_vllm_aborts_the_requests_of_calls_that_are_cancelled(engine, questions, monkeypatch) -> None:
+    aborted: set[str] = set()
+    core, long = engine.llm.engine_core, SamplingParams(max_tokens=2000, stop=("never appears",))
+    abort = core.abort_requests_async
+
+    async def noted(request_ids: list[str]) -> None:
+        aborted.update(request_ids)
+        await abort(request_ids)
+
+    async def streamed(prompt: str) -> None:
+        async for _ in engine.astream(prompt, long):
+            pass
+
+    async def all_begun() -> None:
+        while engine.llm.output_processor.get_num_unfinished_requests() < 20:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(core, "abort_requests_async", noted)
+    asked = [f"Request {number}. {questions[number % 8]}" for number in range(20)]
+    calls = [engine.agenerate(each, long) if at % 2 else streamed(each) for at, each in enumerate(asked)]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    await asyncio.wait_for(asyncio.to_thread(run, engine, all_begun()), 120)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert await asyncio.to_thread(run, engine, _stats(engine)) == (0, True)
+    assert len(aborted) == len(tasks)
+
+
 async def _stats(engine: Any) -> tuple[int, bool]:
     """Unfinished requests, and whether the prefix cache could be emptied: vLLM refuses while any block is held."""
     llm = engine.llm
