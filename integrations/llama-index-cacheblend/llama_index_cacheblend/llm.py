@@ -126,6 +126,9 @@ class CacheBlendLLM(FunctionCallingLLM):
         model: str | None = None,
         store: str | None = None,
         device: str | None = None,
+        dtype: str | None = None,
+        writer: str | None = None,
+        threads: int | None = None,
         base_url: str | None = None,
         api_key: str | None = None,
         timeout: float | None = None,
@@ -143,6 +146,10 @@ class CacheBlendLLM(FunctionCallingLLM):
                 ``CACHEBLEND_MODEL`` and ``CACHEBLEND_STORE``.
             store: Where stored KV is: a directory, or tiers by address. None keeps it in RAM.
             device: ``"cpu"``, ``"cuda"``... None takes CUDA if there is one.
+            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes fp32 on a CPU, the model's own elsewhere.
+            writer: What computes the KV of chunks: the directory of a KV writer, ``"probe"`` or ``"none"``; None takes the one
+                that the model comes with, as ``"smollm2"`` does.
+            threads: CPU threads of torch, in the whole process: of several LLMs that name them the one made last counts.
             base_url: Address of a `cacheblend serve`, which has the model.
             api_key: Its key; None takes ``CACHEBLEND_API_KEY`` from the environment.
             timeout: Longest wait for the next piece of its answer, in seconds.
@@ -158,7 +165,8 @@ class CacheBlendLLM(FunctionCallingLLM):
             ModelError, ServerError, StoreError: The engine that is named cannot be opened.
         """
         data = with_usual_names({**data, "timeout": timeout})
-        named: dict[str, Any] = {"model": model, "store": store, "device": device, "base_url": base_url}
+        named: dict[str, Any] = {"model": model, "store": store, "device": device, "dtype": dtype, "writer": writer}
+        named |= {"threads": threads, "base_url": base_url}
         named |= {"api_key": api_key, "timeout_s": data.pop("timeout"), "max_retries": max_retries}
         unknown = set(data) - set(type(self).model_fields) - {"class_name"}
         if unknown:
