@@ -16,9 +16,18 @@ from cacheblend_rag.prompts.templates import reads_tools
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN, _CLOSE, _FENCE = "<tool_call>", "</tool_call>", "```"
 _DEFINED = re.compile(r"^#/(\$defs|definitions)/")
-_BLOCK = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
+_MARK = re.compile(f"{_OPEN}|{_FENCE}")
+_FENCE_OPEN = re.compile(rf"{_FENCE}[\w-]*\s*")
+# A string of JSON may hold a fence; one that is not closed ends with its line, or is still being written.
+_STRING = r'"(?:[^"\\\n]|\\.)*+(?:"|\\?\Z)'
+_ENDS_FENCE = re.compile("[`\n]")
+_PART = re.compile(
+    rf"{_OPEN}(?P<block>.*?)(?:{_CLOSE}|\Z)"
+    rf"|{_FENCE_OPEN.pattern}(?P<fenced>[{{\[](?:{_STRING}|(?!{_FENCE}).)*+)(?:{_FENCE}|(?P<open>\Z))",
+    re.DOTALL,
+)
 
 
 class ToolsAsked(NamedTuple):
@@ -150,12 +159,21 @@ def new_call_id() -> str:
 
 
 class CallReader:
-    """Separates the tool calls of an answer from its text, piece by piece.
+    r"""Separates the tool calls of an answer from its text, piece by piece.
 
-    Two forms are read: blocks ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen), and an answer that
-    is nothing but one such JSON object, or a list of them (Llama 3, Mistral; ``parameters`` for ``arguments``). JSON that is
-    no call of a bound tool is text; a block that cannot be read is an invalid call, and so is an answer that had to be one: a
-    forced call that was cut off, say.
+    A call is a JSON object with the name of a bound tool and its arguments (``arguments``, or ``parameters`` as Llama 3 writes
+    them). Three forms are read: blocks ``<tool_call>{...}</tool_call>`` (Hermes, Qwen), fenced blocks (Qwen2.5-Coder), and an
+    answer that is nothing but one such object, or a list of them (Llama 3, Mistral). JSON that calls no bound tool is text.
+    A ``<tool_call>`` block that cannot be read is an invalid call, and so is an answer that had to be one: a forced call that was
+    cut off, say.
+
+    Example:
+        >>> tool = {"type": "function", "function": {"name": "now"}}
+        >>> reader = CallReader([tool])
+        >>> reader.push('I will look at the clock.\n```json\n{"name": "now", "arguments": {}}\n```')
+        'I will look at the clock.\n'
+        >>> reader.finish().calls
+        (CallRead(name='now', arguments={}),)
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], required: str | bool = False):
@@ -164,36 +182,59 @@ class CallReader:
         self._required = self._held = required is not False
         self._text = ""
         self._sent = 0
+        self._open = False  # whether a fence has begun that may hold calls
 
     def push(self, piece: str) -> str:
         """Take the next piece of the answer; return the text that is certainly not part of a call."""
         self._text += piece
-        if self._held or self._text.lstrip()[:1] in ("", "{", "["):
+        if self._text.lstrip()[:1] in ("", "{", "[") or (self._open and not _ENDS_FENCE.search(piece)):
             return ""
-        start = self._text.find(_OPEN, self._sent)
-        if start >= 0:
-            self._held = True
+        begun = self._sent
+        while not self._held:
+            mark = _MARK.search(self._text, self._sent)
+            if mark is None:
+                rest = self._text[self._sent :]
+                self._sent = len(self._text) - max(begun_at_end(rest, _OPEN), begun_at_end(rest, _FENCE))
+                break
+            self._sent = mark.start()
+            self._held = mark[0] == _OPEN
+            if not self._held and not self._pass_fence():
+                break
+        return self._text[begun : self._sent]
+
+    def _pass_fence(self) -> bool:
+        """Go past the fence that comes next, where no call can stand in it; return whether that is known yet."""
+        opened = _FENCE_OPEN.match(self._text, self._sent)
+        assert opened is not None
+        part = _PART.match(self._text, self._sent)
+        self._open = part is not None and part["open"] is not None
+        if self._open or opened.end() == len(self._text):
+            return False
+        if part is None:
+            self._sent = opened.end()
+        elif self._calls(part) is None:
+            self._sent = part.end()
         else:
-            start = len(self._text) - begun_at_end(self._text, _OPEN)
-        released = self._text[self._sent : start]
-        self._sent = max(self._sent, start)
-        return released
+            self._held = True
+        return True
 
     def finish(self) -> CallsRead:
         """Return what is left of the answer, at its end."""
-        rest = self._text[self._sent :]
-        whole = self._whole()
+        whole = self._called(_json(self._text)) if self._sent == 0 else None
         if whole is not None:
             return CallsRead("", tuple(whole))
-        calls: list[CallRead] = []
-        invalid: list[str] = []
-        for block in _BLOCK.findall(rest):
-            call = self._call(_json(block))
-            if call is None:
-                invalid.append(block.strip())
-            else:
-                calls.append(call)
-        text = _BLOCK.sub("", rest)
+        rest, calls, invalid = self._text[self._sent :], list[CallRead](), list[str]()
+
+        def take(part: re.Match[str]) -> str:
+            found = self._calls(part)
+            if found is None and part["block"] is None:
+                return part[0]
+            calls.extend(found or ())
+            if found is None:
+                invalid.append(part["block"].strip())
+            return ""
+
+        text = _PART.sub(take, rest)
         if self._required and not (calls or invalid):
             text, invalid = "", [rest.strip()]
         error = f"not a JSON object with the name of a bound tool and its arguments ({', '.join(sorted(self._names))})"
@@ -201,8 +242,18 @@ class CallReader:
             text.rstrip() if calls or invalid else text, tuple(calls), tuple(invalid), error if invalid else ""
         )
 
-    def _whole(self) -> list[CallRead] | None:
-        body = _json(self._text) if self._sent == 0 else None
+    def _calls(self, part: re.Match[str]) -> list[CallRead] | None:
+        """Return the calls in a block, None where anything else stands in it."""
+        if part["fenced"] is None:
+            return self._called(_json(part["block"]))
+        body = _json(part["fenced"])
+        # A model shows any JSON in a fence: a record with a name is no call.
+        items = body if isinstance(body, list) else [body]
+        shaped = all(isinstance(item, dict) and ("arguments" in item or "parameters" in item) for item in items)
+        return self._called(body) if shaped else None
+
+    def _called(self, body: Any) -> list[CallRead] | None:
+        """Return the calls that a JSON value is: one, or a list of them; None for any other value."""
         items = body if isinstance(body, list) else [body]
         calls = [call for item in items if (call := self._call(item)) is not None]
         return calls if calls and len(calls) == len(items) else None

@@ -174,11 +174,14 @@ def fates_of(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> RetrievalRe
     plain = _CUT.join(text_of(piece) for piece in prompt if not isinstance(piece, Chunk))
     named = {chunk_id(texts[0]): texts for texts in items if texts[0]}
     fates = {name: _whole(name, texts, chunks, plain) for name, texts in named.items()}
-    for name, texts in named.items():
-        if fates[name] is None:
-            others = _CUT.join(text for other in named if other != name for text in named[other])
-            found = any(_in_part(text, plain, others) for text in texts)
-            fates[name] = RetrievedFate(name, "altered" if found else "absent")
+    lost = [name for name, fate in fates.items() if fate is None]
+    # A chain may change the case of what was retrieved, too.
+    folded = plain.casefold() if lost else ""
+    forms = {name: [text.casefold() for text in texts] for name, texts in named.items()} if lost else {}
+    for name in lost:
+        others = _CUT.join(text for other in forms if other != name for text in forms[other])
+        found = any(_in_part(text, folded, others) for text in forms[name])
+        fates[name] = RetrievedFate(name, "altered" if found else "absent")
     return RetrievalReport(tuple(fate for fate in fates.values() if fate is not None))
 
 

@@ -29,6 +29,18 @@ NODE = {"label": {"type": "string"}, "children": {"type": "array", "items": {"$r
 TREE = tool("tree", NODE, "label", **{"$defs": {"Node": {"type": "object", "properties": NODE, "required": ["label"]}}})
 CALL = {"name": "search", "arguments": {"query": "harbour {old} ]"}}
 BLOCK = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
+FENCED = f"```json\n{json.dumps(CALL, indent=2)}\n```"  # as Qwen2.5-Coder writes it
+NOTE = {"name": "search", "arguments": {"query": "```sh\nls {}```"}}
+OTHERS = """```json
+{"name": "rm", "arguments": {}}
+```
+The record is ```{"name": "search", "since": 1911}```, the code
+```js
+{ a: [1] }
+```
+and ```python
+print()
+```"""
 
 
 def read(text: str, sizes: list[int] | None = None, required: Any = False) -> tuple[str, list[Any], list[Any]]:
@@ -60,6 +72,18 @@ ANSWERS = {
     "a < b and <tool": ("a < b and <tool", [], []),
     "<tool_call>{broken</tool_call>": ("", [], ["{broken"]),
     '<tool_call>{"name": "rm", "arguments": {}}</tool_call>': ("", [], ['{"name": "rm", "arguments": {}}']),
+    FENCED: ("", [("search", CALL["arguments"])], []),
+    f"```json {json.dumps(CALL)} ```": ("", [("search", CALL["arguments"])], []),
+    f"Let me see.\n{FENCED}\nThen `read` it.": (
+        "Let me see.\n\nThen `read` it.",
+        [("search", CALL["arguments"])],
+        [],
+    ),
+    FENCED.removesuffix("\n```"): ("", [("search", CALL["arguments"])], []),
+    FENCED[:-20]: (FENCED[:-20], [], []),
+    f"```\n{json.dumps([CALL, NOTE])}\n```": ("", [("search", one["arguments"]) for one in (CALL, NOTE)], []),
+    OTHERS: (OTHERS, [], []),
+    f"{OTHERS}\n{FENCED}": (f"{OTHERS}\n", [("search", CALL["arguments"])], []),
     "": ("", [], []),
     "  ": ("  ", [], []),
 }
@@ -89,6 +113,11 @@ def test_text_before_a_call_is_not_held_back() -> None:
     assert reader.push("Let me see. ") == "Let me see. "
     assert reader.push("<tool") == ""
     assert reader.push("box> is ") == "<toolbox> is "
+    assert reader.push("``") == ""
+    assert reader.push("`py\nprint()\n``") == "```py\nprint()\n"
+    assert reader.push("`\nIt is {}") == "```\nIt is {}"
+    assert reader.push('\n```json\n{"name": 1') == "\n"
+    assert reader.push("}\n```\n") == '```json\n{"name": 1}\n```\n'
 
 
 def test_definitions_are_found_under_their_older_name_too() -> None:

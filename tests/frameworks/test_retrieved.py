@@ -76,6 +76,11 @@ class TestFates:
         assert statuses(f"Notes: {BELL[:100]}") == ["altered", "absent"]
         assert statuses("Who cast the bell of Marlow in the first frost?") == ["absent", "absent"]
 
+    def test_a_text_in_another_case_is_altered(self) -> None:
+        for change in (str.upper, str.lower, str.title):
+            assert statuses(f"Notes: {change(BELL)}", chunk(SHIP)) == ["altered", "matched"]
+            assert statuses(f"Notes: {change(BELL)}") == ["altered", "absent"]
+
     def test_text_that_a_chunk_holds_is_part_of_it_and_nobody_elses(self) -> None:
         joined = f"{BELL} {SHIP}"
         assert statuses(chunk(joined)) == ["matched", "matched"]

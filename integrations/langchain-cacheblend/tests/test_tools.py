@@ -50,6 +50,31 @@ def test_a_call_without_tool_choice_is_read_off_the_answer(scripted: ScriptedEng
     assert streamed.content == answer.content
 
 
+async def test_an_agent_carries_out_a_call_in_a_fence() -> None:
+    """Qwen2.5-Coder writes its calls so."""
+    engine = ScriptedEngine(answer='```json\n{\n  "name": "search",\n  "arguments": {"query": "Marlow"}\n}\n```')
+
+    @tool
+    def search(query: str) -> str:
+        """Look something up."""
+        engine.answer = f"Notes on {query}."
+        return query
+
+    agent = create_agent(ChatCacheBlend(engine=engine), [search])
+    called = engine.answer
+    for streamed in (False, True):
+        engine.answer = called
+        if streamed:
+            *_, state = [step async for step in agent.astream({"messages": ["x"]}, stream_mode="values")]
+        else:
+            state = await agent.ainvoke({"messages": ["x"]})
+        assert [m.type for m in state["messages"]] == ["human", "ai", "tool", "ai"]
+        assert state["messages"][-1].content == "Notes on Marlow."
+    engine.answer = called
+    assert ChatCacheBlend(engine=engine).invoke("x").content == called, "no tool is bound"
+    assert ChatCacheBlend(engine=engine).bind_tools([weather]).invoke("x").content == called, "another tool is bound"
+
+
 def test_an_unreadable_call_is_an_invalid_one() -> None:
     llm = ChatCacheBlend(engine=ScriptedEngine(answer="<tool_call>{oops</tool_call>")).bind_tools([search])
     assert [c["args"] for c in llm.invoke("x").invalid_tool_calls] == ["{oops"]

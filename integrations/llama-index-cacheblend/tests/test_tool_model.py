@@ -113,6 +113,18 @@ def test_calls_are_read_off_an_answer_that_was_not_forced(engine: TransformersEn
     assert llm.chat([ChatMessage(role="user", content="x")]).message.content == spoken
 
 
+def test_a_call_in_a_fence_is_read_where_its_tool_is_bound(engine: TransformersEngine) -> None:
+    """Qwen2.5-Coder writes its calls so."""
+    spoken = 'Let me see.\n```json\n{\n  "name": "look_up",\n  "arguments": {"topic": "bakery"}\n}\n```'
+    llm = CacheBlendLLM(engine=ScriptedEngine(engine.tokenizer, spoken), set_tokenizer=False)
+    *_, streamed = llm.stream_chat_with_tools([LOOK_UP], user_msg="x")
+    for answer in (llm.chat_with_tools([LOOK_UP], user_msg="x"), streamed):
+        assert answer.message.content == "Let me see.\n"
+        assert [c.tool_kwargs for c in llm.get_tool_calls_from_response(answer)] == [{"topic": "bakery"}]
+    assert llm.chat_with_tools([WRITE_DOWN], user_msg="x").message.content == spoken
+    assert llm.chat([ChatMessage(role="user", content="x")]).message.content == spoken
+
+
 def test_models_whose_template_shows_no_tools_say_so(llm: CacheBlendLLM) -> None:
     plain: Any = AutoTokenizer.from_pretrained(bundled_corpus().parent / "model")
     other = CacheBlendLLM(engine=ScriptedEngine(plain), set_tokenizer=False)
