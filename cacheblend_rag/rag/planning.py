@@ -9,7 +9,7 @@ from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.printable import size
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.retrieval.chunking import split_text
+from cacheblend_rag.retrieval.chunking import split_document
 from cacheblend_rag.retrieval.database import IndexConfig
 from cacheblend_rag.retrieval.documents import Document, SkippedDocument, load_document
 from cacheblend_rag.store.base import stats_of
@@ -125,10 +125,7 @@ class Planner:
         return document.digest, self._cut(document)
 
     def _cut(self, document: Document) -> list[Chunk]:
-        size, overlap = self.config.chunk_tokens, self.config.overlap
-        chunks = split_text(document.text, self.engine.tokenizer, size, overlap, document.metadata)
-        placed = ((chunk, document.pages(chunk.metadata["start"], chunk.metadata["end"])) for chunk in chunks)
-        return [replace(c, metadata={**c.metadata, **pages}) if pages else c for c, pages in placed]
+        return split_document(document, self.engine.tokenizer, self.config.chunk_tokens, self.config.overlap)
 
     def plan(self) -> IndexPlan:
         """Return what there is to do; the size of the KV is not known before some of it is stored: see :meth:`sized`."""
