@@ -65,13 +65,11 @@ def collect_prompts(
         InputError: The file or the documents cannot be used; the message names the line or directory.
         StoreError: There is no such store.
     """
-    if metric is not None and (documents or (store and file is None)):
+    if metric is not None and store and file is None:
         raise InputError(
             f"--as-near-as {metric} needs questions with right answers; give a file of them with --prompts."
         )
     if documents is not None:
-        if file is not None:
-            raise InputError("Give --prompts or --documents, not both.")
         return _from_documents(engine, documents, count)
     if file is None and store is None:
         return _generated(engine, count, metric)
