@@ -23,7 +23,8 @@ class _ListingGroup(TyperGroup):
     """Runs `documents ls` where no command is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+        named = args and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
+        if not named and not ctx.resilient_parsing:  # a shell that completes names the command later
             args = ["ls", *args]
         return super().parse_args(ctx, args)
 

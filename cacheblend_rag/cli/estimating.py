@@ -42,7 +42,7 @@ def dry_run(
     """
     if chosen.server is None and (changing := [name for name in budgets.given if name in ("--kv", "--encrypt")]):
         raise InputError(f"{', '.join(changing)} changes a store, and --dry-run leaves it as it is. Leave it out.")
-    with _opened(chosen, budgets, root, namespace, **cut) as (pipeline, kept), progress("Reading") as show:
+    with _opened(chosen, budgets, root, namespace, **cut) as (pipeline, kept), progress("Estimating") as show:
         from cacheblend_rag.rag.estimating import estimate
 
         if ranking is not None:

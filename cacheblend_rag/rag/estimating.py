@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.rag.planning import IndexPlan, Planner
 from cacheblend_rag.retrieval.documents import (
@@ -16,6 +17,11 @@ from cacheblend_rag.retrieval.documents import (
     file_digest,
     load_document,
 )
+
+Progress = Callable[[float, int, str], None]
+_MEASURED = "a few chunks, to measure the time"
+_LONG_S = 10.0
+"""A first chunk that took so long is enough to tell how long the others will take."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def estimate(
     pipeline: RagPipeline,
     found: FoundDocuments,
     kept: Entries | None = None,
-    progress: Callable[[float, int, str], None] = lambda done, total, at: None,
+    progress: Progress = lambda done, total, at: None,
 ) -> IndexEstimate:
     """Cut documents, and compute the KV of a few of their chunks to measure its size and the time it takes.
 
@@ -68,7 +74,7 @@ def estimate(
         pipeline: Its engine stores what is measured: give it a store that is thrown away. Its index is read alone.
         found: The files.
         kept: The store that the documents would be indexed into, as this engine sees it; None for an empty one like the engine's.
-        progress: Called with how many files were read, of how many, and the file at hand.
+        progress: Called with how many files were read, of how many, and the file at hand; then with chunks in their place.
 
     Raises:
         ModelError: The embedding model cannot be loaded.
@@ -93,8 +99,7 @@ def estimate(
             skipped.append(document)
     plan, token_s = planner.plan(), None
     if engine.entries is not None and planner.samples:
-        progress(0, 0, "measuring")
-        token_s = _seconds_a_token(pipeline, planner)
+        token_s = _seconds_a_token(pipeline, planner.samples, progress)
         plan = planner.sized(plan, planner.samples[0])
     elif engine.entries is not None:  # all KV is there
         plan, token_s = replace(plan, kv_bytes=0), 0.0
@@ -118,14 +123,16 @@ def _is_stored(pipeline: RagPipeline, path: str, kept: Entries | None) -> bool:
     return all(lasting.contains(chunk.token_ids) for chunk in pipeline.chunks.chunks_of(path))
 
 
-def _seconds_a_token(pipeline: RagPipeline, planner: Planner) -> float:
-    """Compute, store and embed a few chunks, as indexing does; the first, which also warms up, counts where it is alone."""
-    embedder = pipeline.chunks.load_embedder()
-    first, *others = planner.samples
-    seconds = 0.0
-    for chunks in ([first], others) if others else ([first],):
+def _seconds_a_token(pipeline: RagPipeline, chunks: Sequence[Chunk], progress: Progress) -> float:
+    """Compute, store and embed a few chunks, as indexing does; the first, which also warms up, counts where it takes long."""
+    embedder, seconds = pipeline.chunks.load_embedder(), 0.0
+    timed: Sequence[Chunk] = chunks
+    for done, timed in enumerate((chunks[:1], chunks[1:])):
+        progress(done, len(chunks), _MEASURED)
         begin = time.perf_counter()
-        pipeline.engine.precompute(chunks)
-        embedder.texts([chunk.text for chunk in chunks])
+        pipeline.engine.precompute(timed)
+        embedder.texts([chunk.text for chunk in timed])
         seconds = time.perf_counter() - begin
-    return seconds / sum(len(chunk.token_ids) for chunk in others or [first])
+        if seconds > _LONG_S or len(chunks) == 1:
+            break
+    return seconds / sum(len(chunk.token_ids) for chunk in timed)
