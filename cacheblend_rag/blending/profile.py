@@ -29,7 +29,7 @@ from cacheblend_rag.blending.settings import (
     TextRatio,
 )
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.kv import WrittenBy
+from cacheblend_rag.store.identity import WrittenBy
 
 _FILE = "cacheblend.json"
 EMBEDDED = "transformers"

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from cacheblend_rag.console import options
-from cacheblend_rag.console.engines import open_inventory
+from cacheblend_rag.console.engines import index_directory, open_inventory
 from cacheblend_rag.console.output import echo, print_json, size, table
 from cacheblend_rag.printable import in_one_line
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cacheblend_rag.retrieval.index import IndexedDocument
+
+
+class _ListingGroup(TyperGroup):
+    """Runs `documents ls` where no command is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = args and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
+        if not named and not ctx.resilient_parsing:  # a shell that completes names the command later
+            args = ["ls", *args]
+        return super().parse_args(ctx, args)
+
+
 documents = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="List and remove the documents of an index. No model is loaded."
+    cls=_ListingGroup,
+    add_completion=False,
+    help="List the documents of an index (as `documents ls` does), or remove some. No model is loaded.",
 )
 
 
@@ -22,14 +41,24 @@ def ls(
     directory: options.Store = None, namespace: options.Namespace = "default", as_json: options.AsJSON = False
 ) -> None:
     """List the documents that were indexed, with the number of their chunks."""
-    with open_inventory(directory, namespace) as inventory:
-        found = inventory.documents()
+    found = _indexed(directory, namespace)
     if as_json:
         print_json([asdict(each) for each in found])
     elif found:
         echo(table([["document", "chunks"], *([each.path, f"{each.chunks:,}"] for each in found)]))
     else:
         echo("Nothing is indexed here.", err=True)
+
+
+def _indexed(directory: Path | None, namespace: str) -> list[IndexedDocument]:
+    from cacheblend_rag.retrieval.index import ChunkIndex
+
+    home = index_directory(directory, namespace)
+    if ChunkIndex.exists(home):  # opened without the store of KV, which takes seconds to import
+        with ChunkIndex(home) as index:
+            return index.documents()
+    with open_inventory(directory, namespace) as inventory:
+        return inventory.documents()
 
 
 @documents.command()

@@ -38,6 +38,13 @@ if TYPE_CHECKING:
     from cacheblend_rag.rag.planning import IndexPlan, TooMuchKVError
     from cacheblend_rag.retrieval.documents import FoundDocuments
 
+_DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Only list what each document would take: chunks, tokens, disk and time. Nothing is stored."
+    ),
+]
+
 
 @takes_groups
 def index(
@@ -64,6 +71,7 @@ def index(
     embedding: options.Embedding = None,
     budgets: BudgetOptions,
     ranking: options.Ranking = None,
+    dry_run: _DryRun = False,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Do not ask where there will be more KV than the store can hold.")
     ] = False,
@@ -81,10 +89,15 @@ def index(
     home = index_directory(store, namespace)
     chosen = _with_model(model, home, found)
     root = store_directory(store)
+    cut: dict[str, Any] = {"chunk_tokens": chunk_tokens, "overlap": overlap, "embedding": embedding}
+    if dry_run:
+        from cacheblend_rag.cli.estimating import dry_run as print_estimate
+
+        print_estimate(chosen, budgets, found, root, namespace, ranking, as_json, **cut)
+        return
     if root.is_dir():
         with suppress(OSError):  # which is told below
             make_home(root, namespace)
-    cut: dict[str, Any] = {"chunk_tokens": chunk_tokens, "overlap": overlap, "embedding": embedding}
     opened = open_pipeline(chosen, store, budgets, must_exist=False, namespace=namespace, **cut)
     looks = partial(_unchanged, chosen, budgets, found, root, namespace, **cut)
     report, check = _index(found, home, opened, ranking, looks, yes)
@@ -166,10 +179,11 @@ def _ask(error: TooMuchKVError) -> None:
     Raises:
         StoreError: There is nobody to ask.
     """
-    todo = f"{error.what}: that of older documents, and of much of these, would be computed and dropped."
+    todo = f"{error.what}. The KV of older documents, and of much of these, would be computed and dropped."
     if not sys.stdin.isatty():
         raise StoreError(
-            f"{todo} Give it more with --disk-budget, or in --kv, or leave files out with --exclude; --yes goes on all the same."
+            f"{todo} Give it more with --disk-budget, or in --kv, or leave files out with --exclude (--dry-run lists what "
+            "each takes); --yes goes on all the same."
         )
     typer.confirm(f"{todo}\nIndex them all the same?", abort=True, err=True)
 

@@ -64,6 +64,15 @@ def seconds(value: float) -> str:
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
+def duration(value: float | None) -> str:
+    """Return an estimated time in the unit that fits it; a dash for None."""
+    if value is None:
+        return "-"
+    if value < 90:
+        return f"{value:.0f} s"
+    return f"{value / 60:.0f} min" if value < 5400 else f"{value / 3600:.1f} h"
+
+
 @contextmanager
 def progress(label: str) -> Iterator[Show]:
     """Show on stderr how far the block is: a bar on a terminal, else a line every few seconds.
@@ -134,7 +143,7 @@ class _Lines:
         line = f"{self._label} {at}: {done:,.0f} of {total:,}"
         if done == done_then:
             return line
-        return f"{line}, about {_minutes((total - done) * (self._clock() - then) / (done - done_then))} left"
+        return f"{line}, about {duration((total - done) * (self._clock() - then) / (done - done_then))} left"
 
 
 def _write_until(over: threading.Event, line: Callable[[], str | None]) -> None:
@@ -155,12 +164,6 @@ def _written(line: Callable[[], str | None]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-def _minutes(left: float) -> str:
-    if left < 90:
-        return f"{left:.0f} s"
-    return f"{left / 60:.0f} min" if left < 5400 else f"{left / 3600:.1f} h"
 
 
 @contextmanager

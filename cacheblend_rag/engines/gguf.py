@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 import tempfile
 from importlib.util import find_spec
@@ -14,7 +15,9 @@ import xxhash
 from filelock import FileLock
 
 from cacheblend_rag.errors import ModelError, first_line
+from cacheblend_rag.printable import size
 
+_log = logging.getLogger(__name__)
 _SUMS = "cacheblend-sums.json"
 # Part of a directory's name: another number makes all of them anew.
 _FORMAT = 1
@@ -24,7 +27,8 @@ def made_of_gguf(file: Path, cache: Path) -> Path:
     """Return the Hugging Face directory of a GGUF file: config, tokenizer, and weights in bf16.
 
     It is made at the first call, which takes about 20 s for 100 MB, and checked at every later one: one that is damaged is made
-    anew. Processes that ask at once wait for the first. It is kept in ``cache``, named by the file's content.
+    anew. Processes that ask at once wait for the first. It is kept in ``cache``, named by the file's content. Two log lines, of
+    level warning so that they are seen, say that it is made, and where it is kept, how large it is and how to delete it.
 
     Raises:
         ModelError: The packages of the extra ``gguf`` are missing, the file is damaged, or transformers cannot read it.
@@ -53,6 +57,7 @@ def _is_whole(made: Path) -> bool:
 
 
 def _make(file: Path, made: Path) -> None:
+    _log.warning("Converting %s (%s) for transformers, once; this may take minutes.", file, size(file.stat().st_size))
     with tempfile.TemporaryDirectory(dir=made.parent, prefix=f"{made.name}.") as scratch:
         folder = Path(scratch) / "model"
         _convert(file, folder)
@@ -60,6 +65,12 @@ def _make(file: Path, made: Path) -> None:
         (folder / _SUMS).write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(made, ignore_errors=True)
         folder.rename(made)
+    nbytes = sum(each.stat().st_size for each in made.iterdir())
+    _log.warning(
+        "The converted model takes %s of disk, kept for the next use in %s. To free it, delete that folder; another use "
+        "of the GGUF file makes it again.",
+        size(nbytes), made,
+    )  # fmt: skip
 
 
 def _convert(file: Path, folder: Path) -> None:

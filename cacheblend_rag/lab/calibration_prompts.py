@@ -24,7 +24,7 @@ from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, rag_header, rag_prompt, tokenize
 from cacheblend_rag.prompts.templates import SEPARATOR
 from cacheblend_rag.rag.pipeline import RagPipeline
-from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, split_text
+from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, split_document
 from cacheblend_rag.retrieval.documents import Document, find_documents, load_document
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
@@ -65,13 +65,11 @@ def collect_prompts(
         InputError: The file or the documents cannot be used; the message names the line or directory.
         StoreError: There is no such store.
     """
-    if metric is not None and (documents or (store and file is None)):
+    if metric is not None and store and file is None:
         raise InputError(
             f"--as-near-as {metric} needs questions with right answers; give a file of them with --prompts."
         )
     if documents is not None:
-        if file is not None:
-            raise InputError("Give --prompts or --documents, not both.")
         return _from_documents(engine, documents, count)
     if file is None and store is None:
         return _generated(engine, count, metric)
@@ -145,7 +143,7 @@ def _from_documents(engine: BlendEngine, directory: Path, count: int) -> list[Ca
     for path in find_documents([directory]).files:
         loaded = load_document(path)
         if isinstance(loaded, Document):
-            runs.append(split_text(loaded.text, engine.tokenizer, size))
+            runs.append(split_document(loaded, engine.tokenizer, size))
         if sum(map(len, runs)) >= _MOST_CHUNKS:
             break
     chunks = [chunk for run in runs for chunk in run]

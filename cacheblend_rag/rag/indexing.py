@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -105,8 +105,8 @@ def index_documents(
     them the KV that no other document needs. A file that cannot be read for now keeps the version indexed before. What the
     search's patterns leave out is not looked at: documents indexed before stay.
 
-    How much KV there will be is known once that of one chunk is stored. More than the store can hold is refused then, unless it
-    may go ``beyond_budget``: KV of older chunks, and of those of this run, would be dropped on the way.
+    How much KV there will be is known once that of one chunk is stored, which is done first. More than the store can hold is
+    refused then, unless it may go ``beyond_budget``: KV of older chunks, and of those of this run, would be dropped on the way.
 
     Raises:
         ModelError: The embedding model cannot be loaded.
@@ -164,7 +164,6 @@ class _IndexRun:
         self.rewrites = engine.writer not in (None, index.config.writer)
         self.report = IndexReport()
         self.at = IndexProgress("", 0, 0)
-        self._sample: Chunk | None = None
 
     def run(self, found: FoundDocuments) -> IndexReport:
         begin = time.perf_counter()
@@ -178,7 +177,7 @@ class _IndexRun:
         documents = self.planner.documents
         if documents:
             self.index.load_embedder()  # one that cannot be loaded is told before the KV is computed
-        self.at = replace(self.at, plan=self.planner.plan())
+        self._size(self.planner.plan())
         for number, document in enumerate(documents, len(files) - len(documents)):
             self._tell(
                 replace(
@@ -195,6 +194,24 @@ class _IndexRun:
             self.index.note_writer(self.engine.writer)
         self.report.seconds = time.perf_counter() - begin
         return self.report
+
+    def _size(self, plan: IndexPlan) -> None:
+        """Compute the KV of one chunk, to tell how large that of all will be; raises TooMuchKVError where that is too much."""
+        if plan.documents:
+            self._tell(replace(self.at, plan=plan, documents_done=self.at.documents - plan.documents))
+        if self.engine.entries is not None and self.planner.samples:
+            self._compute(self.planner.samples[:1])
+            plan = self.planner.sized(plan, self.planner.samples[0])
+            if plan.too_large and not self._beyond_budget:
+                raise TooMuchKVError(plan)
+        self.at = replace(self.at, plan=plan)
+
+    def _compute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> None:
+        result = self.engine.precompute(chunks, progress)
+        self.report.tokens += result.tokens
+        self.report.ranked += result.ranked
+        self.report.rank_s += result.rank_s
+        self.report.without_kv.update(result.failed)
 
     def _look_back(self) -> None:
         """Report what the store evicted to make room: each put went well, and the KV is not there all the same."""
@@ -266,35 +283,11 @@ class _IndexRun:
             self._skip(found, known)
             return
         digest, chunks = found
-        for batch in self._batches(chunks):
-            result = self.engine.precompute(batch, self._count)
-            self.report.tokens += result.tokens
-            self.report.ranked += result.ranked
-            self.report.rank_s += result.rank_s
-            self.report.without_kv.update(result.failed)
-            if self.at.plan is not None and batch[-1] is self._sample:
-                plan = self.planner.sized(self.at.plan, batch[-1])
-                if plan.too_large and not self._beyond_budget:
-                    raise TooMuchKVError(plan)
-                self._tell(replace(self.at, plan=plan))
+        for begin in range(0, len(chunks), _BATCH):  # a store error or an interruption costs one batch of the work
+            self._compute(chunks[begin : begin + _BATCH], self._count)
         self._forget(self.index.add(document.path, digest, chunks, self._embedded))
         (self.report.added if known is None else self.report.changed).append(document.path)
         self.report.chunks += len(chunks)
-
-    def _batches(self, chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-        """Cut up the work, so that a store error or an interruption costs one batch of it and not the document's.
-
-        The first chunk whose KV is missing ends its batch: it shows how large the KV will be.
-        """
-        begin = 0
-        while begin < len(chunks):
-            batch = chunks[begin : begin + _BATCH]
-            if self._sample is None:
-                missing = (number for number, chunk in enumerate(batch, 1) if self.planner.lacks(chunk))
-                batch = batch[: next(missing, None)]
-                self._sample = batch[-1] if self.planner.lacks(batch[-1]) else None
-            yield batch
-            begin += len(batch)
 
     def _count(self, chunks: int) -> None:
         at = self.at

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk, TextEncoder, chunk_id, encoder_for, pack_ids
+from cacheblend_rag.retrieval.documents import Document
 
 DEFAULT_CHUNK_TOKENS = 512
 MIN_CHUNK_TOKENS = 16
@@ -23,6 +25,7 @@ _SENTENCE = re.compile(
     r"|\n(?=[^\S\n]*(?:[-*+•#|>]|\d{1,3}[.)])\s)"  # the line before a list item, a table row or a heading
 )
 _LINE = re.compile(r"\n")
+_WHOLE_LINE = re.compile(r"[^\n]+")
 _SPACE = re.compile(r"\s")
 _HEADING = re.compile(r"#{1,6}\s")
 _ABBREVIATION = re.compile(
@@ -60,6 +63,105 @@ def split_text(
         body = text[start:end]
         chunks.append(Chunk(chunk_id(body), body, token_ids, {**(metadata or {}), "start": start, "end": end}))
     return chunks
+
+
+def split_rows(
+    text: str,
+    head: str,
+    tokenizer: Any,
+    max_tokens: int = DEFAULT_CHUNK_TOKENS,
+    metadata: Mapping[str, Any] | None = None,
+) -> list[Chunk]:
+    r"""Split a table, a row a line, into chunks of at most ``max_tokens`` tokens: whole rows behind the names of their columns.
+
+    A chunk ends between two rows that differ in their first cell, if there are such rows in its second half: rows about one thing
+    stay together. Only a row that is too long for a chunk is cut. Rows stand in one chunk each.
+
+    Args:
+        text: The rows, with ``head`` as their first line.
+        head: Line that names the columns and begins every chunk, or an empty one. Names that fill half of a chunk begin the first
+            one alone.
+        tokenizer: The LLM's Hugging Face tokenizer (fast).
+        max_tokens: Limit on the tokens of each chunk, the head's included.
+        metadata: Copied into every chunk, with ``start`` and ``end`` (characters of its rows in ``text``) added.
+
+    Raises:
+        InputError: ``max_tokens`` out of range, or text that is not valid Unicode.
+
+    Example:
+        >>> [chunk.text for chunk in split_rows("ship | cargo\nGull | grain\nTern | salt", "ship | cargo", tokenizer, 16)]
+        ['ship | cargo\nGull | grain', 'ship | cargo\nTern | salt']
+    """
+    check_sizes(max_tokens, 0)
+    encoder = encoder_for(tokenizer)
+    front = f"{head}\n" if head else ""
+    room = max_tokens - len(encoder.document(front))
+    if room < max_tokens // 2:
+        front, room = "", max_tokens
+    rows = list(_rows(text, len(front), encoder, room))
+    chunks, at = [], 0
+    while at < len(rows):
+        count = _rows_that_fit(rows, at, room)
+        while True:
+            start, end = rows[at].start, rows[at + count - 1].end
+            token_ids, _ = encoder.chunk(body := front + text[start:end])
+            if len(token_ids) <= max_tokens:
+                break
+            if count == 1:  # which fits without the names
+                token_ids, _ = encoder.chunk(body := text[start:end])
+                break
+            count -= 1
+        chunks.append(
+            Chunk(chunk_id(body), body, pack_ids(token_ids), {**(metadata or {}), "start": start, "end": end})
+        )
+        at += count
+    return chunks
+
+
+class _Row(NamedTuple):
+    """A row, or as much of a long one as fits a chunk: characters of the text, tokens, and the first cell."""
+
+    start: int
+    end: int
+    tokens: int
+    first: str
+
+
+def _rows(text: str, begin: int, encoder: TextEncoder, room: int) -> Iterator[_Row]:
+    for line in _WHOLE_LINE.finditer(text, begin):
+        row, first = line[0], line[0].partition(" | ")[0]
+        tokens = len(encoder.chunk(row)[0])
+        if tokens <= room:
+            yield _Row(line.start(), line.end(), tokens, first)
+            continue
+        for start, end, token_ids in _Splitter(row, encoder, room, 0).pieces():
+            yield _Row(line.start() + start, line.start() + end, len(token_ids), first)
+
+
+def _rows_that_fit(rows: Sequence[_Row], at: int, room: int) -> int:
+    """Return how many rows from ``at`` on to take into one chunk: at least one."""
+    count, left = 0, room
+    while at + count < len(rows) and (not count or rows[at + count].tokens < left):
+        left -= rows[at + count].tokens + 1  # and the end of the line
+        count += 1
+    if at + count == len(rows):
+        return count
+    edges = (taken for taken in range(count, count // 2, -1) if rows[at + taken].first != rows[at + taken - 1].first)
+    return next(edges, count)
+
+
+def split_document(
+    document: Document, tokenizer: Any, max_tokens: int = DEFAULT_CHUNK_TOKENS, overlap: int = 0
+) -> list[Chunk]:
+    """Split a document as :func:`split_rows` does a table and :func:`split_text` any other; raises what these do.
+
+    The chunks have the document's metadata, and the pages that they stand on.
+    """
+    if document.head is not None:
+        return split_rows(document.text, document.head, tokenizer, max_tokens, document.metadata)
+    chunks = split_text(document.text, tokenizer, max_tokens, overlap, document.metadata)
+    placed = ((chunk, document.pages(chunk.metadata["start"], chunk.metadata["end"])) for chunk in chunks)
+    return [replace(c, metadata={**c.metadata, **pages}) if pages else c for c, pages in placed]
 
 
 def check_sizes(max_tokens: int, overlap: int) -> None:

@@ -22,7 +22,7 @@ from cacheblend_rag.retrieval.documents import INDEX_FILE
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, VECTOR_TABLES, Vectors, VectorTable
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum, chunk_row, row_chunk
 from cacheblend_rag.store.files import file_mode, make_root
-from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
+from cacheblend_rag.store.identity import ModelFingerprint, WrittenBy
 
 _SCHEMA = """
 CREATE TABLE config (json TEXT NOT NULL, checksum BLOB NOT NULL);

@@ -53,6 +53,8 @@ class Document:
         digest: Content hash of the file's bytes; equal digests mean that nothing changed.
         metadata: ``source`` (the path) and, where known, ``title``, ``pages`` and ``unreadable_pages``. JSON values only.
         page_starts: Where each page that has text begins: offset in the text, and the page's number from 1. Empty without pages.
+        head: First line of a table's text, if it names the columns: every chunk of the table begins with it. Empty for a table
+            without names, None for text that is no table.
     """
 
     path: str
@@ -60,6 +62,7 @@ class Document:
     digest: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     page_starts: Sequence[tuple[int, int]] = ()
+    head: str | None = None
 
     def pages(self, start: int, end: int) -> dict[str, int]:
         """Return on which pages a stretch of the text stands: ``page``, and ``last_page`` where it is another one."""
@@ -221,8 +224,8 @@ def load_document(path: Path | str) -> Document | SkippedDocument:
         return SkippedDocument(name, str(error), error.blank)
     except OSError as error:
         return SkippedDocument(name, f"it cannot be read: {error.strerror or error}")
-    starts = metadata.pop("page_starts", ())
-    return Document(name, text, digest, {"source": name, **metadata}, starts)
+    starts, head = metadata.pop("page_starts", ()), metadata.pop("head", None)
+    return Document(name, text, digest, {"source": name, **metadata}, starts, head)
 
 
 def absolute(path: Path | str) -> Path:

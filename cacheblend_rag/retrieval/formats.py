@@ -120,7 +120,9 @@ _LONGEST_FIELD = 1 << 24
 
 
 def table_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Return a CSV or TSV file's rows, a line each, every value behind the name of its column: a chunk holds rows, not the head.
+    """Return a CSV or TSV file's rows, a line each, cells apart by `` | ``, under the line of its columns' names.
+
+    That line is in the metadata, too, as ``head``; it is empty where the first row does not name the columns.
 
     Raises:
         UnusableFileError: See :func:`decode`; or it is no table.
@@ -133,11 +135,8 @@ def table_text(data: bytes) -> tuple[str, dict[str, Any]]:
     except csv.Error as error:
         raise UnusableFileError(f"it is not a readable table ({error})") from error
     rows = [row for row in rows if any(row)]
-    if not rows:
-        return "", {}
-    if len(rows) > 1 and _is_head(rows[0]):
-        return "\n".join(_named(rows[0], row) for row in rows[1:]), {}
-    return "\n".join(" | ".join(row) for row in rows), {}
+    lines = [" | ".join(row) for row in rows]
+    return "\n".join(lines), {"head": lines[0] if len(rows) > 1 and _is_head(rows[0]) else ""}
 
 
 def _delimiter(text: str) -> str:
@@ -159,11 +158,6 @@ def _is_number(cell: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _named(head: Sequence[str], row: Sequence[str]) -> str:
-    names = [*head, *("" for _ in row[len(head) :])]
-    return ", ".join(f"{name}: {cell}" if name else cell for name, cell in zip(names, row, strict=False) if cell)
 
 
 def json_text(data: bytes) -> tuple[str, dict[str, Any]]:

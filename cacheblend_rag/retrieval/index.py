@@ -15,7 +15,7 @@ from cacheblend_rag.prompts.registry import ChunkSource
 from cacheblend_rag.retrieval.database import IndexConfig, IndexDatabase, IndexedDocument
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors, VectorSearch
 from cacheblend_rag.spans import span
-from cacheblend_rag.store.kv import WrittenBy
+from cacheblend_rag.store.identity import WrittenBy
 
 __all__ = ["DEFAULT_EMBEDDING", "ChunkIndex", "Hit", "IndexConfig", "IndexStats", "IndexedDocument"]
 

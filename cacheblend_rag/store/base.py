@@ -9,9 +9,10 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError, UnknownCodecError, UnknownKeyError
+from cacheblend_rag.store.closing import Closing as Closing  # noqa: PLC0414 - found here, too
 from cacheblend_rag.store.events import Events, TierReads
 from cacheblend_rag.store.kv import ChunkKV, KeyName, KVKey, StoredKV
 from cacheblend_rag.store.kvfile import PLAIN, EntryFormat, KVFile
@@ -113,20 +114,6 @@ class TierOptions(TypedDict, total=False):
     tier: str
     format: EntryFormat
     writes: Writes
-
-
-class Closing(ABC):
-    """Is closed at the end of a ``with`` block."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of what it holds open; it must not be used afterwards."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class KVStore(Closing):

@@ -7,23 +7,19 @@ import json
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, NewType
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NewType
 
 import torch
-import xxhash
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError
 from cacheblend_rag.store.files import DEFAULT_NAME
+from cacheblend_rag.store.identity import ModelFingerprint as ModelFingerprint  # noqa: PLC0414 - found here, too
+from cacheblend_rag.store.identity import WrittenBy as WrittenBy  # noqa: PLC0414 - likewise
 
 KVKey = NewType("KVKey", str)
 """Hex digest that names one stored entry; see :func:`kv_key`."""
 
-# Fields of a config.json that say nothing about the numbers a model computes.
-_VOLATILE_CONFIG = {"transformers_version", "_name_or_path", "use_cache", "architectures", "dtype", "torch_dtype"}
-_READ_BLOCK = 1 << 24
 _DIGEST_DIGITS = 40
 _KEY = re.compile(r"[0-9a-f]{8,128}")
 
@@ -184,60 +180,6 @@ def read_whole(kv: StoredKV) -> ChunkKV | None:
         return None
 
 
-@dataclass(frozen=True)
-class ModelFingerprint:
-    """Identifies a model's numbers: architecture, weights and dtype.
-
-    Two engines with equal fingerprints may share stored KV, whatever engine they are.
-
-    Attributes:
-        digest: Hex digest over the config, every weight and the dtype.
-        name: What the user called the model; informative, not part of the identity.
-    """
-
-    digest: str
-    name: str = field(compare=False)
-
-    @classmethod
-    def from_directory(cls, directory: Path, dtype: torch.dtype, name: str | None = None) -> ModelFingerprint:
-        """Fingerprint a model directory from its ``config.json`` and weight files.
-
-        Reading the files, not the loaded module, makes the digest the same for every engine that loads them.
-        """
-        return cls(cls.digests(directory, [dtype])[0], name or str(directory))
-
-    @staticmethod
-    def digests(directory: Path, dtypes: Sequence[torch.dtype]) -> list[str]:
-        """Return the digest of a model directory in each of several dtypes."""
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        state = xxhash.xxh3_128()
-        weights = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
-        block = bytearray(_READ_BLOCK)
-        for file in weights:
-            state.update(file.name.encode())
-            with file.open("rb", buffering=0) as handle:
-                while size := handle.readinto(block):
-                    state.update(memoryview(block)[:size])
-        return [_digest(config, state.hexdigest(), dtype) for dtype in dtypes]
-
-    @classmethod
-    def from_module(
-        cls, module: torch.nn.Module, config: Mapping[str, Any], dtype: torch.dtype, name: str
-    ) -> ModelFingerprint:
-        """Fingerprint a model that exists only in memory (random weights, a module the user passed in)."""
-        state = xxhash.xxh3_128()
-        for key, tensor in sorted(module.state_dict().items()):
-            state.update(key.encode())
-            state.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-        return cls(_digest(config, state.hexdigest(), dtype), name)
-
-
-def _digest(config: Mapping[str, Any], weights: str, dtype: torch.dtype) -> str:
-    kept = {k: v for k, v in config.items() if k not in _VOLATILE_CONFIG}
-    text = json.dumps({"config": kept, "weights": weights, "dtype": str(dtype)}, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 class Shard(NamedTuple):
     """Names what one tensor-parallel rank of several, 255 at most, stores of an entry: its own heads."""
 
@@ -255,21 +197,6 @@ class KeyName(NamedTuple):
 
     id: str
     secret: str
-
-
-@dataclass(frozen=True)
-class WrittenBy:
-    """Names a KV writer, which computes chunks' KV in the model's place.
-
-    Attributes:
-        digest: Hash of its numbers.
-        directory: Where it is; informative, not part of the identity.
-        behind_probe: Whether it has chunks computed behind the probe, by the model itself.
-    """
-
-    digest: str
-    directory: str = field(compare=False)
-    behind_probe: bool = False
 
 
 def kv_key(

@@ -209,6 +209,42 @@ def test_wrong_options_of_a_calibration_are_named(run, model_dir, arguments, nam
     assert named in result.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--quick", "--count", 3],
+        ["--agreement", 0.9, "--as-near-as", "8-bit"],
+        ["--prompts", "a.jsonl", "--documents", "b"],
+        ["--as-near-as", "f1", "--documents", "b"],
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_before_anything_is_loaded(
+    run, model_dir, monkeypatch, arguments
+):
+    monkeypatch.setattr("cacheblend_rag.lab.commands.doctor.with_model", lambda *_: pytest.fail("loading began"))
+    assert run("doctor", "--calibrate", "--model", model_dir, *arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("source", ["--documents", "--prompts", "--count"])
+def test_too_few_prompts_are_said_before_anything_is_measured(run, model_dir, tmp_path, monkeypatch, source):
+    monkeypatch.setattr("cacheblend_rag.lab.doctor.calibrate_engine", lambda *_, **__: sys.exit("measuring began"))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text((ROOT / "docs/architecture.md").read_text("utf-8")[:2000])
+    given, prompts, advice = {
+        "--documents": ([tmp_path / "docs", "--quick"], None, "add documents"),
+        "--prompts": ([prompts_file(tmp_path), "--quick"], 2, "add prompts"),
+        "--count": ([3], 3, "give --count 20 or more"),
+    }[source]
+    said = run("doctor", "--calibrate", "--model", model_dir, source, *given).stderr
+    assert f"Too few prompts: {prompts or ''}" in said and "where 20 can show" in said and advice in said
+    assert "measuring began" not in said.partition("Too few")[0]
+
+
+def test_enough_prompts_are_no_reason_to_say_so(run, model_dir, tmp_path):
+    arguments = ["doctor", "--calibrate", "--model", model_dir, "--prompts", prompts_file(tmp_path)]
+    assert "Too few" not in run(*arguments, "--agreement", 0.5, "--confidence", 0.5).stderr
+
+
 def test_by_default_a_blend_is_to_be_as_near_as_weights_of_six_bits(run, model_dir, home, tmp_path):
     arguments = ["doctor", "--calibrate", "--quick", "--model", model_dir, "--prompts", prompts_file(tmp_path)]
     found = as_json(run(*arguments, "--json"))

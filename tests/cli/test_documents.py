@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -118,3 +120,24 @@ def test_removed_kv_is_told_as_json(run, store):
     assert as_json(run("store", "rm", item["id"], "--store", store, "--json")) == [
         {"id": item["id"], "freed_bytes": item["nbytes"]}
     ]
+
+
+@pytest.mark.parametrize("before", [["--store"], ["-s"]])
+def test_without_a_command_the_documents_are_listed(run, store, documents, before):
+    found = run("documents", *before, store)
+    assert found.exit_code == 0 and str(documents / "logs" / "a.txt") in found.stdout, found.output
+    assert as_json(run("documents", *before, store, "--json")) == as_json(run("documents", "ls", "-s", store, "--json"))
+
+
+def test_without_a_command_and_options_those_of_the_users_own_store_are_listed(run, store, documents, home):
+    home.mkdir(exist_ok=True)
+    store.rename(home / "store")
+    assert str(documents / "logs" / "a.txt") in run("documents").stdout
+    assert "rm" in run("documents", "--help").stdout
+
+
+def test_documents_are_listed_without_waiting_for_torch(store):
+    code = "import sys; from cacheblend_rag.cli import app; app(standalone_mode=False); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "documents", "ls", "--store", str(store)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "a.txt" in found and found.splitlines()[-1] == "False"

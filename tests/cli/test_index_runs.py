@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import Result
 
 from cacheblend_rag.console import output
@@ -21,7 +22,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.locking import indexing_alone, indexing_into
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
-from cacheblend_rag.store import open_store
+from cacheblend_rag.store import ChunkKV, EntryFormat, KVKey, LayerKV, open_store, record_tiers
 from tests.command_line import as_json
 from tests.fake_engine import FakeEngine
 from tests.retrieval import index_workers
@@ -37,11 +38,12 @@ class Engine(FakeEngine):
     opened: int
 
     def precompute(self, chunks: Sequence[Chunk], progress: Any = None) -> PrecomputeReport:
+        tokens = 0
         for chunk in chunks:
             if self.stop is not None and "STOP" in chunk.text:
                 raise self.stop
-            super().precompute([chunk], progress)
-        return PrecomputeReport(len(chunks), 0, sum(len(chunk.token_ids) for chunk in chunks))
+            tokens += super().precompute([chunk], progress).tokens
+        return PrecomputeReport(len(chunks), 0, tokens)
 
 
 @pytest.fixture
@@ -110,6 +112,7 @@ def test_more_kv_than_the_store_can_hold_is_computed_only_once_somebody_says_so(
     found = index("--disk-budget", "4000B", stdin=answer)
     said = " ".join(found.stderr.split())
     assert re.search(r"The KV of these \d+ chunks will take about [\d.]+ KiB, and the store can hold 3.9 KiB", said)
+    assert re.search(r"Most is taken by \S+\.\w+ \(\d+ chunks, [\d.]+ KiB\); \S+ \(\d+ chunks, [\d.]+ KiB\)\.", said)
     with ChunkIndex(store) as opened:
         assert len(opened.documents()) == (3 if answer == "y" else 1)
         (old,) = opened.chunks_of(str(tmp_path / "before.txt"))
@@ -329,3 +332,85 @@ def test_an_empty_question_is_refused_before_a_model_is_loaded(run, index, engin
     found = run("ask", " ", "--store", store, "--model", "fake")
     assert (found.exit_code, engine.opened) == (2, 1)
     assert "The question is empty" in found.stderr
+
+
+def test_what_is_too_large_is_refused_once_one_chunk_is_computed(index, engine, documents, monkeypatch):
+    computed: list[str] = []
+
+    def precompute(self: Engine, chunks: Sequence[Chunk], progress: Any = None) -> PrecomputeReport:
+        computed.extend(chunk.text for chunk in chunks)
+        return FakeEngine.precompute(self, chunks, progress)
+
+    monkeypatch.setattr(engine, "precompute", precompute)
+    (documents / "aaa.csv").write_text("ship,cargo\n" + "".join(f"Gull {n},grain\n" for n in range(99)))
+    found = index("--disk-budget", "9000B")
+    assert found.exit_code == 3 and len(computed) == 1
+    assert re.search(r"Most is taken by \S+aaa\.csv \(\d+ chunks, ", " ".join(found.stderr.split()))
+
+
+@pytest.fixture
+def snapshot(store: Path) -> Callable[[], dict[Path, bytes]]:
+    def take() -> dict[Path, bytes]:
+        return {each: each.read_bytes() for each in store.rglob("*") if each.is_file()}
+
+    return take
+
+
+def test_a_dry_run_lists_what_each_document_takes_most_first_and_stores_nothing(index, documents, store, tmp_path):
+    (documents / "ships.csv").write_text("ship,cargo\n" + "".join(f"Gull {n},grain\n" for n in range(50)))
+    before = set(tmp_path.iterdir())
+    found = index("--dry-run")
+    assert found.exit_code == 0 and not store.exists() and set(tmp_path.iterdir()) == before
+    heading, first, *_, total = [line for line in found.stdout.splitlines() if line[:1] in "d/3"]
+    assert heading.split() == ["document", "chunks", "tokens", "KV", "time"]
+    assert "ships.csv" in first and total.startswith("3 documents")
+    assert "Nothing was indexed" in found.stdout
+
+
+def test_a_dry_run_expects_what_the_run_itself_then_takes(index, documents):
+    estimated = as_json(index("--dry-run", "--json"))
+    report = as_json(index("--json"))
+    assert {Path(each["path"]).name for each in estimated["documents"]} == {"observatory.md", "ships.txt"}
+    assert estimated["documents"][0]["tokens"] >= estimated["documents"][1]["tokens"]
+    assert sum(each["chunks"] for each in estimated["documents"]) == report["chunks"] == estimated["plan"]["chunks"]
+    assert estimated["plan"]["tokens"] == report["tokens"]
+    assert 0.5 < estimated["plan"]["kv_bytes"] / report["kv_bytes"] < 2
+    assert all(each["seconds"] > 0 and each["kv_bytes"] > 0 for each in estimated["documents"])
+
+
+def test_a_dry_run_on_a_store_counts_what_is_new_and_leaves_it_as_it_is(index, documents, snapshot):
+    index()
+    before = snapshot()
+    (documents / "bells.txt").write_text("A bell rings at noon.")
+    found = as_json(index("--dry-run", "--json"))
+    assert [Path(each["path"]).name for each in found["documents"]] == ["bells.txt"] and found["unchanged"] == 2
+    (documents / "bells.txt").unlink()
+    assert "Nothing to index." in index("--dry-run").stdout
+    assert snapshot() == before
+
+
+def test_a_dry_run_says_what_would_be_refused(index, store):
+    found = index("--dry-run", "--disk-budget", "4000B")
+    assert found.exit_code == 0 and "Too much: the store can hold 3.9 KiB" in found.stdout
+    assert not store.exists()
+
+
+def test_a_dry_run_refuses_what_would_change_a_store(index, store):
+    found = index("--dry-run", "--kv", "ram://")
+    assert found.exit_code == 2 and "--kv changes a store" in found.stderr and not store.exists()
+
+
+def test_a_dry_run_counts_lossy_kv_in_its_own_size(index, store, documents):
+    record_tiers(store, "file://?codec=int8")
+    assert index().exit_code == 0
+    (documents / "bells.txt").write_text("A bell rings at noon.")
+    found = as_json(index("--dry-run", "--json"))["plan"]
+    computed = ChunkKV([LayerKV(*torch.zeros(2, 1, found["tokens"], 2))], 0)
+    assert found["kv_bytes"] == EntryFormat("int8").encode(KVKey("0" * 40), computed).nbytes
+
+
+def test_a_dry_run_of_text_whose_kv_is_all_stored_takes_no_disk(index, documents):
+    index()
+    (documents / "copy.txt").write_text((documents / "ships.txt").read_text())
+    (found,) = as_json(index("--dry-run", "--json"))["documents"]
+    assert (Path(found["path"]).name, found["tokens"], found["kv_bytes"], found["seconds"]) == ("copy.txt", 0, 0, 0)

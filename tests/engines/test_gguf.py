@@ -48,6 +48,17 @@ def test_a_directory_is_made_once_however_many_ask_for_it_at_the_same_time(
     assert (found.pop() / "model.safetensors").read_bytes() == b"weights of GGUF"
 
 
+def test_a_conversion_says_once_where_it_is_kept_how_large_it_is_and_how_to_delete_it(
+    file: Path, conversions: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = made_of_gguf(file, tmp_path / "cache")
+    before, after = (record.getMessage() for record in caplog.records)
+    assert f"Converting {file} (4 B)" in before
+    assert "B of disk" in after and str(made) in after and "delete that folder" in after
+    made_of_gguf(file, tmp_path / "cache")
+    assert len(caplog.records) == 2
+
+
 def test_another_file_of_the_same_name_gets_a_directory_of_its_own_and_a_copy_elsewhere_does_not(
     file: Path, conversions: list[Path], tmp_path: Path
 ) -> None:

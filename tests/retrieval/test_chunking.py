@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.chunk import encoder_for, make_chunk, pack_ids
-from cacheblend_rag.retrieval.chunking import split_text
+from cacheblend_rag.retrieval.chunking import split_document, split_rows, split_text
+from cacheblend_rag.retrieval.documents import Document
 from tests.conftest import byte_level, metaspace, tokenizer_named
 
 KINDS = ["byte_level", "metaspace", "byte_level_chatml"]
@@ -213,3 +214,54 @@ def _expanding() -> PreTrainedTokenizerFast:
 
 def test_packed_ids_share_their_integers() -> None:
     assert pack_ids([100_000, 5])[0] is pack_ids([100_000])[0]
+
+
+CELLS = st.text(alphabet="ab .9é東", min_size=1, max_size=12).map(lambda cell: " ".join(cell.split()) or "x")
+ROWS = st.lists(st.one_of(st.lists(CELLS, min_size=2, max_size=3), st.lists(CELLS.map(lambda c: c * 30))), max_size=12)
+
+
+@settings(max_examples=100)
+@given(rows=ROWS, names=st.lists(CELLS, max_size=4), kind=st.sampled_from(KINDS), limit=st.sampled_from([48, 64, 200]))
+def test_every_row_of_a_table_stands_once_behind_its_head_and_the_limit_holds(
+    rows: list[list[str]], names: list[str], kind: str, limit: int
+) -> None:
+    tokenizer, head = tokenizer_named(kind), " | ".join(names)
+    lines = [" | ".join(row) for row in rows if row]
+    text = "\n".join([head, *lines] if head else lines)
+    chunks = split_rows(text, head, tokenizer, limit)
+    covered = ""
+    for chunk in chunks:
+        own = text[chunk.metadata["start"] : chunk.metadata["end"]]
+        assert chunk.text in (own, f"{head}\n{own}")
+        assert 0 < len(chunk.token_ids) <= limit
+        assert chunk.token_ids == make_chunk(chunk.text, tokenizer).token_ids
+        covered += own
+    assert "".join(covered.split()) in ("".join(text.split()), "".join("".join(lines).split()))
+
+
+def test_chunks_of_a_table_hold_whole_rows_and_the_head_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    lines = [f"Gull {n} | grain. Salt. | {n}" for n in range(60)]
+    chunks = split_rows("\n".join(["ship | cargo | year", *lines]), "ship | cargo | year", tokenizer, 120)
+    assert 1 < len(chunks) < 40
+    for chunk in chunks:
+        head, *rows = chunk.text.split("\n")
+        assert head == "ship | cargo | year" and set(rows) <= set(lines)
+    assert [row for chunk in chunks for row in chunk.text.split("\n")[1:]] == lines
+
+
+def test_rows_of_one_thing_stay_together_where_a_chunk_has_room(tokenizer: PreTrainedTokenizerFast) -> None:
+    lines = [f"{ship} | {n}" for ship in ("Proud Gull", "Ivory Anchor", "Grey Heron") for n in range(5)]
+    chunks = split_rows(
+        "\n".join(lines), "", tokenizer, sum(len(make_chunk(x, tokenizer).token_ids) + 2 for x in lines[:7])
+    )
+    assert [chunk.text.split("\n") for chunk in chunks] == [lines[:5], lines[5:10], lines[10:]]
+
+
+def test_a_document_is_split_by_rows_if_it_is_a_table(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "\n".join(["a | b", *(f"One. Two. | {n}" for n in range(20))])
+    table = Document("t.csv", text, "d", {"source": "t.csv"}, head="a | b")
+    chunks = split_document(table, tokenizer, 64)
+    assert len(chunks) > 1 and all(chunk.text.startswith("a | b\nOne. Two. | ") for chunk in chunks)
+    assert chunks[0].metadata["source"] == "t.csv"
+    prose = split_document(Document("t.txt", text, "d"), tokenizer, 64)
+    assert [chunk.text for chunk in prose] == [chunk.text for chunk in split_text(text, tokenizer, 64)]

@@ -106,17 +106,18 @@ def test_an_archive_that_unpacks_to_too_much_is_skipped(tmp_path: Path, claimed:
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-def test_each_row_of_a_table_says_what_its_values_are(delimiter: str) -> None:
+def test_a_tables_rows_are_lines_under_the_names_of_its_columns(delimiter: str) -> None:
     rows = [["ship", "cargo", "built"], ["Proud Gull", "grain", "1889"], ["Ivory Anchor", "", "1901"]]
     text = "\n".join(delimiter.join(row) for row in rows)
-    assert table_text(text.encode())[0] == (
-        "ship: Proud Gull, cargo: grain, built: 1889\nship: Ivory Anchor, built: 1901"
+    assert table_text(text.encode()) == (
+        "ship | cargo | built\nProud Gull | grain | 1889\nIvory Anchor |  | 1901",
+        {"head": "ship | cargo | built"},
     )
 
 
 def test_a_table_without_a_head_and_with_quoted_cells_is_read() -> None:
-    assert table_text(b'1,"two, with\nlines"\n3,four\n')[0] == "1 | two, with lines\n3 | four"
-    assert table_text(b"alone\n")[0] == "alone"
+    assert table_text(b'1,"two, with\nlines"\n3,four\n') == ("1 | two, with lines\n3 | four", {"head": ""})
+    assert table_text(b"alone\n") == ("alone", {"head": ""})
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t"])
@@ -124,17 +125,24 @@ def test_an_apostrophe_in_a_table_is_no_quote(delimiter: str) -> None:
     rows = [["word", "note"], ["'tis", "it is"], ["'twas", "it was"], ["o'clock, noon", "of the 'clock'"]]
     table = StringIO()
     csv.writer(table, delimiter=delimiter).writerows(rows)
-    named = "\n".join(f"word: {word}, note: {note}" for word, note in rows[1:])
-    assert table_text(table.getvalue().encode())[0] == named
+    assert table_text(table.getvalue().encode())[0] == "\n".join(map(" | ".join, rows))
 
 
 def test_a_tables_delimiter_is_found_where_cells_hold_quotes_and_line_ends() -> None:
     table = "price;desc;year\n3.5 'net';\"3.5 for\ntwo\";'new' 1999\n"
-    assert table_text(table.encode())[0] == "price: 3.5 'net', desc: 3.5 for two, year: 'new' 1999"
+    assert table_text(table.encode())[0] == "price | desc | year\n3.5 'net' | 3.5 for two | 'new' 1999"
 
 
 def test_rows_longer_than_the_head_lose_nothing() -> None:
-    assert table_text(b"a,b\n1,2,3\n")[0] == "a: 1, b: 2, 3"
+    assert table_text(b"a,b\n1,2,3\n")[0] == "a | b\n1 | 2 | 3"
+
+
+def test_a_table_is_loaded_with_its_head_and_a_text_without_one(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("ship,cargo\nGull,grain\n")
+    (tmp_path / "a.txt").write_text("ship,cargo\nGull,grain\n")
+    table = loaded(tmp_path / "a.csv")
+    assert (table.head, "head" in table.metadata) == ("ship | cargo", False)
+    assert loaded(tmp_path / "a.txt").head is None
 
 
 def test_json_has_a_line_for_each_value_and_json_lines_a_paragraph_for_each() -> None:

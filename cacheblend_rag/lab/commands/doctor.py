@@ -59,20 +59,25 @@ class CalibrationOptions:
             rich_help_panel=_CALIBRATION,
         ),
     ] = None
-    confidence: Annotated[float, typer.Option(help="With which it must be shown.", rich_help_panel=_CALIBRATION)] = 0.95
+    confidence: Annotated[
+        float,
+        typer.Option(help="How sure the result must be, from 0.5 to below 1.", rich_help_panel=_CALIBRATION),
+    ] = 0.95
     count: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Most prompts to calibrate on (default: 40; by agreement of tokens twice as many as it takes to show it if no "
-            "token disagrees, 598 for 99% at 95%).",
+            help="How many prompts to measure at most (default: 40; with --agreement 0.99 up to 598). With fewer than half of "
+            "the default the result is marked as not shown.",
             rich_help_panel=_CALIBRATION,
         ),
     ] = None
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="On the fewest prompts that can show it, and without hkvd.", rich_help_panel=_CALIBRATION
+            "--quick",
+            help="Measure half as many prompts (20), the least that a result can rest on, and leave out the policy hkvd.",
+            rich_help_panel=_CALIBRATION,
         ),
     ] = False
     margin: Annotated[
@@ -97,6 +102,22 @@ class CalibrationOptions:
             rich_help_panel=_CALIBRATION,
         ),
     ] = None
+
+    def check(self) -> None:
+        """Refuse options that contradict each other, which takes no model; raises InputError."""
+        near = self.as_near_as or ""
+        by_bits = near.endswith("-bit")
+        for names, both in (
+            ("--quick or --count", self.quick and self.count is not None),
+            ("--as-near-as or --agreement", by_bits and self.agreement is not None),
+            ("--prompts or --documents", self.prompts is not None and self.documents is not None),
+        ):
+            if both:
+                raise InputError(f"Give {names}, not both.")
+        if near and not by_bits and self.documents is not None:
+            raise InputError(
+                f"--as-near-as {near} needs questions with right answers; give a file of them with --prompts."
+            )
 
 
 @takes_groups
@@ -124,6 +145,7 @@ def doctor(
     ]
     if given and not calibrate:
         raise InputError(f"{', '.join(given)}: only with --calibrate.")
+    wanted.check()
     generated = calibrate and not (store or wanted.prompts or wanted.documents)  # of the bundled model's world
     store = None if store is None else index_directory(store, "default")
     model = with_model(model, store, BUNDLED_MODEL if generated else SMOLLM2)
@@ -156,6 +178,7 @@ def _diagnose_vllm(model: ModelOptions, store: Path | None, calibrate: bool, as_
 def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptions, as_json: bool) -> None:
     from cacheblend_rag.lab.calibration_prompts import collect_prompts
     from cacheblend_rag.lab.doctor import calibrate_engine
+    from cacheblend_rag.lab.doctor.calibration import independent
     from cacheblend_rag.lab.doctor.plot import check_plot_name, plot_calibration
 
     documents, plot, standard = wanted.documents, wanted.plot, _standard(wanted)
@@ -165,6 +188,7 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
     with open_engine(model) as engine, progress("Calibrating:") as show:
         show(0, 1, "prompts")
         collected = collect_prompts(engine, wanted.prompts, store, count, documents, standard.metric)
+        _say_if_few(independent(collected), standard.needed, wanted, store)
         try:
             found, file = calibrate_engine(
                 engine, collected, wanted.output, show, standard,
@@ -178,17 +202,31 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
         plot_calibration(found, plot)
 
 
+def _say_if_few(prompts: int, needed: int, wanted: CalibrationOptions, store: Path | None) -> None:
+    """Say on stderr, before anything is measured, that there are too few prompts to show what is found on them."""
+    if prompts >= needed:
+        return
+    advice = "index more documents" if store is not None else "leave out --count"
+    if wanted.count is not None and wanted.count < needed:
+        advice = f"give --count {needed} or more"
+    elif wanted.documents is not None:
+        advice = "add documents; a prompt is made for each chunk of 512 tokens that follows another one in its document"
+    elif wanted.prompts is not None:
+        advice = "add prompts about other chunks"
+    echo(
+        f"Too few prompts: {prompts} without common chunks, where {needed} can show that a blend is near enough. What is found "
+        f"on these will be marked as not shown. For a result to rely on stop now (Ctrl-C), and {advice}.",
+        err=True,
+    )
+
+
 def _standard(wanted: CalibrationOptions) -> Standard:
     from cacheblend_rag.lab.doctor.judge import METRICS
     from cacheblend_rag.lab.doctor.standard import Standard
 
-    if wanted.quick and wanted.count is not None:
-        raise InputError("Give --quick or --count, not both.")
     metric = next((each for each in METRICS if each == wanted.as_near_as), None)
     if metric is not None:
         return Standard.as_good_by(metric, wanted.agreement, wanted.confidence)
     if wanted.agreement is None:
         return Standard.as_near_as(int((wanted.as_near_as or "6-bit").removesuffix("-bit")), wanted.confidence)
-    if wanted.as_near_as is not None:
-        raise InputError("Give --as-near-as or --agreement, not both.")
     return Standard(wanted.agreement, wanted.confidence, "tokens" if wanted.documents is None else "likelihood")

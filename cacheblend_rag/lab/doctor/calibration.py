@@ -162,7 +162,7 @@ def calibrate(
         InputError: No prompt holds a token with stale KV.
     """
     standard = standard or Standard()
-    usable = [each for each in prompts if len(each.prompt.spans) > 1]
+    usable = _usable(prompts)
     if not usable:
         raise InputError("Calibration needs prompts of at least two chunks and a question behind them; there is none.")
 
@@ -177,10 +177,23 @@ def calibrate(
     say = _teller(made, progress)
     standard = _measured_standard(standard, made, coarser, say)
     candidates, layers = _what_to_try(subject.num_layers, made, by_deviation, say)
-    groups = ["|".join(sorted({span.chunk.id for span in each.prompt.spans})) for each in usable]
+    groups = list(map(_group, usable))
     search = Search(candidates, groups, standard, made.compare, say)
     least, chosen, stopped = _searched(search, margin, everything)
     return _conclude(search, chosen, least, standard, groups, made, layers, stopped)
+
+
+def independent(prompts: Sequence[CalibrationPrompt]) -> int:
+    """Return how many of the prompts count when a standard is to be shown: those of the same chunks count once."""
+    return len(set(map(_group, _usable(prompts))))
+
+
+def _usable(prompts: Sequence[CalibrationPrompt]) -> list[CalibrationPrompt]:
+    return [each for each in prompts if len(each.prompt.spans) > 1]
+
+
+def _group(each: CalibrationPrompt) -> str:
+    return "|".join(sorted({span.chunk.id for span in each.prompt.spans}))
 
 
 def _measured_standard(
