@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import CacheBlendError, InputError
+from cacheblend_rag.server.amounts import most_characters
 from cacheblend_rag.server.arguments import api_keys, model_info, parse
 from cacheblend_rag.server.keys import NO_QUOTA, Admission, Key, Keys, read_keys
 from cacheblend_rag.server.middleware import DEFAULT_HELD_LIMIT, NAMES, RequestLimits
@@ -102,7 +103,7 @@ async def _serve_engine(
 
     tell("Opening what is registered, and the routes.")
     client = await connect(llm, launch, store, write_back=options.write_back)
-    limits = guard(options, args)
+    limits = guard(options, args, client.context_window)
     keys = limits.keys
     tenants = ServedTenants.open(client, options.store, keys.tenants, options.max_chunks, keys.quotas)
     tenants.watch()
@@ -157,8 +158,8 @@ async def build_app(
     return app
 
 
-def guard(options: ServeOptions, args: Namespace) -> RequestLimits:
-    """Have vLLM put our checks around its application, and return what they go by.
+def guard(options: ServeOptions, args: Namespace, window: int) -> RequestLimits:
+    """Have vLLM put our checks around its application, and return what they go by; ``window`` tokens fit the context window.
 
     Raises:
         InputError: The file of keys cannot be used.
@@ -171,6 +172,7 @@ def guard(options: ServeOptions, args: Namespace) -> RequestLimits:
     return RequestLimits(
         keys,
         options.max_request_size,
+        characters=most_characters(window),
         local=local,
         held=max(DEFAULT_HELD_LIMIT, 4 * options.max_request_size),
         admissions={tenant.name: Admission(keys.quotas.get(tenant.name, NO_QUOTA)) for tenant in keys.tenants},

@@ -88,7 +88,7 @@ class Server:
     def __init__(self, directory: Path | None, most: int = 1_000_000) -> None:
         self.client = Client()
         self.registry = self.client.registry
-        tenants = ServedTenants.open(self.client, directory, [DEFAULT], most)  # type: ignore[arg-type]
+        self.tenants = tenants = ServedTenants.open(self.client, directory, [DEFAULT], most)  # type: ignore[arg-type]
         self.catalogue = tenants.each["default"].catalogue
         self.app = FastAPI()
         answer_errors(self.app)
