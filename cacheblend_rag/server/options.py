@@ -77,7 +77,7 @@ class ServeFlags:
     keys: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file of [[key]] tables: value (or sha256), role (ask, write or admin), tenant; and of [[tenant]] tables."
+            help="TOML file of API keys: tables 'key' (value or sha256; role: ask, write or admin; tenant) and 'tenant' (quotas)."
         ),
     ] = None
     allow_no_key: Annotated[
