@@ -40,7 +40,7 @@ _log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handle
 MOST_ANSWERS = "128"
 """Of one request to one prompt, beams too, as OpenAI's API has it; vLLM's own limit is 16,384."""
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-_DRAIN_S = 5.0
+_DRAIN_S, _SETTLE_S = 5.0, 60.0
 _POLL_S = 0.05
 _ENGINE = (
     "Starting vLLM's engine, whose lines have the time of day: it loads the model, compiles it (the first start; later ones "
@@ -120,6 +120,7 @@ async def _serve_engine(
         finally:
             announcing.cancel()
     finally:
+        await tenants.settle(_SETTLE_S)
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(tenants.drain(), _DRAIN_S)
         tenants.close()

@@ -213,6 +213,27 @@ async def test_a_registration_that_fails_leaves_no_kv(server: Server, monkeypatc
     assert not server.stored(TEXTS[0])
 
 
+async def test_the_servers_end_waits_until_a_registration_that_it_cuts_short_has_left_no_kv(server: Server) -> None:
+    store, begun, ended = server.client.store_kv, asyncio.Event(), asyncio.Event()
+
+    async def dies(chunks: list[Chunk]) -> PrecomputeReport:
+        await store(chunks)
+        begun.set()
+        await ended.wait()
+        raise StoreError("the engine has died")
+
+    server.client.store_kv = dies  # type: ignore[method-assign]
+    request = asyncio.ensure_future(server.register(TEXTS[0]))
+    await begun.wait()
+    settled = asyncio.ensure_future(server.tenants.settle(60))
+    await asyncio.sleep(0)
+    assert (settled.done(), server.stored(TEXTS[0])) == (False, True)
+    ended.set()
+    await settled
+    assert not server.stored(TEXTS[0])
+    assert (await request).status_code == 507
+
+
 @pytest.mark.parametrize("chunk_id", ["a\nb", "a\n", "\n", "a\r\n", "a/b\n/c"])
 async def test_an_id_with_line_breaks_names_its_own_chunk_and_no_other(server: Server, chunk_id: str) -> None:
     await server.register({"id": chunk_id, "text": TEXTS[0]}, {"id": "a", "text": TEXTS[1]})
