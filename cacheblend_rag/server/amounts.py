@@ -1,19 +1,24 @@
-"""Measures what the body of a request holds, before any model, template or tokeniser sees a part of it."""
+"""Refuses requests that hold more than fits a prompt, before any model, template or tokeniser sees a part of them."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
 
 CHARACTERS_A_TOKEN: Final = 16
 """No prompt has more on average: a text with more characters for each token of the context window does not fit that window."""
 FEWEST_CHARACTERS: Final = 1 << 17
-"""What a prompt may have however small the context window is: tokenising so many takes a tenth of a second."""
-MOST_ITEMS: Final = 4096
-"""Messages, blocks of messages, tools, stop strings and the like of one prompt."""
+"""What a prompt may have however small the context window is, and what goes with it: a tenth of a second to tokenise."""
+MOST_ITEMS: Final = 2048
+"""Messages, blocks of messages, tools, stop strings and the like of one request."""
 _SLICE: Final = 1 << 16
 """Bytes looked at in one go, so that other threads get their turns."""
+_PROMPT: Final = {
+    *("messages", "prompt", "suffix", "input", "instructions", "system", "tools", "documents"),
+    *("cacheblend", "chunk_ids"),
+}
+"""Fields whose text is in the prompt, on all routes."""
 _BATCHES: Final = {
     "/v1/chunks": ("texts", "chunks"),
     "/v1/completions": ("prompt",),
@@ -24,8 +29,7 @@ _BATCHES: Final = {
 """Fields, by route, whose elements are computed each for itself."""
 
 
-@dataclass(frozen=True)
-class Amount:
+class Amount(NamedTuple):
     """Says how much there is to read in a part of a body.
 
     Attributes:
@@ -35,6 +39,11 @@ class Amount:
 
     characters: int = 0
     items: int = 0
+
+
+def most_characters(window: int) -> int:
+    """Return how many characters a prompt may have where ``window`` tokens fit the context window."""
+    return max(CHARACTERS_A_TOKEN * window, FEWEST_CHARACTERS)
 
 
 def count_values(body: bytes | bytearray) -> int:
@@ -56,29 +65,50 @@ def count_values(body: bytes | bytearray) -> int:
     return found
 
 
-def largest(path: str, body: bytes | bytearray) -> Amount:
-    """Return the most characters, and the most items, that one prompt or text of a JSON body has.
+def is_small(body: bytes | bytearray, most: int) -> bool:
+    """Say whether a body is too short to be refused by :func:`refusal`, whatever it holds."""
+    return len(body) <= min(most, FEWEST_CHARACTERS) and body.count(b",") + body.count(b"[") <= MOST_ITEMS
 
-    A body is one prompt. Where the route ``path`` takes a batch, each element of the batch is one, and so is all the rest of the
-    body together.
 
-    Raises:
-        ValueError: The body is not JSON.
-        RecursionError: Its values are nested too deeply for a parser.
+def refusal(path: str, body: bytes | bytearray, most: int) -> str:
+    """Return why a JSON body for a route holds more than is read; empty if it does not.
+
+    A prompt may have ``most`` characters, and so may each element of a batch. All the rest of a body, which may be tokenised for
+    each answer while everybody waits, has a limit of its own. What is no JSON is a text.
     """
-    parsed = json.loads(bytes(body))
-    parts: list[Any] = [parsed]
+    try:
+        parsed = json.loads(bytes(body))
+    except (ValueError, RecursionError):
+        parsed = {"prompt": " " * len(body)}
+    prompts: list[Any] = []
+    rest = parsed
     if isinstance(parsed, dict):
         for name in _BATCHES.get(path, ()):
             if isinstance(parsed.get(name), list):
-                parts += filter(_has_text, parsed.pop(name))
-    amounts = list(map(_amount, parts))
-    return Amount(max(each.characters for each in amounts), max(each.items for each in amounts))
+                prompts += filter(_has_text, parsed.pop(name))
+        prompts.append({name: value for name, value in parsed.items() if name in _PROMPT})
+        rest = {name: value for name, value in parsed.items() if name not in _PROMPT}
+    prompt, other = (_most(map(_amount, each)) for each in (prompts, [rest]))
+    if prompt.characters > most:
+        return (
+            f"A prompt or text of the request has {prompt.characters} characters. No more than {most} fit the model's context "
+            "window. Send a shorter one."
+        )
+    if other.characters > FEWEST_CHARACTERS:
+        return (
+            f"The request has {other.characters} characters besides its prompt. No more than {FEWEST_CHARACTERS} are read. Leave "
+            "out what is long."
+        )
+    if (items := max(prompt.items, other.items)) > MOST_ITEMS:
+        return f"The request has {items} messages, blocks, tools and the like. No more than {MOST_ITEMS} are read. Send fewer."
+    return ""
 
 
-def most_characters(window: int) -> int:
-    """Return how many characters a prompt may have where ``window`` tokens fit the context window."""
-    return max(CHARACTERS_A_TOKEN * window, FEWEST_CHARACTERS)
+def _most(amounts: Iterable[Amount]) -> Amount:
+    characters, items = 0, 0
+    for each in amounts:
+        characters, items = max(characters, each.characters), max(items, each.items)
+    return Amount(characters, items)
 
 
 def _has_text(value: Any) -> bool:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag.errors import CacheBlendError, InputError, StoreError, UnknownChunkError
 from cacheblend_rag.retrieval.registered import ConflictError
-from cacheblend_rag.server.amounts import MOST_ITEMS, Amount, count_values, largest
+from cacheblend_rag.server.amounts import count_values, is_small, refusal
 from cacheblend_rag.server.keys import Admission, Key, Keys, QuotaError, key_of, may, needed
 from cacheblend_rag.server.options import DEFAULT_BODY_LIMIT
 from cacheblend_rag.server.tenants import Caller, calling
@@ -286,11 +286,11 @@ class LimitBody:
                 async with asyncio.timeout(limits.body_deadline_s):
                     if not await _fill(body, receive, limits, admission):
                         return  # the client has gone
-                refusal = await _refusal(body, path, limits, admission)
+                refused = await _refusal(body, path, limits, admission)
             except TimeoutError:
                 why = f"The request's body has not come within {limits.body_deadline_s:g} seconds."
-                refusal = error_response(why, 408, "RequestTimeout", headers=_CLOSE)
-            await (refusal or self._app)(scope, _with_body(bytes(body), receive), send)
+                refused = error_response(why, 408, "RequestTimeout", headers=_CLOSE)
+            await (refused or self._app)(scope, _with_body(bytes(body), receive), send)
         finally:
             admission.held -= len(body)
 
@@ -307,28 +307,10 @@ async def _refusal(body: bytearray, path: str, limits: RequestLimits, admission:
             f"The request holds more than {limits.values} values. Send fewer at a time, and long prompts as text, not as token "
             "ids."
         )
-    return await _excess(body, path, limits)
-
-
-async def _excess(body: bytearray, path: str, limits: RequestLimits) -> JSONResponse | None:
-    """Refuse a body with more in it than fits a prompt: whoever reads, renders or tokenises it would keep others waiting."""
-    if len(body) <= limits.characters and body.count(b",") + body.count(b"[") <= MOST_ITEMS:
+    if is_small(body, limits.characters):
         return None
-    try:
-        found = await asyncio.to_thread(largest, path, body)
-    except (ValueError, RecursionError):  # no JSON: a text, if anything
-        found = Amount(len(body))
-    if found.characters > limits.characters:
-        return _too_much(
-            f"A prompt or text of the request has {found.characters} characters, with all that goes with it. No more than "
-            f"{limits.characters} fit the model's context window. Send a shorter one."
-        )
-    if found.items > MOST_ITEMS:
-        return _too_much(
-            f"A prompt of the request has {found.items} messages, blocks, tools and other elements of lists. No more than "
-            f"{MOST_ITEMS} are read. Send fewer."
-        )
-    return None
+    why = await asyncio.to_thread(refusal, path, body, limits.characters)
+    return _too_much(why) if why else None
 
 
 def _too_much(why: str) -> JSONResponse:

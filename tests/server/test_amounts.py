@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
 from cacheblend_rag.server import amounts
-from cacheblend_rag.server.amounts import MOST_ITEMS, Amount, largest, most_characters
+from cacheblend_rag.server.amounts import FEWEST_CHARACTERS, MOST_ITEMS, most_characters, refusal
 from cacheblend_rag.server.keys import Key
 from cacheblend_rag.server.options import ServeOptions
 from tests.server.test_arguments import parsed
@@ -176,22 +176,39 @@ async def test_what_fits_is_let_in_on_every_route_that_takes_it(house: House) ->
     assert house.reached == list(sent)
 
 
+REST, ITEMS = "x" * FEWEST_CHARACTERS, ["x"] * MOST_ITEMS
+
+
 @pytest.mark.parametrize(
-    ("path", "body", "found"),
+    ("path", "body", "why"),
     [
-        ("/v1/chat/completions", {"a": "bc", "d": ["e", {"fg": 1}]}, Amount(7, 2)),
-        ("/v1/chunks", {"texts": ["abc", "de"], "holder": "f"}, Amount(7, 0)),
-        ("/v1/chunks", {"chunks": [{"text": "a"}, {"id": "b", "text": "c"}]}, Amount(8, 0)),
-        ("/v1/completions", {"prompt": [[1, 2, 3], [4]], "stop": ["a"]}, Amount(5, 1)),
-        ("/v1/completions", {"prompt": "abc"}, Amount(9, 0)),
-        ("/v1/completions", {"prompt": [1, 2], "bad_words": ["a"] * 3}, Amount(12, 3)),
-        ("/v1/responses", {"input": ["abc", "de"]}, Amount(10, 2)),
-        ("/v1/chat/completions/batch", {"messages": [[{"a": "b"}], [{"c": "d"}, {}]]}, Amount(2, 2)),
-        ("/v1/completions", ["a", 1, None, "\u00e9" * 3], Amount(4, 2)),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 5}] * 2}, "48 characters"),
+        ("/v1/chat/completions", {"messages": "x" * 12, "tools": [{"x" * 10: 1}]}, "35 characters"),
+        ("/v1/chat/completions", {"messages": "x" * 12, "stop": REST[:-12]}, ""),
+        ("/v1/chat/completions", {"messages": "x", "stop": [REST]}, f"{FEWEST_CHARACTERS + 4} characters besides"),
+        (
+            "/v1/chat/completions",
+            {"messages": "x", "metadata": {REST: 1}},
+            f"{FEWEST_CHARACTERS + 8} characters besides",
+        ),
+        ("/v1/completions", {"prompt": ["x" * 20] * 9}, ""),
+        ("/v1/completions", {"prompt": ["x" * 20, "x" * 31]}, "31 characters"),
+        ("/v1/completions", {"prompt": "x" * 15, "cacheblend": {"spans": "x"}}, "37 characters"),
+        ("/v1/completions", {"prompt": [[5] * 9000] * 9}, ""),
+        ("/v1/completions", {"prompt": [[5] * 9000] * 9, "stop": [*ITEMS, "x"]}, "2049 messages"),
+        ("/v1/chunks", {"texts": ["x" * 30] * 9000}, ""),
+        ("/v1/chunks", {"chunks": [{"text": "x" * 30}]}, "34 characters"),
+        ("/v1/chunks", {"chunks": [{"id": "x", "metadata": {"a": [*ITEMS, "x"]}}]}, "2061 characters"),
+        ("/v1/responses", {"input": ["", *[""] * MOST_ITEMS]}, "2049 messages"),
+        ("/v1/chat/completions/batch", {"messages": [[{"role": "x"}], [{"role": "x" * 27}]]}, "31 characters"),
+        ("/v1/chat/completions", [REST, "x"], f"{FEWEST_CHARACTERS + 1} characters besides"),
     ],
 )
-def test_a_body_is_one_prompt_and_an_element_of_a_batch_another(path: str, body: Any, found: Amount) -> None:
-    assert largest(path, json.dumps(body).encode()) == found
+def test_a_body_is_one_prompt_and_what_goes_with_it_and_an_element_of_a_batch_another(
+    path: str, body: Any, why: str
+) -> None:
+    found = refusal(path, json.dumps(body).encode(), 30)
+    assert why in found and bool(why) == bool(found)
 
 
 @pytest.mark.parametrize("body", [b"x" * (MOST + 1), b'{"texts": ["a"], ' + b"x" * MOST, b"[" * (MOST + 1)])
@@ -205,24 +222,28 @@ async def test_others_are_served_while_a_body_is_measured(monkeypatch: pytest.Mo
     measuring, served = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
-    def slowly(path: str, body: bytearray) -> Amount:
+    def slowly(*given: Any) -> str:
         loop.call_soon_threadsafe(measuring.set)
         assert served.wait(60)
-        return largest(path, body)
+        return refusal(*given)
 
-    monkeypatch.setattr("cacheblend_rag.server.middleware.largest", slowly)
+    monkeypatch.setattr("cacheblend_rag.server.middleware.refusal", slowly)
     app = App([Key(Key.of(name).digest, "write", name) for name in TENANTS], 1 << 20, characters=1000)
     async with app.client() as client:
 
         def ask(tenant: str, text: str) -> Any:
-            return client.post("/v1/chunks", content=f'"{text}"', headers={"Authorization": f"Bearer {tenant}"})
+            return client.post(
+                "/v1/chunks",
+                content=b'{"texts": ["%s"]}' % text.encode(),
+                headers={"Authorization": f"Bearer {tenant}"},
+            )
 
         loud = asyncio.ensure_future(ask("loud", "x" * 5000))
         await measuring.wait()
         quiet: httpx.Response = await ask("quiet", "Who?")
         served.set()
         refused = await loud
-    assert (quiet.status_code, app.bodies) == (200, [b'"Who?"'])
+    assert (quiet.status_code, app.bodies) == (200, [b'{"texts": ["Who?"]}'])
     assert refused.status_code == 413
     assert "5000 characters" in refused.json()["error"]["message"]
 
