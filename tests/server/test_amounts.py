@@ -239,7 +239,8 @@ async def test_others_are_served_while_a_body_is_measured(monkeypatch: pytest.Mo
             )
 
         loud = asyncio.ensure_future(ask("loud", "x" * 5000))
-        await measuring.wait()
+        async with asyncio.timeout(60):
+            await measuring.wait()
         quiet: httpx.Response = await ask("quiet", "Who?")
         served.set()
         refused = await loud
