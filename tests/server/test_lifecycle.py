@@ -121,6 +121,7 @@ def test_the_command_starts_says_where_it_serves_and_stops_when_told(server_mode
         process.terminate()
         left = process.stdout.read()
     assert process.returncode == 0, left
+    assert "leaked" not in left  # as Triton would say of its own at the interpreter's end
     assert not engine.is_running()
 
 
