@@ -16,7 +16,9 @@ DEFAULT_MAX_CHUNKS = 1_000_000
 
 
 def _nbytes(size: str | int) -> int:
-    # Here: it imports torch, which a list of flags need not wait for.
+    if isinstance(size, int):
+        return size
+    # Here: it imports torch, which neither a list of flags nor the first word of a start need wait for.
     from cacheblend_rag.store.opening import parse_size
 
     return parse_size(size)
