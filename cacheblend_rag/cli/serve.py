@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,11 +37,9 @@ def _serve(context: typer.Context, *, store: _Store = None, how: ServeFlags, bud
     It listens to this machine alone (127.0.0.1); --host 0.0.0.0 needs an API key (CACHEBLEND_API_KEY or --api-key).
     """
     tell("Importing vLLM.")
-    gc.disable()  # there is no garbage among the objects that this makes, and looking for it takes a quarter of the time
     import cacheblend_rag.engines.vllm  # noqa: F401  (first: it says what to install where vLLM is missing)
     from cacheblend_rag.server.launch import serve as run
 
-    gc.enable()
     short, flags = _take_short(context.args)
     if "--model" in short:
         how = replace(how, model=short["--model"])

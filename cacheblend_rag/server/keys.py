@@ -215,17 +215,20 @@ def key_of(value: str, keys: Iterable[Key]) -> Key | None:
     return next((key for same, key in matches if same), None)
 
 
-def may(key: Key, method: str, path: str, query: bytes = b"") -> bool:
-    """Say whether a key is good for such a request; what is not listed is an administrator's of the default tenant."""
-    needed: Role = "admin"
+def needed(method: str, path: str, query: bytes = b"") -> tuple[Role, bool]:
+    """Return the smallest role that a request takes, and whether its key must be the default tenant's, as for all not listed."""
     if (method, path) in _ASK:
-        needed = "ask"
-    elif path == "/v1/chunks" or path.startswith("/v1/chunks/"):
+        return "ask", False
+    if path == "/v1/chunks" or path.startswith("/v1/chunks/"):
         everything = method == "DELETE" and path == "/v1/chunks" and "all" in parse_qs(query.decode("latin-1"), True)
-        needed = "admin" if everything else "write"
-    else:
-        return key.operator
-    return _ORDER[key.role] >= _ORDER[needed]
+        return "admin" if everything else "write", False
+    return "admin", True
+
+
+def may(key: Key, method: str, path: str, query: bytes = b"") -> bool:
+    """Say whether a key is good for such a request."""
+    role, operators = needed(method, path, query)
+    return key.operator if operators else _ORDER[key.role] >= _ORDER[role]
 
 
 def _read_by(read: Callable[[str], T]) -> Callable[[object], T]:

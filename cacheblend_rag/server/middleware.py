@@ -17,11 +17,13 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag.errors import CacheBlendError, InputError, StoreError, UnknownChunkError
 from cacheblend_rag.retrieval.registered import ConflictError
-from cacheblend_rag.server.keys import Admission, Key, Keys, QuotaError, key_of, may
+from cacheblend_rag.server.amounts import count_values, is_small, refusal
+from cacheblend_rag.server.keys import Admission, Key, Keys, QuotaError, key_of, may, needed
 from cacheblend_rag.server.options import DEFAULT_BODY_LIMIT
 from cacheblend_rag.server.tenants import Caller, calling
 
@@ -63,6 +65,7 @@ class RequestLimits:
         body: Largest request body in bytes.
         body_deadline_s: Seconds until all of it must have come.
         values: Most JSON values in it.
+        characters: Most characters of one prompt or text in it.
         held: Most bytes of the bodies of one tenant's requests at a time.
         local: Whether requests must call the server by a name of this machine: another name may be that of a page in a browser
             here, whose owner has it resolved to this machine.
@@ -74,6 +77,7 @@ class RequestLimits:
     body: int = DEFAULT_BODY_LIMIT
     body_deadline_s: float = DEFAULT_BODY_DEADLINE_S
     values: int = DEFAULT_VALUES_LIMIT
+    characters: int = DEFAULT_BODY_LIMIT
     held: int = DEFAULT_HELD_LIMIT
     local: bool = False
     admissions: Mapping[str, Admission] = field(default_factory=dict)
@@ -141,7 +145,7 @@ class RequireKey:
             return
         keys = limits_of(scope).keys.keys
         key = key_of(_bearer(scope), keys) if keys else _ANYBODY
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = _path(scope)
         if is_open(scope):
             await self._app(scope, receive, send)
             return
@@ -157,11 +161,7 @@ class RequireKey:
             await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
             return
         if key is not None:
-            message = (
-                f"A key of the role {key.role!r} of the tenant {key.tenant!r} may not do that; ask whoever runs the server for "
-                "another."
-            )
-            await error_response(message, 403, "PermissionDeniedError")(scope, receive, send)
+            await _forbidden(key, scope)(scope, receive, send)
             return
         why = "This server asks for an API key: send the header 'Authorization: Bearer KEY'."
         response = error_response(why, 401, "Unauthorized", headers={"WWW-Authenticate": "Bearer"})
@@ -202,8 +202,27 @@ def is_open(scope: Scope) -> bool:
     """Say whether anybody may ask that: a health check, or a CORS preflight, which is answered before any route."""
     if scope["type"] != "http":
         return False
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return (path in _OPEN_PATHS and scope["method"] in ("GET", "HEAD")) or _is_preflight(scope)
+    return (_path(scope) in _OPEN_PATHS and scope["method"] in ("GET", "HEAD")) or _is_preflight(scope)
+
+
+def _forbidden(key: Key, scope: Scope) -> JSONResponse:
+    """Return the refusal of a request that a key is not good for: which key is, or that this server has nothing of the kind."""
+    asked = f"{scope['method']} {_path(scope)}"
+    if all(route.matches(scope)[0] is Match.NONE for route in scope["app"].routes):
+        return error_response(f"This server has no {asked} for the model that it serves.", 404, "NotFoundError")
+    role, operators = needed(scope["method"], _path(scope), scope["query_string"])
+    whose = " of the default tenant" if operators else ""
+    return error_response(
+        f"{asked} takes a key of the role {role!r}{whose}. This key has the role {key.role!r} of the tenant {key.tenant!r}: ask "
+        "whoever runs the server for one with that role.",
+        403,
+        "PermissionDeniedError",
+    )
+
+
+def _path(scope: Scope) -> str:
+    """Return which route is asked for, wherever a proxy has the server."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def _bearer(scope: Scope) -> str:
@@ -233,14 +252,12 @@ def limits_of(scope: Scope) -> RequestLimits:
     return found
 
 
-_SLICE: Final = 1 << 16
-"""Bytes looked at in one go, so that other threads get their turns."""
 _CLOSE: Final = {"Connection": "close"}
 """For refusals of a body of which more may come."""
 
 
 class LimitBody:
-    """Answers 413 to bodies that are too large, whether they say so or not, or have too many values, and 408 to slow ones.
+    """Answers 413 to bodies that are too large, whether they say so or not, or hold too much, and 408 to slow ones.
 
     429 where all with such keys together are too much.
     What anybody may ask without a key has no body: whatever comes is not read.
@@ -256,8 +273,8 @@ class LimitBody:
         if is_open(scope):
             await self._app(scope, _with_body(b"", receive), send)
             return
-        limits = limits_of(scope)
-        if scope["path"].removeprefix(scope.get("root_path", "")) in _TOKENIZING:
+        limits, path = limits_of(scope), _path(scope)
+        if path in _TOKENIZING:
             limits = replace(limits, body=min(limits.body, TOKENIZED_LIMIT))
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdecimal() and int(declared) > limits.body:
@@ -269,16 +286,16 @@ class LimitBody:
                 async with asyncio.timeout(limits.body_deadline_s):
                     if not await _fill(body, receive, limits, admission):
                         return  # the client has gone
-                refusal = await _refusal(body, limits, admission)
+                refused = await _refusal(body, path, limits, admission)
             except TimeoutError:
                 why = f"The request's body has not come within {limits.body_deadline_s:g} seconds."
-                refusal = error_response(why, 408, "RequestTimeout", headers=_CLOSE)
-            await (refusal or self._app)(scope, _with_body(bytes(body), receive), send)
+                refused = error_response(why, 408, "RequestTimeout", headers=_CLOSE)
+            await (refused or self._app)(scope, _with_body(bytes(body), receive), send)
         finally:
             admission.held -= len(body)
 
 
-async def _refusal(body: bytearray, limits: RequestLimits, admission: Admission) -> JSONResponse | None:
+async def _refusal(body: bytearray, path: str, limits: RequestLimits, admission: Admission) -> JSONResponse | None:
     if len(body) > limits.body:
         return _too_large(limits.body)
     if admission.held > limits.held:
@@ -286,32 +303,18 @@ async def _refusal(body: bytearray, limits: RequestLimits, admission: Admission)
         return come_again(f"{why} {limits.held} bytes. Wait for some to end.", 1, _CLOSE)
     # Fewer bytes than values are allowed need no counting.
     if len(body) > limits.values and await asyncio.to_thread(count_values, body) > limits.values:
-        return error_response(
+        return _too_much(
             f"The request holds more than {limits.values} values. Send fewer at a time, and long prompts as text, not as token "
-            "ids.",
-            413,
-            "RequestTooLarge",
+            "ids."
         )
-    return None
+    if is_small(body, limits.characters):
+        return None
+    why = await asyncio.to_thread(refusal, path, body, limits.characters)
+    return _too_much(why) if why else None
 
 
-def count_values(body: bytes | bytearray) -> int:
-    """Return about how many values a JSON text holds, its members' names included; at least half of the true number.
-
-    A parser holds the interpreter until it has made all of them: tens of bytes of brackets take it as long as a page of text,
-    and nothing else is served meanwhile.
-    """
-    found, inside, escaped = 0, False, False
-    for start in range(0, len(body), _SLICE):
-        part = bytes(body[start : start + _SLICE])
-        if escaped:
-            part = part[1:]
-        escaped = (len(part) - len(part.rstrip(b"\\"))) % 2 == 1
-        pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        outside = b"".join(pieces[inside::2])
-        found += sum(map(outside.count, (b",", b"[", b"{", b":")))
-        inside ^= len(pieces) % 2 == 0
-    return found
+def _too_much(why: str) -> JSONResponse:
+    return error_response(why, 413, "RequestTooLarge")
 
 
 async def _fill(body: bytearray, receive: Receive, limits: RequestLimits, admission: Admission) -> bool:

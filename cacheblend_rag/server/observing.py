@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag import spans
 from cacheblend_rag.engines.vllm.starting import log_as_vllm
+from cacheblend_rag.printable import hide_values
 from cacheblend_rag.server.tenants import calling
 
 if TYPE_CHECKING:
@@ -134,6 +135,8 @@ def reason_label(reason: str) -> str:
     return _NUMBERS.sub("N", _EXPECTED.sub("", reason).partition(":")[0])[:80]
 
 
+_OWN_LINES = ("cacheblend_rag", "vllm.cacheblend")
+_CHUNKS, _NAMELESS = "/v1/chunks", {"", "/stats", "/flush"}
 _UNSEEN = {"/health", "/metrics", "/ping"}
 _REFUSALS = {408, 413, 429, 507}
 
@@ -170,10 +173,36 @@ class Observe:
 
 
 def share_logging() -> None:
-    """Have this library's lines go where vLLM's go, in their format; each with ``tenant`` and ``trace_id`` where it has them."""
+    """Have this library's lines go where vLLM's go, in their format; each with ``tenant`` and ``trace_id`` where it has them.
+
+    No line of the server's log has an id of a chunk, or what a request says.
+    """
     log_as_vllm()
     for handler in logging.getLogger("vllm").handlers:
         handler.addFilter(_with_context)
+        handler.addFilter(_without_words)
+    logging.getLogger("uvicorn.error").addFilter(_without_words)
+    logging.getLogger("uvicorn.access").addFilter(_without_ids)
+
+
+def _without_words(record: logging.LogRecord) -> bool:
+    """Take a user's text out of what vLLM and uvicorn say of a request that fails: names of models, schemas, prompts."""
+    # What reaches uvicorn is no tenant's any more.
+    failed = bool(_tenant()) or str(record.msg).startswith("Exception in ASGI application")
+    if failed and record.levelno >= logging.WARNING and not record.name.startswith(_OWN_LINES):
+        hide_values(record)
+    return True
+
+
+def _without_ids(record: logging.LogRecord) -> bool:
+    """Take chunk ids and holders out of a line of uvicorn's access log, whose arguments are client, method, path, and others."""
+    if isinstance(record.args, tuple) and len(record.args) > 2:
+        client, method, target, *rest = record.args
+        before, found, after = str(target).partition(_CHUNKS)
+        if found:
+            after = after.partition("?")[0]
+            record.args = (client, method, f"{before}{found}{after if after in _NAMELESS else '/{id}'}", *rest)
+    return True
 
 
 def _with_context(record: logging.LogRecord) -> bool:

@@ -16,7 +16,9 @@ DEFAULT_MAX_CHUNKS = 1_000_000
 
 
 def _nbytes(size: str | int) -> int:
-    # Here: it imports torch, which a list of flags need not wait for.
+    if isinstance(size, int):
+        return size
+    # Here: it imports torch, which neither a list of flags nor the first word of a start need wait for.
     from cacheblend_rag.store.opening import parse_size
 
     return parse_size(size)
@@ -77,7 +79,7 @@ class ServeFlags:
     keys: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file of [[key]] tables: value (or sha256), role (ask, write or admin), tenant; and of [[tenant]] tables."
+            help="TOML file of API keys: tables 'key' (value or sha256; role: ask, write or admin; tenant) and 'tenant' (quotas)."
         ),
     ] = None
     allow_no_key: Annotated[

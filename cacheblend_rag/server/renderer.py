@@ -7,7 +7,7 @@ chunks are replaced, because a chunk's tokens must be those its KV was computed 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
@@ -22,6 +22,7 @@ from cacheblend_rag.prompts.placing import Piece, search_rendered
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkSpan, TokenizedPrompt, tokenize
 from cacheblend_rag.prompts.templates import SEPARATOR
 from cacheblend_rag.protocol import RequestOptions, read_options
+from cacheblend_rag.server.amounts import CHARACTERS_A_TOKEN
 from cacheblend_rag.server.harmony import rendered_text, why_not_as
 from cacheblend_rag.server.naming import ChunkNaming, lead_text, search_contents, texts_in, tokens_match
 from cacheblend_rag.server.served_engine import REQUEST_FIELD, Ticket, clients_salt, refused, with_ticket
@@ -42,10 +43,6 @@ if TYPE_CHECKING:
     CompletionLike = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 
 
-_CHARACTERS_A_TOKEN = 16
-"""More than any prompt has on average: one with more of them does not fit the context window, and is not searched."""
-
-
 class BlendRenderer:
     """Stands in for vLLM's ``OnlineRenderer``; what it does not know itself, that one does.
 
@@ -59,7 +56,7 @@ class BlendRenderer:
     def __init__(self, inner: OnlineRenderer, client: BlendClient, catalogue: ChunkCatalogue):
         self._inner, self._client, self._catalogue = inner, client, catalogue
         self._naming = ChunkNaming(client.tokenizer, client.registry, catalogue.note)
-        self._most = _CHARACTERS_A_TOKEN * client.context_window
+        self._most = CHARACTERS_A_TOKEN * client.context_window
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -115,9 +112,12 @@ class BlendRenderer:
         leads: list[list[Chunk]] = []
         if options.chunk_ids:
             request.prompt, leads = await asyncio.to_thread(self._led, request.prompt, options.chunk_ids)
-        result = await self._inner.render_completion(request, skip_mm_cache=skip_mm_cache)
-        if isinstance(result, ErrorResponse):
-            return result
+        result: list[EngineInput] = []
+        for each in _one_by_one(request):
+            rendered = await self._inner.render_completion(each, skip_mm_cache=skip_mm_cache)
+            if isinstance(rendered, ErrorResponse):
+                return rendered
+            result += rendered
         with span("cacheblend.find"):
             found = await asyncio.to_thread(self._found_in_texts, request, result, options, leads)
         return await self._finished(request, result, options, found)
@@ -232,12 +232,6 @@ class BlendRenderer:
             raise VLLMValidationError(
                 "kv_transfer_params is not for clients of this server. Name chunks with chunk_ids, or by the id of a text block.",
                 parameter="kv_transfer_params",
-            )
-        names = ("messages", "prompt", "instructions", "input")
-        characters = sum(map(len, texts_in([getattr(request, name, None) for name in names])))
-        if _is_truncated(request) and characters > 2 * self._most:  # vLLM tokenises them all before it cuts
-            raise VLLMValidationError(
-                f"The prompt to be truncated has {characters} characters; no more than {2 * self._most} are tokenised."
             )
         with refused("cacheblend"):
             options = read_options(request.model_extra)
@@ -356,6 +350,16 @@ class BlendRenderer:
                 f"The prompt has {prompt_tokens} tokens; with {wanted} to generate that exceeds the context window of {window}.",
                 parameter="max_tokens",
             )
+
+
+def _one_by_one(request: CompletionRequest) -> Iterator[CompletionRequest]:
+    """Yield a request for each text of a batch: vLLM tokenises in one thread, in which other requests are to have turns."""
+    texts = request.prompt if isinstance(request.prompt, list) else []
+    if request.prompt_embeds is None and isinstance(next(iter(texts), None), str):
+        for text in texts:
+            yield request.model_copy(update={"prompt": [text]})
+    else:
+        yield request
 
 
 def _limit_field(request: CompletionLike) -> str:

@@ -264,6 +264,10 @@ class ChunkRoutes:
             refusal = admission.refusal(0)
             due = await asyncio.to_thread(served.chunks.to_compute, wanted) if admission.counts and not refusal else 0
             admission.charge(due)  # before it is computed: the next one must know of it
+        task = asyncio.current_task()
+        assert task is not None
+        served.registering.add(task)
+        task.add_done_callback(served.registering.discard)
         try:
             if refusal is not None:
                 return come_again(*refusal)

@@ -82,12 +82,14 @@ class Served:
         catalogue: Its chunks.
         reading: Held while a registration is read and tokenised.
         looking: Held while chunks are listed, looked at or deleted.
+        registering: The requests that store chunks, of which what is not registered in the end must be deleted again.
     """
 
     client: BlendClient
     catalogue: ChunkCatalogue
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    registering: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @cached_property
     def chunks(self) -> ServedChunks:
@@ -178,6 +180,12 @@ class ServedTenants(PerNamespace[Served]):
         """See :meth:`ChunkCatalogue.watch`; what has expired goes from then on."""
         for served in self.each.values():
             served.catalogue.watch(served.chunks.expire)
+
+    async def settle(self, within_s: float) -> None:
+        """Wait until the registrations that the engine's end has cut short have deleted what they had stored."""
+        cut_short = [task for served in self.each.values() for task in served.registering]
+        if cut_short:
+            await asyncio.wait(cut_short, timeout=within_s)
 
     async def drain(self) -> None:
         """Wait for what finished answers have started, of all tenants."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from rich.text import Text
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
@@ -25,6 +26,15 @@ def commands(group: Any = None, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from commands(command, f"{name}{key} ")
         else:
             yield f"{name}{key}", command
+
+
+def test_no_word_of_a_help_text_is_taken_for_markup() -> None:
+    for name, command in commands():
+        for text in (
+            command.help,
+            *(part for each in command.params for part in (getattr(each, "help", ""), each.metavar)),
+        ):
+            assert Text.from_markup(text or "").plain == (text or ""), name
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

@@ -21,6 +21,14 @@ def test_help_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_server_says_its_first_word_before_it_imports_torch() -> None:
+    code = (
+        "import sys; from cacheblend_rag.cli import app; import cacheblend_rag.server.options as options; "
+        "options.tell = lambda _: sys.exit(5 + ('torch' in sys.modules)); app(['serve'])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 5
+
+
 def test_a_command_imports_no_other_command():
     code = (
         "import sys; from cacheblend_rag.cli import app; app(['ask', '--help'], standalone_mode=False); "

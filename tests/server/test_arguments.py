@@ -283,7 +283,7 @@ async def test_the_keys_of_both_environment_variables_open_vllms_own_routes(
         monkeypatch.setenv(name, key)
     args, _ = parsed(tmp_path)
     app = FastAPI()
-    app.state.limits = guard(ServeOptions(store=tmp_path), args)
+    app.state.limits = guard(ServeOptions(store=tmp_path), args, 4096)
     app.get("/v1/models")(lambda: "served")
     init_entrypoints_middleware(args, app, ())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
@@ -300,7 +300,7 @@ def test_a_file_of_keys_takes_the_place_of_all_others(tmp_path: Path, monkeypatc
     file = tmp_path / "keys.toml"
     file.write_text("[[key]]\nvalue = 'asks'\nrole = 'ask'\n")
     args, _ = parsed(tmp_path, "--host", "0.0.0.0", keys=file)
-    limits = guard(ServeOptions(store=tmp_path, keys=file), args)
+    limits = guard(ServeOptions(store=tmp_path, keys=file), args, 4096)
     key = key_of("asks", limits.keys.keys)
     assert key is not None
     assert (key.role, args.api_key, limits.local) == ("ask", [], False)
@@ -309,7 +309,7 @@ def test_a_file_of_keys_takes_the_place_of_all_others(tmp_path: Path, monkeypatc
     monkeypatch.setenv("CACHEBLEND_API_KEY", "another")
     with pytest.raises(InputError, match="one of them"):
         parsed(tmp_path, keys=file)
-    assert guard(ServeOptions(store=tmp_path), parsed(tmp_path)[0]).keys.keys == (Key.of("another"),)
+    assert guard(ServeOptions(store=tmp_path), parsed(tmp_path)[0], 4096).keys.keys == (Key.of("another"),)
     file.write_text("[[key]]\nvalue = 'asks'\n")
     monkeypatch.delenv("CACHEBLEND_API_KEY")
     with pytest.raises(InputError, match="role"):
@@ -336,7 +336,7 @@ def test_a_server_without_a_key_is_called_by_its_machines_names_alone_unless_it_
     from cacheblend_rag.server.launch import guard
 
     def local(*flags: str, **options: Any) -> bool:
-        return guard(ServeOptions(store=tmp_path, **options), parsed(tmp_path, *flags, **options)[0]).local
+        return guard(ServeOptions(store=tmp_path, **options), parsed(tmp_path, *flags, **options)[0], 4096).local
 
     assert local()
     assert not local("--api-key", "secret")

@@ -140,8 +140,20 @@ async def test_a_key_of_too_small_a_role_is_refused_before_anything_is_read(tmp_
             refused = await client.get("/metrics", headers=headers)
             assert refused.status_code == metrics
             if metrics == 403:
-                assert "role" in refused.json()["error"]["message"]
+                said = refused.json()["error"]["message"]
+                assert said.startswith("GET /metrics takes a key of the role 'admin' of the default tenant.")
+                assert f"This key has the role {key.removesuffix('s')!r} of the tenant 'default'" in said
     assert len(app.bodies) == 3
+
+
+async def test_what_no_key_can_have_is_not_said_to_take_another_key(tmp_path: Path) -> None:
+    async with App(read_keys(written(tmp_path, FILE)).keys).client() as client:
+        refused = await client.post("/v1/embeddings", headers={"Authorization": "Bearer asks"})
+    message = refused.json()["error"]["message"]
+    assert (refused.status_code, message) == (
+        404,
+        "This server has no POST /v1/embeddings for the model that it serves.",
+    )
 
 
 def test_a_key_that_is_given_alone_is_good_for_everything() -> None:

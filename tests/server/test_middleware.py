@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from cacheblend_rag.server import middleware
+from cacheblend_rag.server import amounts, middleware
 from cacheblend_rag.server.keys import Admission, Key, Keys
 from cacheblend_rag.server.middleware import NAMES, RequestLimits
 
@@ -221,10 +221,10 @@ def test_values_are_counted_wherever_the_body_is_cut_and_not_inside_of_strings(
 ) -> None:
     text = json.dumps(value, separators=None if spaced else (",", ":"), ensure_ascii=size % 2 == 0).encode()
     there = _values(value)
-    found = middleware.count_values(text)
+    found = amounts.count_values(text)
     assert there // 2 <= found <= 2 * there
-    with mock.patch.object(middleware, "_SLICE", size):
-        assert middleware.count_values(text) == found
+    with mock.patch.object(amounts, "_SLICE", size):
+        assert amounts.count_values(text) == found
 
 
 async def test_bodies_of_too_many_values_are_refused_before_they_are_parsed_whatever_their_size() -> None:

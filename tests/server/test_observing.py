@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -11,6 +14,8 @@ import pytest
 from cacheblend_rag import spans as told
 from cacheblend_rag.engines.remote import RemoteEngine
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.server.observing import share_logging
+from cacheblend_rag.server.tenants import Caller, calling
 from tests.engines.contract import TEXTS
 from tests.recorded_spans import exporter
 from tests.server.running import KEY, RunningServer
@@ -118,3 +123,78 @@ async def test_refusals_are_counted_by_tenant_and_status_and_their_span_names_no
     said = [(span.name, (span.attributes or {})["http.response.status_code"]) for span in kept.get_finished_spans()]
     assert said == [("POST", 413), ("POST /v1/chunks", 200), ("GET", 404)]
     assert all("secret" not in span.to_json() for span in kept.get_finished_spans())
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """What the server writes to its log."""
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [handler])
+    for name in ("uvicorn.access", "uvicorn.error"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [handler])
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.INFO)
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(
+            logging.getLogger("cacheblend_rag"), name, getattr(logging.getLogger("cacheblend_rag"), name)
+        )
+    share_logging()
+    yield written
+
+
+def failing(logger: str, said: str = "Unsupported type 'secret'") -> None:
+    try:
+        raise ValueError(said)
+    except ValueError as error:
+        logging.getLogger(logger).exception("Error in create_messages: %s", error)
+        logging.getLogger(logger).exception(f"Error, {error}")
+    logging.getLogger(logger).error("Error with model %s, %d", "secret", 404)
+    logging.getLogger(logger).error("Error with model %(name)s", {"name": "secret"})
+
+
+def test_what_a_request_says_stands_in_no_line_about_it(log: io.StringIO) -> None:
+    token = calling.set(Caller("acme"))
+    try:
+        failing("vllm.entrypoints.openai")
+    finally:
+        calling.reset(token)
+    said = log.getvalue()
+    assert "secret" not in said
+    assert "Error with model <not logged>, 404\n" in said
+    assert said.count("in failing\n") == 2
+    assert said.count("\nValueError\n") == 2
+
+
+def test_what_a_request_says_stands_in_no_line_about_a_fault_of_the_server(log: io.StringIO) -> None:
+    said = "secret"
+    try:
+        raise ValueError(said)
+    except ValueError:
+        logging.getLogger("uvicorn.error").exception("Exception in ASGI application\n")
+    assert "secret" not in log.getvalue() and "ValueError" in log.getvalue()
+
+
+def test_of_what_is_no_request_every_word_is_logged_but_of_schemas(log: io.StringIO) -> None:
+    failing("vllm.v1.engine")
+    logging.getLogger("vllm.v1.structured_output").warning("LLMatcher error: %s", "a schema")
+    assert log.getvalue().count("secret") == 6
+    assert "a schema" not in log.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("target", "logged"),
+    [
+        ("/v1/chunks/docs/secret.md", "/v1/chunks/{id}"),
+        ("/v1/chunks/stats/secret", "/v1/chunks/{id}"),
+        ("/v1/chunks?id=secret&id=secret", "/v1/chunks"),
+        ("/v1/chunks/secret?holder=secret", "/v1/chunks/{id}"),
+        ("/proxied/v1/chunks/secret", "/proxied/v1/chunks/{id}"),
+        ("/v1/chunks/stats", "/v1/chunks/stats"),
+        ("/v1/models?a=b", "/v1/models?a=b"),
+    ],
+)
+def test_the_access_log_names_no_chunk(log: io.StringIO, target: str, logged: str) -> None:
+    line = '%s - "%s %s HTTP/%s" %d'
+    logging.getLogger("uvicorn.access").info(line, "127.0.0.1:5", "GET", target, "1.1", 200)
+    assert log.getvalue() == f'127.0.0.1:5 - "GET {logged} HTTP/1.1" 200\n'

@@ -44,7 +44,7 @@ class Inner:
     chat_template = chat_template_content_format = default_chat_template_kwargs = parser = None
 
     def __init__(self) -> None:
-        self.rendered: list[str] = []
+        self.rendered, self.asked = list[str](), list[int]()
         self.model_config = SimpleNamespace(max_model_len=WINDOW)
         self.renderer = SimpleNamespace(tokenizer=TOKENIZER)
 
@@ -77,6 +77,7 @@ class Inner:
 
     async def render_completion(self, request: Any, **_: Any) -> Any:
         prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        self.asked.append(len(prompts))
         if request.suffix is not None:  # as models that fill in want it
             prompts = [f"<eos>{request.suffix}<eos>{text}" for text in prompts]
         return [self._input(text, request) for text in prompts]
@@ -267,15 +268,14 @@ async def test_prompts_that_hold_chunks_are_truncated_where_vllm_truncates_other
     assert cut == (whole[-20:] if side == "left" else whole[:20])
 
 
-async def test_a_prompt_to_be_truncated_is_no_longer_than_others_should_wait_for() -> None:
-    server, much = Server(), "a " * (16 * WINDOW + 1)
-    with pytest.raises(VLLMValidationError, match="to be truncated"):
-        await server.chat(user(much), truncate_prompt_tokens=20)
-    with pytest.raises(VLLMValidationError, match="to be truncated"):
-        await server.complete(["Who?", much], truncate_prompt_tokens=20)
-    with pytest.raises(VLLMValidationError, match="to be truncated"):
-        await server.respond(much, truncation="auto")
-    assert len(await server.chat(user(much[:-30]), truncate_prompt_tokens=20)) == 20
+async def test_vllm_is_given_the_prompts_of_a_batch_one_by_one_and_none_behind_one_that_is_refused() -> None:
+    server = Server(NOTE)
+    prompts = ["Who runs it?", f"{NOTE} Who?", "When?"]
+    assert await server.complete(prompts) == [ids for text in prompts for ids in await server.complete(text)]
+    assert server.inner.asked == [1] * 6
+    with pytest.raises(VLLMValidationError):
+        await server.complete(["Who?", "y" * 8 * WINDOW, "When?"], max_tokens=1)
+    assert server.inner.asked == [1] * 8
 
 
 async def test_short_chunks_that_are_named_are_data_too() -> None:

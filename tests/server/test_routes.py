@@ -88,7 +88,7 @@ class Server:
     def __init__(self, directory: Path | None, most: int = 1_000_000) -> None:
         self.client = Client()
         self.registry = self.client.registry
-        tenants = ServedTenants.open(self.client, directory, [DEFAULT], most)  # type: ignore[arg-type]
+        self.tenants = tenants = ServedTenants.open(self.client, directory, [DEFAULT], most)  # type: ignore[arg-type]
         self.catalogue = tenants.each["default"].catalogue
         self.app = FastAPI()
         answer_errors(self.app)
@@ -211,6 +211,27 @@ async def test_a_registration_that_fails_leaves_no_kv(server: Server, monkeypatc
     server.client.store_kv = dies  # type: ignore[method-assign]
     assert (await server.register(TEXTS[0])).status_code == 507
     assert not server.stored(TEXTS[0])
+
+
+async def test_the_servers_end_waits_until_a_registration_that_it_cuts_short_has_left_no_kv(server: Server) -> None:
+    store, begun, ended = server.client.store_kv, asyncio.Event(), asyncio.Event()
+
+    async def dies(chunks: list[Chunk]) -> PrecomputeReport:
+        await store(chunks)
+        begun.set()
+        await ended.wait()
+        raise StoreError("the engine has died")
+
+    server.client.store_kv = dies  # type: ignore[method-assign]
+    request = asyncio.ensure_future(server.register(TEXTS[0]))
+    await begun.wait()
+    settled = asyncio.ensure_future(server.tenants.settle(60))
+    await asyncio.sleep(0)
+    assert (settled.done(), server.stored(TEXTS[0])) == (False, True)
+    ended.set()
+    await settled
+    assert not server.stored(TEXTS[0])
+    assert (await request).status_code == 507
 
 
 @pytest.mark.parametrize("chunk_id", ["a\nb", "a\n", "\n", "a\r\n", "a/b\n/c"])

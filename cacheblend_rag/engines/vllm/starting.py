@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from cacheblend_rag.errors import ModelError
-from cacheblend_rag.printable import in_one_line
+from cacheblend_rag.printable import hide_values, in_one_line
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # "(EngineCore pid=12) ERROR 11-22 05:44:41 [core.py:12] " in front of every line of a record.
@@ -65,12 +65,20 @@ def log_as_vllm() -> None:
     ours.setLevel(theirs.level)
     for handler in theirs.handlers:
         handler.addFilter(_in_one_line)
+        handler.addFilter(_without_schemas)
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:
     """Keep what a client named, such as its request, from forging lines of ours; vLLM's are vLLM's."""
     if record.name.startswith(("cacheblend_rag", "vllm.cacheblend")) and isinstance(record.args, tuple):
         record.args = tuple(in_one_line(str(a)) if isinstance(a, str | Exception) else a for a in record.args)
+    return True
+
+
+def _without_schemas(record: logging.LogRecord) -> bool:
+    """Keep what a schema that a client sent says out of the engine's lines about it."""
+    if record.name.startswith("vllm.v1.structured_output"):
+        hide_values(record)
     return True
 
 
@@ -173,10 +181,18 @@ def end_at_once() -> None:
 def _end() -> None:
     error = sys.exc_info()[1]
     if error is None or (isinstance(error, SystemExit) and not error.code):  # else it is told the ordinary way
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        end_now()
+
+
+def end_now() -> NoReturn:
+    """End this process with exit code 0, with what is registered for its end done, and without taking all of torch apart.
+
+    That takes seconds, and Triton would list hundreds of its own objects as leaked.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 class StartError(ModelError):
