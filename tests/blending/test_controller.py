@@ -156,6 +156,13 @@ def test_the_simulation_adds_up() -> None:
     assert simulate_one(load, known, (False, False), 0.0) == pytest.approx(0.3)
 
 
+def test_reads_side_by_side_wait_for_their_first_bytes_together() -> None:
+    tier = TierCost(0.1, 1000.0, at_once=4)
+    waits = [tier.seconds(0, reads) for reads in (0, 1, 4, 5, 9)]
+    assert waits == pytest.approx([0.0, 0.1, 0.1, 0.2, 0.3])
+    assert tier.seconds(500, 5) == pytest.approx(0.7)
+
+
 def test_observations_move_the_costs_to_what_the_machine_takes() -> None:
     known = costs(disk=1e6)
     for _ in range(40):
@@ -246,6 +253,15 @@ def test_a_chunk_without_static_deviation_is_reckoned_with_the_policy_that_takes
     assert ranked.expected_s == pytest.approx(COMPUTE.seconds(10 + 200 * ranked.ratio, 0), rel=0.01)
     assert unranked.expected_s == pytest.approx(COMPUTE.seconds(10 + 0.25 * 200 + 200 * unranked.ratio, 0), rel=0.01)
     assert control(planned(("ram", 90), ("ram", None)), terms, TextRatio(0.1, 0.0)).ratio < 0.2
+
+
+def test_a_ratio_is_said_in_the_wanted_policys_terms_though_the_one_that_takes_over_needs_more() -> None:
+    known = Costs(8, COMPUTE, {"ram": TierCost(0, 1e12), "disk": TierCost(0, 1e3)})
+    terms = Terms(known, 0.0, dense_unranked=0.0, more_unranked=2.0)
+    for tier, used in (("ram", 200), ("disk", 100)):  # the disk takes 100 s: its chunk is computed in place
+        found = control(planned(("ram", 10), (tier, None)), terms, 0.1)
+        assert 0.1 <= found.ratio < 0.15
+        assert found.expected_s == pytest.approx(COMPUTE.seconds(210 - used + 2 * used * found.ratio, 0), rel=0.01)
 
 
 @pytest.mark.parametrize("make", [lambda: TierCost(-1, 1), lambda: TierCost(0, 0), lambda: ComputeCost(0, 0, 0)])

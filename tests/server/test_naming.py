@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
-from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
+from cacheblend_rag.prompts.chunk import Chunk, chunk_id, encoder_for, make_chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.server.naming import ChunkNaming, tokens_match
 from tests.conftest import tokenizer_named
@@ -91,6 +91,26 @@ def test_blocks_lose_their_ids_and_get_their_chunks_text() -> None:
     assert named == (IDS[1], chunk_id(given_text))
     assert [chunk.text for chunk in noted] == [given_text]
     assert blocks[0]["id"] == IDS[1]  # the request's own blocks are left alone
+
+
+def test_a_text_under_an_id_that_is_not_its_own_is_no_chunk() -> None:
+    block = {"type": "text", "text": "A text that nobody has registered.", "id": "nowhere"}
+    mine, noted = naming()
+    (message,), named = mine.messages([{"role": "user", "content": [block]}], ())
+    assert (named, noted) == ((), [])
+    assert message["content"] == [{"type": "text", "text": block["text"]}]
+
+
+def test_a_chunk_whose_text_lies_in_two_blocks_stands_in_none() -> None:
+    text = CHUNKS[1].text
+    halves = [{"type": "text", "text": half} for half in (text[:9], text[9:])]
+    (message,), _ = naming()[0].messages([{"role": "user", "content": halves}], [IDS[1]])
+    assert [block["text"] for block in message["content"]] == [f"{text}\n\n", text[:9], text[9:]]
+
+
+def test_tokens_of_a_text_with_blanks_around_it_match_no_chunk() -> None:
+    for text in (" The harbour.", "The harbour.\n"):
+        assert not tokens_match(TOKENIZER, text, tuple(encoder_for(TOKENIZER).document(text)))
 
 
 def test_unknown_ids_are_refused_wherever_they_stand() -> None:

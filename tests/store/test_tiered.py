@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.errors import InputError
+from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
-from cacheblend_rag.store.kv import KVKey, StoredKV
+from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
 
@@ -130,6 +130,24 @@ def test_an_entry_larger_than_the_faster_tier_is_read_through(root: Path) -> Non
         assert same(found, kv_of(1))
         assert found.tier == "disk"
     assert ram.stats().entries == 0
+
+
+class Refusing(MemoryStore):
+    """A tier whose entries would outlast the process, if it took any."""
+
+    lasts = True
+
+    def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
+        raise StoreError("it refuses")
+
+
+def test_a_refusal_is_an_error_where_no_other_tier_has_the_entry_that_outlasts_the_process(root: Path) -> None:
+    too_small, large = DiskStore(root / "small", budget=10), DiskStore(root / "large")
+    for others in ([MemoryStore()], [MemoryStore(), too_small]):
+        with pytest.raises(StoreError, match="it refuses"):
+            TieredStore([*others, Refusing()]).put(key_of(1), kv_of(1))
+        assert others[0].contains(key_of(1))
+    assert TieredStore([MemoryStore(), large, Refusing()]).put(key_of(1), kv_of(1))
 
 
 def test_a_hit_in_ram_counts_as_use_on_disk(root: Path) -> None:

@@ -82,6 +82,30 @@ def test_what_was_put_is_as_it_was_then(slow: Slow) -> None:
     assert same(slow.get(key_of(1)), kv_of(1))
 
 
+@pytest.mark.parametrize("replace", [False, True])
+def test_an_entry_that_is_put_again_while_it_waits_is_replaced_if_that_is_wanted(slow: Slow, replace: bool) -> None:
+    store = TieredStore([slow])
+    store.put(key_of(1), kv_of(1))
+    assert slow.began.wait(60)  # so that the next one waits
+    store.put(key_of(2), kv_of(2))
+    store.put(key_of(2), kv_of(3), replace)
+    wanted = kv_of(3 if replace else 2)
+    assert same(store.get(key_of(2)), wanted)
+    slow.go_on.set()
+    store.flush()
+    assert same(slow.get(key_of(2)), wanted)
+
+
+def test_an_entry_that_is_replaced_while_it_is_written_is_written_once_more(slow: Slow) -> None:
+    store = TieredStore([slow])
+    store.put(key_of(1), kv_of(1))
+    assert slow.began.wait(60)
+    store.put(key_of(1), kv_of(2), replace=True)
+    slow.go_on.set()
+    store.flush()
+    assert same(slow.get(key_of(1)), kv_of(2))
+
+
 def test_closing_writes_what_is_left(root: Path) -> None:
     disk = DiskStore(root, writes="back")
     with TieredStore([MemoryStore(), disk]) as store:
