@@ -6,6 +6,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,10 @@ class Collection:
         new = kept / f".{secrets.token_hex(8)}"
         try:
             kept.mkdir(parents=True, exist_ok=True)
+            with suppress(PermissionError):  # another user's, who has let this one in
+                kept.chmod(0o700)
             try:
+                new.touch(0o600)
                 shutil.copyfile(file, new)
                 new.replace(kept / file.name)
             finally:

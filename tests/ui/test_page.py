@@ -181,6 +181,8 @@ def test_documents_are_added_with_progress_skipped_with_a_reason_and_deleted(
     expect(progress.nth(0)).to_contain_text("chunk")
     expect(progress.nth(1)).to_contain_text("it is empty")
     expect(progress.nth(2)).to_contain_text("its type (.png) is not among")
+    for line in progress.all():
+        expect(line).to_be_visible()
     expect(tab.documents()).to_have_count(2)
     kept = workspace.collection().directory / "documents"
     assert [file.name for file in kept.iterdir()] == ["ships.txt"]
@@ -192,6 +194,24 @@ def test_documents_are_added_with_progress_skipped_with_a_reason_and_deleted(
     tab.page.locator("#cb-delete").click()
     expect(tab.documents()).to_have_count(1)
     assert list(kept.iterdir()) == []
+
+
+def test_a_broken_file_and_one_too_large_are_said_where_the_person_sees_it(
+    serve: Any, open_tab: Any, tmp_path: Path, choices: Choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.ui.launch._LARGEST_FILE", "2kb")
+    broken, large = tmp_path / "broken.pdf", tmp_path / "large.txt"
+    broken.write_bytes(b"%PDF-1.4 and no more")
+    large.write_text("The harbour lies below. " * 200)
+    url, _ = serve(choices)
+    tab: Tab = open_tab(url).ready().drop(broken)
+    expect(tab.page.get_by_text("broken.pdf")).to_be_visible()
+    expect(tab.page.locator("#cb-progress li")).to_be_visible()
+    tab.drop(large)
+    expect(tab.page.get_by_text("large.txt")).to_be_visible()
+    expect(tab.documents()).to_have_count(1)
+    tab.page.locator("#cb-delete").click()
+    expect(tab.page.get_by_text("Choose the documents to delete first.")).to_be_visible()
 
 
 def test_a_server_that_is_down_is_named_and_tried_again(
