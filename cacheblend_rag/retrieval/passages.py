@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # numpy comes with it, and `cacheblend ask` compares words alone
     from cacheblend_rag.retrieval.embedding import Embedder
 
-# Where a sentence or a line ends: a full stop within a number, a name or a path ends none.
-_END = re.compile(r"(?<=[.!?])\s+|\n\s*")
+# Where a sentence, a paragraph, or an item of a list or table ends: a full stop within a number, a name or a path ends none, and
+# neither does the end of a line within a paragraph.
+_END = re.compile(r"(?<=[.!?])(?<!\n\d\.)(?<!\n\d\d\.)\s+|\n\s*\n\s*|\n\s*(?=[-*+#|>]|\d+[.)])")
 _WORD = re.compile(r"\w{3,}|\d+")
 _TELLING = 4
 """Shortest word, in characters, that tells what a sentence says: most of the shorter ones, as "the", are in every text."""
 
+_OF_WORDS = 0.5
+"""What having all of a question's words counts beside a cosine of 1."""
+_LONG = 8
+"""A line of fewer words that ends without a stop is taken for a heading."""
+
 
 def sentences(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where each sentence or line of a text begins and ends, without white space around it.
+    """Yield where each sentence, heading or item of a text begins and ends, without white space around it.
 
     Example:
         >>> text = "Rye bread. Its price is 2.50."
@@ -37,19 +43,30 @@ def words(text: str) -> set[str]:
 
 
 def nearest_sentence(text: str, question: str, embedder: Embedder) -> tuple[int, int] | None:
-    """Return where the sentence begins and ends whose meaning is nearest to a question's; None in a text without any.
+    """Return where the sentence nearest to a question begins and ends; None in a text without any.
+
+    Near is what is alike in meaning and has words of the question, such as the name that it asks about. A heading has both and
+    answers nothing, so that none is chosen where there are sentences.
 
     Args:
         text: A chunk's text; each of its sentences is embedded.
         question: The question.
         embedder: The index's own (:meth:`~cacheblend_rag.retrieval.index.ChunkIndex.load_embedder`).
     """
-    found = list(sentences(text))
+    every = list(sentences(text))
+    found = [span for span in every if not _is_heading(text[slice(*span)])] or every
     if len(found) < 2:
         return found[0] if found else None
-    asked = embedder.question(question)
-    scores = [float((windows @ asked).max()) for windows in embedder.texts([text[a:b] for a, b in found])]
+    vector, asked = embedder.question(question), _telling(question)
+    scores = []
+    for (start, end), windows in zip(found, embedder.texts([text[slice(*span)] for span in found]), strict=True):
+        named = len(asked & _telling(text[start:end])) / max(1, len(asked))
+        scores.append(float((windows @ vector).max()) + _OF_WORDS * named)
     return found[scores.index(max(scores))]
+
+
+def _is_heading(line: str) -> bool:
+    return line.startswith("#") or (len(line.split()) < _LONG and line[-1].isalnum())
 
 
 def said_by(sentence: str, question: str, texts: Sequence[str]) -> int | None:

@@ -33,7 +33,7 @@ _FATES = {
 
 
 _WORDS = {"done": "indexed"}
-_AROUND = 160
+_AROUND = 240
 """Characters shown in front of the marked sentence, and behind it."""
 _SOONER = 1.05
 """Below this the first token came no sooner, as far as such a measurement can tell."""
@@ -50,8 +50,11 @@ def error(text: str) -> str:
 
 
 def status(text: str, ready: bool) -> str:
-    """Return what the model is doing, or its name once it is loaded."""
-    return f'<p class="cb-status" role="status">{"Model" if ready else ""} <b>{escape(text)}</b></p>'
+    """Return what the model is doing, or its name once it is loaded, and how to choose another."""
+    if not ready:
+        return f'<p class="cb-status" role="status"><b>{escape(text)}</b></p>'
+    other = "<small>To choose another, start the page with --model.</small>"
+    return f'<p class="cb-status" role="status">Model <b>{escape(text)}</b> {other}</p>'
 
 
 def answer(exchange: Exchange | None) -> str:
@@ -87,8 +90,8 @@ def _passage(exchange: Exchange) -> str:
         f"{Path(source.path).name}, {source.place}: the sentence nearest to the question, whatever the model answers"
     )
     return (
-        f'<figure class="cb-passage"><blockquote>{escape(before)}<mark>{escape(source.text[start:end])}</mark>'
-        f"{escape(behind)}</blockquote><figcaption>{escape(where)}</figcaption></figure>"
+        f'<figure class="cb-passage"><p>{escape(before)}<mark>{escape(source.text[start:end])}</mark>'
+        f"{escape(behind)}</p><figcaption>{escape(where)}</figcaption></figure>"
     )
 
 

@@ -37,6 +37,29 @@ def test_sentences_hold_every_character_but_white_space_in_order(text: str) -> N
     assert [edge for span in found for edge in span] == sorted(edge for span in found for edge in span)
 
 
+def test_a_line_that_is_broken_within_a_paragraph_ends_no_sentence_and_an_item_does() -> None:
+    assert cut("The harbour lies\nbelow the hill.\n- rye\n- wheat\n1. One\n2) Two\n| a | b |\n| 1 | 2 |\n\nOver") == [
+        *(
+            "The harbour lies\nbelow the hill.",
+            "- rye",
+            "- wheat",
+            "1. One",
+            "2) Two",
+            "| a | b |",
+            "| 1 | 2 |",
+            "Over",
+        ),
+    ]
+
+
+def test_the_nearest_sentence_is_no_heading_though_that_has_the_questions_words() -> None:
+    text = "# Director of the observatory\n\nIt was founded in 1911. The observatory's director is Ada Brenmoor."
+    embedder = Embedder.load()
+    span = nearest_sentence(text, "Who is the director of the observatory?", embedder)
+    assert span is not None and text[slice(*span)].endswith("Ada Brenmoor.")
+    assert nearest_sentence("# Rye\n\nWheat", "Who?", embedder) in ((0, 5), (7, 12))
+
+
 def test_the_nearest_sentence_is_so_by_its_meaning() -> None:
     embedder = Embedder.load()
     span = nearest_sentence(TRAVEL, "Who has to give permission for an expensive journey?", embedder)
