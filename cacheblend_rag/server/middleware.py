@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag.errors import CacheBlendError, InputError, StoreError, UnknownChunkError
-from cacheblend_rag.loopback import names_this_machine
 from cacheblend_rag.retrieval.registered import ConflictError
 from cacheblend_rag.server.keys import Admission, Key, Keys, QuotaError, key_of, may
+from cacheblend_rag.server.loopback import names_this_machine
 from cacheblend_rag.server.options import DEFAULT_BODY_LIMIT
 from cacheblend_rag.server.tenants import Caller, calling
 

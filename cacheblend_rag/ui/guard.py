@@ -9,7 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend_rag.loopback import names_this_machine
+from cacheblend_rag.server.loopback import names_this_machine
 
 # Gradio's page has scripts in its HTML and makes functions of texts, which 'unsafe-inline' and 'unsafe-eval' allow. All that is
 # loaded, and all that is asked, is the page's own: an image that a model's answer names on another machine is not fetched.

@@ -1,4 +1,4 @@
-"""Who the page answers, and what it tells the browser: requests as browsers and attackers send them."""
+"""Asks of the page what browsers and attackers ask: who is answered, and what the browser is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the page starts, waits and ends."""
+"""Starts the page, leaves it alone, and ends it."""
 
 from __future__ import annotations
 
