@@ -113,7 +113,7 @@ def _gain(done: Generation) -> str:
         return f"<b>Computed whole</b>, in {seconds(took)}: {escape(done.reason)}."
     computed = f"{usage.computed_tokens:,} of {usage.prompt_tokens:,} prompt tokens computed"
     if done.prefill_s is None:
-        return f"<b>{computed}</b>; first token after {seconds(took)}. What the rest would take, Compare measures."
+        return f"<b>{computed}</b>; first token after {seconds(took)}. Compare measures what the whole prompt takes."
     gain = done.prefill_s / took if took else 0.0
     sooner = f"{gain:.1f}x sooner" if gain >= _SOONER else "No sooner"
     return (

@@ -57,7 +57,10 @@ def test_an_answer_says_where_it_comes_from_and_every_panel_what_was_computed(ur
     tab: Tab = open_tab(url)
     tab.page.get_by_text(CROSS.question, exact=True).wait_for()  # offered as an example
     tab.ready("bundled")
-    assert tab.ask(CROSS.question).rstrip(".") == CROSS.answer
+    said, mark = re.fullmatch(r"(.*?)\.? \[(\d)\]", tab.ask(CROSS.question), re.DOTALL).groups()  # type: ignore[union-attr]
+    assert said == CROSS.answer
+    source = tab.page.locator("#cb-sources .cb-card .cb-text").nth(int(mark) - 1)
+    assert CROSS.answer in (source.text_content() or "")
     recomputed = sources_and_the_fate_of_every_token(tab)
     every_method_computes_what_it_promises(tab)
     as_many_tokens_are_marked_as_were_recomputed(tab, recomputed)
