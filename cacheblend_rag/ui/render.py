@@ -34,7 +34,7 @@ _FATES = {
 
 _WORDS = {"done": "indexed"}
 _AROUND = 240
-"""Characters shown in front of the marked sentence, and behind it."""
+"""Characters shown in front of a marked sentence, and behind it; of two sentences, half as many around each."""
 _SOONER = 1.05
 """Below this the first token came no sooner, as far as such a measurement can tell."""
 
@@ -84,15 +84,18 @@ def _passages(exchange: Exchange) -> str:
     for said in exchange.sayings[:1]:
         if (said.text, said.start, said.end) != (0, *(exchange.passage or ())):
             found.append((said.text, said.start, said.end, "the sentence with the answer's words"))
-    return "".join(_passage(exchange.hits[number], number, *where) for number, *where in found)
+    around = _AROUND // len(found) if found else 0
+    return "".join(
+        _passage(exchange.hits[number], number, start, end, around, what) for number, start, end, what in found
+    )
 
 
-def _passage(source: Hit, number: int, start: int, end: int, what: str) -> str:
-    """Return a sentence of a source, marked, and what stands around it."""
-    before, behind = source.text[max(0, start - _AROUND) : start], source.text[end : end + _AROUND]
-    if start > _AROUND:
+def _passage(source: Hit, number: int, start: int, end: int, around: int, what: str) -> str:
+    """Return a sentence of a source, marked, and so many characters on either side."""
+    before, behind = source.text[max(0, start - around) : start], source.text[end : end + around]
+    if start > around:
         before = f"… {before.partition(' ')[2]}"
-    if end + _AROUND < len(source.text):
+    if end + around < len(source.text):
         behind = f"{behind.rpartition(' ')[0]} …"
     where = f"[{number + 1}] {Path(source.path).name}, {source.place}: {what}"
     return (
