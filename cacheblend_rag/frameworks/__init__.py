@@ -29,6 +29,7 @@ from cacheblend_rag.frameworks.existing import text_vectors as text_vectors
 from cacheblend_rag.frameworks.retrieved import OnMiss as OnMiss
 from cacheblend_rag.frameworks.retrieved import RetrievalLog as RetrievalLog
 from cacheblend_rag.frameworks.sharing import EngineName as EngineName
+from cacheblend_rag.frameworks.sharing import check_run_options as check_run_options
 from cacheblend_rag.frameworks.sharing import shared_engine as shared_engine
 from cacheblend_rag.frameworks.uses import StoreChunks as StoreChunks
 from cacheblend_rag.frameworks.uses import owner_of as owner_of

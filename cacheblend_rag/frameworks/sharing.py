@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+from cacheblend_rag.blending.settings import is_whole
+from cacheblend_rag.engines.models import dtype_named
 from cacheblend_rag.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ def shared_engine(
     engine: EngineName = HERE,
     store: str | Path | None = None,
     device: str | None = None,
+    dtype: str | None = None,
+    writer: str | Path | None = None,
+    threads: int | None = None,
     base_url: str | None = None,
     api_key: str | None = None,
     timeout_s: float | None = None,
@@ -48,6 +53,9 @@ def shared_engine(
         engine: What runs the model here.
         store: As of :class:`TransformersEngine`.
         device: Likewise; vLLM chooses for itself.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes fp32 on a CPU, the model's own elsewhere.
+        writer: What computes chunks' KV, as of :class:`TransformersEngine`.
+        threads: CPU threads of torch in this process, so of all its models: what was named last counts; vLLM chooses for itself.
         base_url: Address of a `cacheblend serve`.
         api_key: Its key; None takes ``CACHEBLEND_API_KEY`` from the environment.
         timeout_s: Longest wait for the next piece of its answer, in seconds.
@@ -71,6 +79,9 @@ def _named(
     engine: EngineName,
     store: str | Path | None,
     device: str | None,
+    dtype: str | None,
+    writer: str | Path | None,
+    threads: int | None,
     base_url: str | None,
     api_key: str | None,
     timeout_s: float | None,
@@ -78,6 +89,7 @@ def _named(
 ) -> BlendEngine:
     if engine not in get_args(EngineName):
         raise InputError(f"engine is {engine!r}; it is 'transformers', 'vllm', or an engine of yours.")
+    check_run_options(dtype, threads)
     if model is None and base_url is None:
         base_url = os.environ.get("CACHEBLEND_BASE_URL")
         model = None if base_url else os.environ.get("CACHEBLEND_MODEL")
@@ -87,7 +99,9 @@ def _named(
                 "'bundled') or base_url=, or set CACHEBLEND_MODEL or CACHEBLEND_BASE_URL."
             )
     if base_url:
-        _refuse("the model runs on the server", store=store, device=device, engine=engine if engine != HERE else None)
+        elsewhere = engine if engine != HERE else None
+        local = {"store": store, "device": device, "dtype": dtype, "writer": writer, "threads": threads}
+        _refuse("the model runs on the server", **local, engine=elsewhere)
         given = {"api_key": api_key, "timeout_s": timeout_s, "max_retries": max_retries}
         connection: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         from cacheblend_rag.engines.remote import RemoteEngine
@@ -100,14 +114,34 @@ def _named(
     _refuse("the model runs in this process", api_key=api_key, timeout=timeout_s, max_retries=max_retries)
     named = None if str(model) == BUNDLED else str(model)
     kept = str(store or os.environ.get("CACHEBLEND_STORE") or "") or None
+    here: dict[str, Any] = {"dtype": dtype, "writer": None if writer is None else str(writer)}
     if engine == "vllm":
-        _refuse("vLLM chooses for itself", device=device)
+        _refuse("vLLM chooses for itself", device=device, threads=threads)
         from cacheblend_rag.engines.vllm import VLLMEngine
 
-        return _shared(("vllm", named, kept), partial(VLLMEngine, named, store=kept))
+        return _shared(("vllm", named, kept, *here.values()), partial(VLLMEngine, named, store=kept, **here))
+    import torch
+
     from cacheblend_rag.engines.transformers import TransformersEngine
 
-    return _shared((HERE, named, kept, device), partial(TransformersEngine, named, store=kept, device=device))
+    if threads is not None and threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    here |= {"dtype": dtype and dtype_named(dtype), "device": device}
+    return _shared((HERE, named, kept, *here.values()), partial(TransformersEngine, named, store=kept, **here))
+
+
+def check_run_options(dtype: Any = None, threads: Any = None) -> None:
+    """Refuse values that no model can be run with, before one is opened.
+
+    Raises:
+        InputError: ``dtype`` names no dtype that a model runs in, or ``threads`` is no number of threads.
+    """
+    if dtype is not None:
+        if not isinstance(dtype, str):
+            raise InputError(f"dtype is {dtype!r:.200}; give its name: 'float32', 'bfloat16' or 'float16'.")
+        dtype_named(dtype)
+    if threads is not None and not (is_whole(threads) and threads >= 1):
+        raise InputError(f"threads is {threads!r:.200}; give a whole number from 1 on.")
 
 
 def _shared(key: tuple[Any, ...], start: Callable[[], BlendEngine]) -> BlendEngine:

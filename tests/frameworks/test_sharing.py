@@ -7,14 +7,17 @@ import pickle
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from cacheblend_rag import InputError, ServerError, TransformersEngine
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.frameworks import shared_engine, sharing
+from tests.fake_engine import FakeEngine
 
 ENVIRONMENT = ("CACHEBLEND_MODEL", "CACHEBLEND_STORE", "CACHEBLEND_BASE_URL", "CACHEBLEND_API_KEY")
 
@@ -36,6 +39,31 @@ def test_equal_arguments_share_an_engine_and_others_have_their_own(tmp_path: Pat
     assert shared_engine("bundled", store=str(tmp_path)) is first
     assert shared_engine("bundled") is not first
     assert first.generate("Who?", SamplingParams(2)).token_ids
+
+
+@pytest.mark.slow
+def test_dtype_writer_and_threads_are_those_that_are_named() -> None:
+    given = torch.get_num_threads()
+    try:
+        named = shared_engine("bundled", dtype="bfloat16", writer="probe", threads=given + 1)
+        assert isinstance(named, TransformersEngine)
+        assert (named.dtype, torch.get_num_threads()) == (torch.bfloat16, given + 1)
+        assert named.writer is not None
+        plain = shared_engine("bundled", threads=given)
+        assert isinstance(plain, TransformersEngine)
+        assert (plain.dtype, plain.writer, torch.get_num_threads()) == (torch.float32, None, given)
+        assert shared_engine("bundled", dtype="bfloat16", writer="probe") is named, "threads are the process's"
+    finally:
+        torch.set_num_threads(given)
+
+
+def test_vllm_is_started_with_dtype_and_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict = {}
+    module = types.ModuleType("cacheblend_rag.engines.vllm")
+    module.VLLMEngine = lambda model, **given: asked.update(given) or FakeEngine()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    shared_engine("bundled", engine="vllm", dtype="bfloat16", writer=Path("w"))
+    assert asked == {"store": None, "dtype": "bfloat16", "writer": "w"}
 
 
 @pytest.mark.slow
@@ -93,6 +121,13 @@ def test_the_environment_names_what_is_left_open(monkeypatch: pytest.MonkeyPatch
         ({"base_url": "http://127.0.0.1:9", "store": "x"}, "store="),
         ({"base_url": "http://127.0.0.1:9", "device": "cpu"}, "device="),
         ({"base_url": "http://127.0.0.1:9", "engine": "vllm"}, "engine="),
+        ({"base_url": "http://127.0.0.1:9", "dtype": "bfloat16"}, "dtype="),
+        ({"base_url": "http://127.0.0.1:9", "writer": "none"}, "writer="),
+        ({"base_url": "http://127.0.0.1:9", "threads": 1}, "threads="),
+        ({"model": "bundled", "dtype": "fp16"}, "'fp16'"),
+        ({"model": "bundled", "dtype": torch.float16}, "float16"),
+        ({"model": "bundled", "threads": 0}, "threads is 0"),
+        ({"model": "bundled", "engine": "vllm", "threads": 2}, "threads="),
         ({"model": "bundled", "api_key": "x"}, "api_key="),
         ({"model": "bundled", "timeout_s": 3.0}, "timeout="),
         ({"model": "bundled", "max_retries": 3}, "max_retries="),

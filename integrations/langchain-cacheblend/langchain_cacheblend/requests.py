@@ -36,6 +36,7 @@ from cacheblend_rag.frameworks import (
     ToolsAsked,
     ask,
     check_given,
+    check_run_options,
     encoder_for,
     options_of,
     sampling_of,
@@ -47,7 +48,7 @@ from langchain_cacheblend.runs import RETRIEVALS
 # Passed by LangChain to every provider; they ask for nothing that a model run in-process could do otherwise.
 _IGNORED = {"strict", "parallel_tool_calls", "stream", "streaming"}
 # What names an engine: with one that is given it would say nothing, or something else.
-_NAMING = ("model", "store", "device", "base_url")
+_NAMING = ("model", "store", "device", "dtype", "writer", "threads", "base_url")
 _KEY_VARIABLE = "CACHEBLEND_API_KEY"
 # LangChain gives these to every model; an engine that is given has its own, or no connection at all.
 _CONNECTION = ("api_key", "timeout", "max_retries")
@@ -81,6 +82,10 @@ class EngineFields(Serializable):
             must serve.
         store: Where stored KV is: a directory, or tiers by address. None keeps it in RAM.
         device: ``"cpu"``, ``"cuda"``... None takes CUDA if there is one.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes fp32 on a CPU, the model's own elsewhere.
+        writer: What computes the KV of chunks: the directory of a KV writer, ``"probe"`` or ``"none"``; None takes the one that
+            the model comes with, as ``"smollm2"`` does.
+        threads: CPU threads of torch, in the whole process: of several models that name them the one asked last counts.
         base_url: Address of a `cacheblend serve`, which has the model.
         api_key: Its key; None takes ``CACHEBLEND_API_KEY`` from the environment.
         timeout: Longest wait for the next piece of its answer, in seconds.
@@ -114,6 +119,9 @@ class EngineFields(Serializable):
     model: str | None = None
     store: str | None = None
     device: str | None = None
+    dtype: str | None = None
+    writer: str | None = None
+    threads: int | None = None
     base_url: str | None = None
     api_key: SecretStr | None = Field(default=None, exclude=True)
     timeout: float | None = None
@@ -150,6 +158,7 @@ class EngineFields(Serializable):
         _check_named(engine, given)
         # Before pydantic coerces the values: what is wrong is said as in a call.
         check_given(given)
+        check_run_options(given.get("dtype"), given.get("threads"))
         return given
 
     @model_validator(mode="after")
@@ -173,6 +182,9 @@ class EngineFields(Serializable):
             engine=self.given_engine or "transformers",
             store=self.store,
             device=self.device,
+            dtype=self.dtype,
+            writer=self.writer,
+            threads=self.threads,
             base_url=self.base_url,
             api_key=None if self.api_key is None else self.api_key.get_secret_value(),
             timeout_s=self.timeout,
@@ -280,7 +292,9 @@ def _check_named(engine: Any, given: Mapping[str, Any]) -> None:
             )
         return
     if named := [name for name in _NAMING if given.get(name) is not None]:
-        raise InputError(f"{named[0]} names an engine, and there is one already: give either engine= or {named[0]}=.")
+        raise InputError(
+            f"{named[0]} is for a model by name, and an engine is given: give either engine= or {named[0]}=."
+        )
     if without := [name for name in _CONNECTION if given.get(name) is not None]:
         warnings.warn(f"{', '.join(without)}: without effect, the engine that is given has its own.", stacklevel=3)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from langchain_core.load import dumps, loads
 from langchain_core.prompts import ChatPromptTemplate, HumanMessagePromptTemplate, PromptTemplate
 from langchain_core.runnables import ConfigurableField, RunnableLambda, RunnableSequence
@@ -33,6 +34,18 @@ def test_a_named_model_is_loaded_when_it_is_first_asked_and_shared(kind: Any, tm
     made.engine.close()
 
 
+@pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendLLM])
+def test_a_named_model_runs_as_its_fields_say(kind: Any) -> None:
+    threads = torch.get_num_threads()
+    made = kind(model="bundled", dtype="bfloat16", writer="probe", threads=threads, max_tokens=3)
+    assert made.invoke("Who?")
+    assert (made.engine.dtype, made.engine.writer is None) == (torch.bfloat16, False)
+    made.engine.close()
+    for wrong in ({"dtype": "fp16"}, {"dtype": torch.float16}, {"threads": 0}):
+        with pytest.raises(InputError, match=str(*wrong)):
+            kind(model="bundled", **wrong)
+
+
 def test_a_server_is_asked_when_it_is_needed_and_its_key_is_shown_to_nobody() -> None:
     made = ChatCacheBlend(base_url="http://127.0.0.1:9", api_key="not for you", timeout=1.0, max_retries=0)
     with pytest.raises(ServerError, match=r"127\.0\.0\.1:9"):
@@ -52,7 +65,7 @@ def test_the_environment_may_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_and_the_name_of_one_do_not_go_together(scripted: ScriptedEngine) -> None:
-    for field in ("model", "store", "device", "base_url"):
+    for field in ("model", "store", "device", "writer", "base_url"):
         with pytest.raises(InputError, match=f"either engine= or {field}="):
             ChatCacheBlend(engine=scripted, **{field: "x"})
     with pytest.warns(UserWarning, match="timeout, max_retries|max_retries, timeout"):

@@ -51,6 +51,20 @@ def named_engine(engine: BlendEngine | EngineName | None, named: Mapping[str, An
     return engine
 
 
+def check_window(llm: Any) -> None:
+    """Refuse an LLM that packs prompts for more than its engine reads.
+
+    Raises:
+        InputError: Its ``context_window`` is larger than the engine's, or not positive.
+    """
+    window: int | None = llm.context_window
+    if window is not None and not 0 < window <= llm.engine.context_window:
+        raise InputError(
+            f"context_window is {window}; the engine's is {llm.engine.context_window}, and prompts can be packed for less, "
+            "not for more."
+        )
+
+
 def engine_in_settings() -> BlendEngine | None:
     """Return the engine of `Settings.llm`, or None if that is no CacheBlendLLM (nothing is resolved or downloaded)."""
     engine = getattr(Settings._llm, "engine", None)

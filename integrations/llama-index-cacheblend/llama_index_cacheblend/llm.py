@@ -39,7 +39,7 @@ from cacheblend_rag.frameworks import (
     sampling_of,
     with_usual_names,
 )
-from llama_index_cacheblend.handles import count_with, named_engine, refuse_unpicklable
+from llama_index_cacheblend.handles import check_window, count_with, named_engine, refuse_unpicklable
 from llama_index_cacheblend.requests import Build, answer_tokens, listed, make_request, of_messages, of_text
 from llama_index_cacheblend.responses import chat_response, completion_response, raw_of, with_thoughts
 from llama_index_cacheblend.tools import chat_arguments, selections, with_calls
@@ -126,6 +126,9 @@ class CacheBlendLLM(FunctionCallingLLM):
         model: str | None = None,
         store: str | None = None,
         device: str | None = None,
+        dtype: str | None = None,
+        writer: str | None = None,
+        threads: int | None = None,
         base_url: str | None = None,
         api_key: str | None = None,
         timeout: float | None = None,
@@ -143,6 +146,9 @@ class CacheBlendLLM(FunctionCallingLLM):
                 ``CACHEBLEND_MODEL`` and ``CACHEBLEND_STORE``.
             store: Where stored KV is: a directory, or tiers by address. None keeps it in RAM.
             device: ``"cpu"``, ``"cuda"``... None takes CUDA if there is one.
+            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes fp32 on a CPU, the model's own elsewhere.
+            writer: The KV writer of chunks: its directory, ``"probe"`` or ``"none"``; None takes the one a model comes with.
+            threads: CPU threads of torch in the whole process, as the LLM that was made last names them.
             base_url: Address of a `cacheblend serve`, which has the model.
             api_key: Its key; None takes ``CACHEBLEND_API_KEY`` from the environment.
             timeout: Longest wait for the next piece of its answer, in seconds.
@@ -158,28 +164,21 @@ class CacheBlendLLM(FunctionCallingLLM):
             ModelError, ServerError, StoreError: The engine that is named cannot be opened.
         """
         data = with_usual_names({**data, "timeout": timeout})
-        named: dict[str, Any] = {"model": model, "store": store, "device": device, "base_url": base_url}
-        named |= {"api_key": api_key, "timeout_s": data.pop("timeout"), "max_retries": max_retries}
-        unknown = set(data) - set(type(self).model_fields) - {"class_name"}
-        if unknown:
+        named: dict[str, Any] = {"model": model, "store": store, "device": device, "dtype": dtype, "writer": writer}
+        named |= {"threads": threads, "base_url": base_url, "api_key": api_key, "max_retries": max_retries}
+        named["timeout_s"] = data.pop("timeout")
+        if unknown := set(data) - set(type(self).model_fields) - {"class_name"}:
             raise InputError(f"{type(self).__name__} has no {listed(unknown)}.")
         # Before pydantic coerces the values: what is wrong is said as in a call.
         check_given(data)
         super().__init__(**{**data, "engine": named_engine(engine, named)})
         sampling_of(options_of(self), room=1)
-        self._check_window()
+        check_window(self)
         watch_retrievals()
         if watch_retrieval:
             self._inbox = watch_for(self.engine)
         if set_tokenizer:
             count_with(self.tokenizer)
-
-    def _check_window(self) -> None:
-        if self.context_window is not None and not 0 < self.context_window <= self.engine.context_window:
-            raise InputError(
-                f"context_window is {self.context_window}; the engine's is {self.engine.context_window}, and prompts can be "
-                "packed for less, not for more."
-            )
 
     @classmethod
     def class_name(cls) -> str:
@@ -220,7 +219,7 @@ class CacheBlendLLM(FunctionCallingLLM):
         check_given({"on_miss": self.on_miss, **options})
         copy = self.model_copy(update=options)
         sampling_of(options_of(copy), room=1)
-        copy._check_window()
+        check_window(copy)
         return copy
 
     def holding(self, chunks: Sequence[Chunk], record: list[dict[str, Any]] | None = None) -> Self:

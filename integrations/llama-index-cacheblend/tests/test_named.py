@@ -6,11 +6,12 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from llama_index.core import Document
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 
-from cacheblend_rag import BlendEngine, InputError, ServerError
+from cacheblend_rag import BlendEngine, InputError, ServerError, TransformersEngine
 from llama_index_cacheblend import CacheBlendLLM, CacheBlendPrecompute, precompute_nodes
 
 
@@ -27,13 +28,36 @@ def test_llms_that_name_a_model_alike_share_it(tmp_path: Path) -> None:
     third.engine.close()
 
 
+def test_a_named_model_runs_as_its_arguments_say() -> None:
+    threads = torch.get_num_threads()
+    llm = CacheBlendLLM(model="bundled", dtype="bfloat16", writer="probe", threads=threads, max_tokens=3)
+    assert isinstance(llm.engine, TransformersEngine)
+    assert (llm.engine.dtype, llm.engine.writer is None) == (torch.bfloat16, False)
+    assert llm.complete("Who?").raw
+    llm.engine.close()
+    for wrong in ({"dtype": "fp16"}, {"dtype": torch.float16}, {"threads": 0}):
+        with pytest.raises(InputError, match=str(*wrong)):
+            CacheBlendLLM(model="bundled", **wrong)
+
+
 def test_a_server_that_does_not_answer_is_named() -> None:
     with pytest.raises(ServerError, match=r"127\.0\.0\.1:9"):
         CacheBlendLLM(base_url="http://127.0.0.1:9", api_key="x", max_retries=0)
 
 
 def test_an_engine_and_the_name_of_one_do_not_go_together(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for field in ("model", "store", "device", "base_url", "api_key", "timeout", "max_retries"):
+    for field in (
+        "model",
+        "store",
+        "device",
+        "dtype",
+        "writer",
+        "threads",
+        "base_url",
+        "api_key",
+        "timeout",
+        "max_retries",
+    ):
         with pytest.raises(InputError, match=f"engine= or {field}="):
             CacheBlendLLM(engine=engine, **{field: "x"})
     for name in ("CACHEBLEND_BASE_URL", "CACHEBLEND_MODEL"):
