@@ -213,7 +213,7 @@ def _in_part(text: str, plain: str, others: str) -> bool:
     if not any(sample in plain for sample in samples):  # as of all that a reranker has left out: that is told at once
         return False
     own = [sample for sample in samples if sample not in others]
-    return sum(sample in plain for sample in own) > _SHARE * len(own)
+    return sum(sample in plain for sample in own) > _SHARE * len(samples)
 
 
 def _why_skipped(text: str) -> str:

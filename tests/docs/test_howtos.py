@@ -35,6 +35,8 @@ LEFT_OUT = ("demo", "ui", "serve", "bench ttft", "bench controller", "figures")
 # The same of whole pages: tests/lab/realm, tests/lab/commands/test_tune.py with tests/lab/tuning, and tests/cli/test_plan.py with
 # tests/lab/doctor.
 PAGES_LEFT_OUT = {"docs/howto/realm.md", "docs/howto/retriever.md", "docs/howto/tuning.md"}
+# Each package's page imports all that it uses, but for what the reader has: these, and what is named "your_...".
+READERS = {"langchain": {"prompt", "loader", "record_manager"}, "llama-index": {"documents", "index"}}
 PAGES = (
     "README.md",
     "docs/howto/documents.md",
@@ -158,7 +160,11 @@ def program_runner(bundled: Path, place: Path, page: str) -> Iterator[Callable[[
             in_llamaindex = "llama-index" in page or any(word in code for word in words)
             kind = llamaindex_names if in_llamaindex else langchain_names
             if kind not in names:
-                names[kind] = kind(engine) | {"TransformersEngine": TransformersEngine}
+                given = kind(engine) | {"TransformersEngine": TransformersEngine}
+                if page.startswith("integrations/") and page.endswith("README.md"):
+                    own = READERS["llama-index" if in_llamaindex else "langchain"]
+                    given = {name: given[name] for name in given if name.startswith("your_") or name in own}
+                names[kind] = given
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 exec(compile(code, "page", "exec"), names[kind])

@@ -76,6 +76,11 @@ class TestFates:
         assert statuses(f"Notes: {BELL[:100]}") == ["altered", "absent"]
         assert statuses("Who cast the bell of Marlow in the first frost?") == ["absent", "absent"]
 
+    def test_a_few_words_of_a_text_that_another_shares_are_no_altered_copy_of_it(self) -> None:
+        """Documents that were split twice, by different splitters, share nearly all they have."""
+        split_again = f"{BELL.removesuffix('in the crypt ever since.')} {SHIP}"
+        assert statuses("Who has kept it in the crypt ever since?", of=(BELL, split_again)) == ["absent", "absent"]
+
     def test_a_text_in_another_case_is_altered(self) -> None:
         for change in (str.upper, str.lower, str.title):
             assert statuses(f"Notes: {change(BELL)}", chunk(SHIP)) == ["altered", "matched"]

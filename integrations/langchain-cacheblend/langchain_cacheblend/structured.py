@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
+from langchain_core.exceptions import OutputParserException
+from langchain_core.messages import BaseMessage
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
-from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough, RunnablePick
+from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough, RunnablePick
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
@@ -49,13 +52,48 @@ def tool_name(schema: Any) -> str:
 
 
 def parser_for(schema: Any, method: str) -> Runnable[Any, Any]:
-    """Return what makes an instance of ``schema`` (a dictionary where it is no pydantic class) of an answer."""
+    """Return what makes an instance of ``schema`` (a dictionary where it is no pydantic class) of an answer.
+
+    An answer that was cut off is an `OutputParserException`: LangChain's parsers mend half an object, and would return it.
+    """
     pydantic = isinstance(schema, type) and is_basemodel_subclass(schema)
-    if method == "function_calling":
-        if pydantic:
-            return PydanticToolsParser(tools=[schema], first_tool_only=True)
-        return JsonOutputKeyToolsParser(key_name=tool_name(schema), first_tool_only=True)
-    return PydanticOutputParser(pydantic_object=schema) if pydantic else JsonOutputParser()
+    parser: Runnable[Any, Any]
+    if method == "function_calling" and pydantic:
+        parser = PydanticToolsParser(tools=[schema], first_tool_only=True)
+    elif method == "function_calling":
+        parser = JsonOutputKeyToolsParser(key_name=tool_name(schema), first_tool_only=True)
+    else:
+        parser = PydanticOutputParser(pydantic_object=schema) if pydantic else JsonOutputParser()
+    return RunnableGenerator(_uncut, _auncut) | parser
+
+
+def _uncut(pieces: Iterator[BaseMessage]) -> Iterator[BaseMessage]:
+    said = ""
+    for piece in pieces:
+        said += piece.text
+        _check_whole(piece, said)
+        yield piece
+
+
+async def _auncut(pieces: AsyncIterator[BaseMessage]) -> AsyncIterator[BaseMessage]:
+    said = ""
+    async for piece in pieces:
+        said += piece.text
+        _check_whole(piece, said)
+        yield piece
+
+
+def _check_whole(last: BaseMessage, said: str) -> None:
+    """Refuse an answer that ``max_tokens`` has cut off, given its last piece and its text."""
+    if last.response_metadata.get("finish_reason") != "length" or getattr(last, "tool_calls", None):
+        return
+    try:
+        json.loads(said)
+    except ValueError:
+        raise OutputParserException(
+            "The answer was cut off by max_tokens before the object was whole. Give more of them: max_tokens=...",
+            llm_output=said,
+        ) from None
 
 
 def parsed(llm: Runnable[Any, Any], parser: Runnable[Any, Any], include_raw: bool) -> Runnable[Any, Any]:

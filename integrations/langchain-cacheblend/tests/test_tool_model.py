@@ -11,8 +11,10 @@ import torch
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ToolStrategy
 from langchain_core.documents import Document
+from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.tools import tool
+from langchain_core.utils.function_calling import convert_to_json_schema
 from langgraph.errors import GraphRecursionError
 from pydantic import BaseModel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -100,6 +102,24 @@ def test_structured_output_conforms_whatever_the_weights(engine: BlendEngine, me
     for seed in range(4):
         made = hot(engine, seed).with_structured_output(Verdict, method=method).invoke("What of it?")
         assert isinstance(made, Verdict)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+@pytest.mark.parametrize("schema", [Verdict, convert_to_json_schema(Verdict)], ids=["class", "schema"])
+async def test_an_object_that_was_cut_off_is_an_error_that_names_the_cause(
+    engine: BlendEngine, schema: Any, method: Any
+) -> None:
+    made = hot(engine, max_tokens=6).with_structured_output(schema, method=method)
+    with pytest.raises(OutputParserException, match="cut off by max_tokens"):
+        made.invoke("What of it?")
+    with pytest.raises(OutputParserException, match="cut off"):
+        list(made.stream("What of it?"))
+    with pytest.raises(OutputParserException, match="cut off"):
+        async for _ in made.astream("What of it?"):
+            pass
+    raw = hot(engine, max_tokens=6).with_structured_output(schema, method=method, include_raw=True)
+    answer = await raw.ainvoke("What of it?")
+    assert answer["parsed"] is None and "cut off" in str(answer["parsing_error"])
 
 
 @pytest.mark.parametrize("form", [ToolStrategy(Verdict), Verdict], ids=["as a tool", "as such"])
