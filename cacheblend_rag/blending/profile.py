@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.policies import policy
@@ -28,7 +28,9 @@ from cacheblend_rag.blending.settings import (
     TextRatio,
 )
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.kv import WrittenBy
+
+if TYPE_CHECKING:
+    from cacheblend_rag.store.kv import WrittenBy
 
 _FILE = "cacheblend.json"
 EMBEDDED = "transformers"
