@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.console.output import counted, seconds, size, table
 from cacheblend_rag.printable import in_one_line
+from cacheblend_rag.retrieval.passages import sentences, words
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.results import Generation
@@ -15,15 +15,14 @@ if TYPE_CHECKING:
     from cacheblend_rag.retrieval.index import Hit
 
 _WIDTH = 100
-# Where a sentence or a line ends: a full stop within a number, a name or a path ends none.
-_END = re.compile(r"(?<=[.!?])\s+|\n\s*")
-_WORD = re.compile(r"\w{3,}|\d+")
 
 
 def source_lines(answer: RagAnswer, question: str) -> list[str]:
-    """Return a line for each source, with what it says of the question, and the pipeline's notes."""
+    """Return a line for each source, with its score and what it says of the question, and the pipeline's notes."""
     about = f"{question} {answer.answer}"
-    found = [f"[{number}] {cite(s)}: {snippet(s.text, about)}" for number, s in enumerate(answer.sources, 1)]
+    found = [
+        f"[{number}] {cite(s)} ({s.relevance}): {snippet(s.text, about)}" for number, s in enumerate(answer.sources, 1)
+    ]
     return [*found, *(f"note: {note}" for note in answer.notes)]
 
 
@@ -37,12 +36,9 @@ def snippet(text: str, about: str, width: int = _WIDTH) -> str:
 
     It is quoted as it stands there, but for white space: it becomes one line.
     """
-    wanted, text = set(_WORD.findall(about.lower())), text.strip()
-    starts = [0, *(end.end() for end in _END.finditer(text))]
-    shared = [
-        len(wanted & set(_WORD.findall(text[a:b].lower()))) for a, b in zip(starts, [*starts[1:], None], strict=True)
-    ]
-    best = starts[shared.index(max(shared))]
+    wanted, text = words(about), text.strip()
+    found = list(sentences(text)) or [(0, 0)]
+    best, _ = max(found, key=lambda span: len(wanted & words(text[span[0] : span[1]])))
     shown = " ".join(text[best:].split())
     if len(shown) > width:
         shown = shown[: width - 1].rsplit(" ", 1)[0] + "…"

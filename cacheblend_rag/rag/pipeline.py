@@ -133,6 +133,9 @@ class RagPipeline(Closing):
     def retrieve(self, question: str, history: Sequence[Turn] = ()) -> Retrieved:
         """Return the chunks for a question, best first, each once.
 
+        A chunk whose score is not above 0 has nothing in common with the question, whatever the embedding model, and is left out,
+        unless it is the nearest of all.
+
         A question that follows others is searched for as it stands and together with the turn before it, in which the thing it
         speaks of often has its name. Where all that is found stood in that turn's prompt, that turn's chunks are kept: the two
         prompts then begin alike, which an engine's own prefix cache can serve.
@@ -143,18 +146,22 @@ class RagPipeline(Closing):
         check_question(question)
         begin = time.perf_counter()
         chosen: dict[str, Hit] = {}
-        alone = self.chunks.search(question, self._k)
+        alone = self._near(question)
         if history:
             # A third of the room: a question that needs no context must not be crowded out by what was said before.
             self._choose(chosen, alone, max(1, self._k - max(1, self._k // 3)), self._follow)
             said = "\n".join((history[-1].question, history[-1].answer, question))
-            self._choose(chosen, self.chunks.search(said, self._k), self._k, 0)
+            self._choose(chosen, self._near(said), self._k, 0)
         self._choose(chosen, alone, self._k, self._follow)
         last = {hit.chunk.id: replace(hit, score=None) for hit in history[-1].hits} if history else {}
         if chosen.keys() <= last.keys():
             chosen |= {key: hit for key, hit in last.items() if key not in chosen}
         self.engine.registry.follow()  # another process may have indexed them
         return Retrieved(tuple(chosen.values()), time.perf_counter() - begin)
+
+    def _near(self, text: str) -> list[Hit]:
+        found = self.chunks.search(text, self._k)
+        return [hit for place, hit in enumerate(found) if place == 0 or hit.score is None or hit.score > 0]
 
     def _choose(self, chosen: dict[str, Hit], hits: Sequence[Hit], most: int, follow: int) -> None:
         """Add hits, each of the first ``follow`` with its continuation, until ``most`` chunks are chosen."""
@@ -175,7 +182,8 @@ class RagPipeline(Closing):
         What does not fit the context window is left out: the oldest turns first, then hits, the last first.
 
         Returns:
-            The prompt in tokens, the hits in it in its order, and notes for the user.
+            The prompt in tokens; the hits in it, the most relevant first, and behind them those that came along; and notes for
+            the user.
 
         Raises:
             PromptTooLongError: Not even the question fits.
@@ -190,7 +198,8 @@ class RagPipeline(Closing):
             tokens = self.engine.tokenize(prompt)
             size = len(tokens.token_ids)
             if size <= room:
-                return tokens, tuple(kept), _left_out(len(history), turns, len(hits), count, window)
+                shown = sorted(hits[:count], key=lambda hit: (hit.score is None, -(hit.score or 0)))
+                return tokens, tuple(shown), _left_out(len(history), turns, len(hits), count, window)
         raise PromptTooLongError(
             f"The question has {size} tokens with its header; a context window of {window} less max_tokens leaves "
             f"{max(0, room)}. Shorten it or lower max_tokens."

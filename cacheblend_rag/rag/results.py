@@ -35,7 +35,7 @@ class RagAnswer:
 
     Attributes:
         answer: The answer, without outer whitespace.
-        sources: Chunks in the prompt, in its order.
+        sources: Chunks in the prompt, the most relevant first, and behind them those that came along with others.
         generation: What the engine reports.
         retrieve_s: Seconds of retrieval.
         notes: What the user should know, such as sources left out for want of room.

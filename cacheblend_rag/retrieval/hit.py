@@ -35,6 +35,11 @@ class Hit:
         return self.chunk.text
 
     @property
+    def relevance(self) -> str:
+        """Return the score in words, or that the chunk came along."""
+        return "came along" if self.score is None else f"score {self.score:.2f}"
+
+    @property
     def page(self) -> int | None:
         """Return the page of the document that it begins on, from 1; None where there are none, or none were noted."""
         return self.chunk.metadata.get("page")

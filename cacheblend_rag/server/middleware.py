@@ -9,10 +9,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from ipaddress import ip_address
 from types import MappingProxyType
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -22,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cacheblend_rag.errors import CacheBlendError, InputError, StoreError, UnknownChunkError
 from cacheblend_rag.retrieval.registered import ConflictError
 from cacheblend_rag.server.keys import Admission, Key, Keys, QuotaError, key_of, may
+from cacheblend_rag.server.loopback import names_this_machine
 from cacheblend_rag.server.options import DEFAULT_BODY_LIMIT
 from cacheblend_rag.server.tenants import Caller, calling
 
@@ -132,7 +131,7 @@ class RequireKey:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        if limits_of(scope).local and not _called_locally(scope):
+        if limits_of(scope).local and not names_this_machine(Headers(scope=scope).get("host", "localhost")):
             why = (
                 "Without an API key this server answers to the names 'localhost' and '127.0.0.1' alone. Give it a key "
                 "(CACHEBLEND_API_KEY) to ask by another name."
@@ -210,14 +209,6 @@ def _bearer(scope: Scope) -> str:
     """Return the key that a request carries, empty without one."""
     scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
     return key if scheme.lower() == "bearer" else ""
-
-
-def _called_locally(scope: Scope) -> bool:
-    try:
-        name = urlsplit("//" + Headers(scope=scope).get("host", "localhost")).hostname or ""
-        return name == "localhost" or ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_preflight(scope: Scope) -> bool:

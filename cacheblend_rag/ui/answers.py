@@ -90,6 +90,6 @@ class AnswerPanel:
             exchange = self._exchange(number, tab)
             choices, fate = self._workspace.choices, exchange.fate
             chunks = () if fate is None else fate.chunks
-            return choices.why(exchange.engine, exchange.prompt, choices.settings, exchange.hits, chunks)
+            return choices.why(exchange.engine, exchange.prompt, exchange.settings, exchange.hits, chunks)
         except Exception as error:
             return render.error(explain(error))

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import gradio as gr
 
+from cacheblend_rag.blending.settings import BlendSettings, Quality
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.ui.answers import AnswerPanel
 from cacheblend_rag.ui.conversation import Conversation, Tabs
 from cacheblend_rag.ui.render import QUIET, Updates
 from cacheblend_rag.ui.workspace import Workspace, explain
 
+_QUALITIES = [
+    ("as started", ""),
+    ("high: recompute what matters", "high"),
+    ("fast: recompute less", "fast"),
+    ("exact: the answer of no reuse", "exact"),
+]
 _ASKING = {"submit_btn": False, "stop_btn": "Stop"}
 _IDLE = {"submit_btn": "Ask", "stop_btn": False, "interactive": True}
 
@@ -44,15 +51,19 @@ class ChatPanel:
             elem_id="cb-question",
             submit_btn="Ask",
         )
-        self.new = gr.Button("New conversation", size="sm", elem_id="cb-new")
+        with gr.Row(elem_id="cb-below"):
+            self.quality = gr.Dropdown(
+                _QUALITIES, value="", label="Reuse of stored KV", min_width=240, interactive=True, elem_id="cb-quality"
+            )
+            self.new = gr.Button("New conversation", size="sm", min_width=160, elem_id="cb-new")
 
     def connect(self, answers: AnswerPanel) -> None:
         """Connect the panel with the one it changes."""
         self._answers = answers
         self.changed = [self.chatbot, self.question, *answers.changed]
         for event, function, inputs in (
-            (self.question.submit, self.ask, [self.question, self._tab]),
-            (self.chatbot.example_select, self.example, [self._tab]),
+            (self.question.submit, self.ask, [self.question, self._tab, self.quality]),
+            (self.chatbot.example_select, self.example, [self._tab, self.quality]),
             (self.question.stop, self.stop, [self._tab]),
             (self.new.click, self.clear, [self._tab]),
             (self.chatbot.clear, self.clear, [self._tab]),
@@ -69,13 +80,14 @@ class ChatPanel:
             **self._answers.view(conversation),
         }
 
-    def ask(self, question: str, tab: str) -> Iterator[Updates]:
-        """Answer a question, piece by piece."""
+    def ask(self, question: str, tab: str, quality: Quality | Literal[""] = "") -> Iterator[Updates]:
+        """Answer a question, piece by piece; without a quality as the page was started."""
         conversation = self._tabs.get(tab)
         if not question.strip():
             yield {self.question: gr.update(placeholder="Write a question first.")}
             return
-        exchange = conversation.begin(question)
+        settings = BlendSettings(quality=quality) if quality else self._workspace.choices.settings
+        exchange = conversation.begin(question, settings)
         if exchange is None:  # Enter was pressed twice; to send nothing at all would empty the page
             yield {self.question: gr.update(value="")}
             return
@@ -101,9 +113,9 @@ class ChatPanel:
             yield updates
         yield self.view(conversation)
 
-    def example(self, tab: str, chosen: gr.SelectData) -> Iterator[Updates]:
+    def example(self, tab: str, quality: Quality | Literal[""], chosen: gr.SelectData) -> Iterator[Updates]:
         """Ask one of the example questions."""
-        yield from self.ask(chosen.value["text"], tab)
+        yield from self.ask(chosen.value["text"], tab, quality)
 
     def stop(self, tab: str) -> Updates:
         """End the answer that is being written."""
@@ -129,7 +141,7 @@ def messages(conversation: Conversation) -> list[dict[str, Any]]:
     """Return a conversation as Gradio shows it: two messages for each question."""
     found = []
     for each in conversation.exchanges:
-        text = each.text.strip()
+        text = each.marked or each.text.strip()
         if each.outcome == "failed":
             text = f"**Not answered.** {text}"
         elif each.outcome == "stopped":

@@ -6,6 +6,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,10 @@ class Collection:
         new = kept / f".{secrets.token_hex(8)}"
         try:
             kept.mkdir(parents=True, exist_ok=True)
+            with suppress(PermissionError):  # another user's, who has let this one in
+                kept.chmod(0o700)
             try:
+                new.touch(0o600)
                 shutil.copyfile(file, new)
                 new.replace(kept / file.name)
             finally:
@@ -117,6 +121,7 @@ class Collection:
 
     def _index_one(self, file: Path, tell: Callable[[FileState], None]) -> FileState:
         """Index one file; what goes wrong is a state, too, so that other files go on."""
+        from cacheblend_rag.rag.planning import TooMuchKVError
 
         def step(at: IndexProgress) -> None:
             if at.chunks:
@@ -127,6 +132,9 @@ class Collection:
             if self.pipeline.chunks.digest_of(str(file)) is None and file.parent == self.directory / _DOCUMENTS:
                 file.unlink(missing_ok=True)  # nothing of it is in the index, and nobody would look for it here
             return _outcome(file.name, report)
+        except TooMuchKVError as error:
+            what = "Start the page with a larger --disk-budget, or split the file and drop the part you need."
+            return FileState(file.name, "failed", f"{error.what}. {what}")
         except CacheBlendError as error:
             return FileState(file.name, "failed", str(error))
         except Exception as error:  # said beside the file's name, which a thread's traceback is not

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.ui.collection import Collection
 from cacheblend_rag.ui.workspace import Choices, explain
@@ -30,14 +31,19 @@ Outcome = Literal["answering", "done", "stopped", "failed"]
 class Exchange:
     """A question, and all that is known of its answer so far; where there was an error its words are the text.
 
-    There is no prompt before retrieval, whose ``hits`` it holds in its order; before the answer's end there is no ``generation``,
-    as the engine reports it, and no ``fate`` of the prompt's tokens. The user should know the ``notes`` besides.
+    The ``settings`` say how stored KV is treated. There is no prompt before retrieval, whose ``hits`` it holds; in the first of
+    them the ``passage`` from one character to another is nearest to the question. Before the answer's end there is no
+    ``generation``, as the engine reports it, no ``fate`` of the prompt's tokens, and no ``marked`` text, which names sources. The
+    user should know the ``notes`` besides.
     """
 
     question: str
+    settings: BlendSettings = field(default_factory=BlendSettings)
     text: str = ""
+    marked: str = ""
     outcome: Outcome = "answering"
     hits: tuple[Hit, ...] = ()
+    passage: tuple[int, int] | None = None
     prompt: TokenizedPrompt | None = None
     engine: BlendEngine | None = None
     generation: Generation | None = None
@@ -64,14 +70,14 @@ class Conversation:
             if each.outcome in ("done", "stopped") and each.text.strip()
         ]
 
-    def begin(self, question: str) -> Exchange | None:
+    def begin(self, question: str, settings: BlendSettings | None = None) -> Exchange | None:
         """Note a question as being asked, which ends the one before it; None if it is the one that is being answered already."""
         with self._lock:  # Enter pressed twice comes in two threads
             running = self.current
             if running is not None and running.question == question.strip():
                 return None
             self.stop()
-            exchange = self._current = Exchange(question.strip())
+            exchange = self._current = Exchange(question.strip(), settings or BlendSettings())
             self.exchanges.append(exchange)
             return exchange
 
@@ -94,6 +100,7 @@ class Conversation:
         from cacheblend_rag.engines.thoughts import Parts, ThoughtReader
         from cacheblend_rag.rag.fates import prompt_fate
         from cacheblend_rag.rag.results import unanswered
+        from cacheblend_rag.retrieval.passages import nearest_sentence, with_marks
 
         pipeline = collection.pipeline
         engine = exchange.engine = pipeline.engine
@@ -103,9 +110,12 @@ class Conversation:
         asked = pipeline.prompt(exchange.question, found.hits, choices.sampling, turns)
         exchange.prompt, exchange.hits, exchange.notes = asked
         exchange.retrieve_s = found.seconds
+        if exchange.hits:  # none, where the window has no room for one
+            embedder = pipeline.chunks.load_embedder()
+            exchange.passage = nearest_sentence(exchange.hits[0].text, exchange.question, embedder)
         yield exchange
         thoughts, reader = "", ThoughtReader(engine.tokenizer, exchange.prompt, choices.sampling)
-        with closing(cast(Any, engine.stream(exchange.prompt, choices.sampling, choices.settings))) as stream:
+        with closing(cast(Any, engine.stream(exchange.prompt, choices.sampling, exchange.settings))) as stream:
             for event in stream:
                 if event.generation is None and self._current is not exchange:
                     return
@@ -117,7 +127,8 @@ class Conversation:
                     yield exchange
         assert exchange.generation is not None
         exchange.notes += unanswered(exchange.generation, Parts(exchange.text, thoughts))
-        exchange.fate = prompt_fate(engine, exchange.prompt, exchange.generation, choices.settings)
+        exchange.fate = prompt_fate(engine, exchange.prompt, exchange.generation, exchange.settings)
+        exchange.marked = with_marks(exchange.text.strip(), exchange.question, [hit.text for hit in exchange.hits])
         exchange.outcome = "done"
 
     @property

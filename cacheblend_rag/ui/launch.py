@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from functools import cache
+from tempfile import TemporaryDirectory
+from threading import Event
+from typing import Any
+
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.ui.workspace import Choices, Workspace
 
@@ -12,22 +18,27 @@ def serve(choices: Choices, port: int = 7860, browser: bool = True, block: bool 
     """Serve the page at ``127.0.0.1``; the model is loaded meanwhile.
 
     Returns:
-        The page's address and the workspace, when the user interrupts; without ``block``, as in tests, at once: then the caller
-        closes the workspace.
+        Without ``block``, as in tests, the page's address and the workspace, which the caller closes.
 
     Raises:
         InputError: Gradio is missing, or the port is taken.
+        KeyboardInterrupt: The user has ended the page.
     """
     try:
         import gradio  # noqa: F401
     except ImportError as error:
         raise InputError("The page needs Gradio. Install it: pip install 'cacheblend-rag[ui]'") from error
+    from starlette.middleware import Middleware
+
+    from cacheblend_rag.ui.guard import Guard
     from cacheblend_rag.ui.page import Page, theme
     from cacheblend_rag.ui.render import asset
 
+    os.environ["GRADIO_TEMP_DIR"] = _uploads().name
     workspace = Workspace(choices)
     page = Page(workspace, _examples(choices))
     page.blocks.queue(default_concurrency_limit=32, api_open=False)
+    _look_seldom(page.blocks._queue)
     try:
         _, url, _ = page.blocks.launch(
             server_name="127.0.0.1",
@@ -45,6 +56,7 @@ def serve(choices: Choices, port: int = 7860, browser: bool = True, block: bool 
             theme=theme(),
             css=asset("style.css"),
             head=f"<script>{asset('keys.js')}</script>",
+            app_kwargs={"middleware": [Middleware(Guard)]},
         )
     except OSError as error:
         raise InputError(f"Port {port} cannot be used; choose another with --port. ({error})") from error
@@ -52,10 +64,28 @@ def serve(choices: Choices, port: int = 7860, browser: bool = True, block: bool 
     workspace.start()
     if block:
         try:
-            page.blocks.block_thread()
+            Event().wait()  # Gradio's own wait ends on Ctrl-C as if nothing had happened
         finally:
+            page.blocks.close(verbose=False)
             workspace.close()
     return url, workspace
+
+
+def _look_seldom(queue: Any) -> None:
+    """Let Gradio's queue look for questions as often as on Windows; elsewhere it looks a thousand times a second.
+
+    That takes 4% of a core while nobody asks anything.
+    """
+    queue.sleep_when_free, queue.progress_update_sleep_when_free = 0.05, 0.1
+
+
+@cache
+def _uploads() -> TemporaryDirectory[str]:
+    """Return where Gradio puts uploads: a directory of this user alone, which goes with the process.
+
+    Gradio's own choice is one directory of all users of the machine, which all of them can read.
+    """
+    return TemporaryDirectory(prefix="cacheblend-ui-")
 
 
 def _examples(choices: Choices) -> list[str]:

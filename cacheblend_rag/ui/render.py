@@ -33,6 +33,10 @@ _FATES = {
 
 
 _WORDS = {"done": "indexed"}
+_AROUND = 240
+"""Characters shown in front of the marked sentence, and behind it."""
+_SOONER = 1.05
+"""Below this the first token came no sooner, as far as such a measurement can tell."""
 
 
 def hint(text: str) -> str:
@@ -46,8 +50,11 @@ def error(text: str) -> str:
 
 
 def status(text: str, ready: bool) -> str:
-    """Return what the model is doing, or its name once it is loaded."""
-    return f'<p class="cb-status" role="status">{"Model" if ready else ""} <b>{escape(text)}</b></p>'
+    """Return what the model is doing, or its name once it is loaded, and how to choose another."""
+    if not ready:
+        return f'<p class="cb-status" role="status"><b>{escape(text)}</b></p>'
+    other = "<small>To choose another, start the page with --model.</small>"
+    return f'<p class="cb-status" role="status">Model <b>{escape(text)}</b> {other}</p>'
 
 
 def answer(exchange: Exchange | None) -> str:
@@ -56,22 +63,63 @@ def answer(exchange: Exchange | None) -> str:
         return hint("Ask a question, and the documents its answer rests on are shown here.")
     if not exchange.hits:
         return hint("This answer has no sources." if exchange.outcome != "answering" else "Looking for sources…")
-    parts = [numbers_and_bar(exchange)]
+    parts = [_passage(exchange), numbers_and_bar(exchange)]
     if exchange.outcome == "stopped" and exchange.fate is None:
         parts.append(hint("Stopped before its end, so the engine reports no numbers."))
     parts += [hint(note) for note in exchange.notes]
     fates = {} if exchange.fate is None else {fate.id: fate for fate in exchange.fate.chunks}
     cards = [_card(number, source, fates.get(source.id)) for number, source in enumerate(exchange.hits, 1)]
+    if exchange.marked != exchange.text.strip():
+        parts.append(
+            hint("A number in the answer names the source that shares most words with the sentence before it.")
+        )
     return "".join(parts) + f'<div class="cb-cards">{"".join(cards)}</div>'
 
 
+def _passage(exchange: Exchange) -> str:
+    """Return the sentence that is nearest to the question, marked, and what stands around it."""
+    if exchange.passage is None:
+        return ""
+    source, (start, end) = exchange.hits[0], exchange.passage
+    before, behind = source.text[max(0, start - _AROUND) : start], source.text[end : end + _AROUND]
+    if start > _AROUND:
+        before = f"… {before.partition(' ')[2]}"
+    if end + _AROUND < len(source.text):
+        behind = f"{behind.rpartition(' ')[0]} …"
+    where = (
+        f"{Path(source.path).name}, {source.place}: the sentence nearest to the question, whatever the model answers"
+    )
+    return (
+        f'<figure class="cb-passage"><p>{escape(before)}<mark>{escape(source.text[start:end])}</mark>'
+        f"{escape(behind)}</p><figcaption>{escape(where)}</figcaption></figure>"
+    )
+
+
 def numbers_and_bar(exchange: Exchange) -> str:
-    """Return what an answer took, and what became of its prompt; nothing before the answer's end."""
+    """Return what reuse has gained an answer, and what became of its prompt; nothing before the answer's end."""
     if exchange.generation is None or exchange.fate is None:
         return ""
-    done = exchange.generation
-    why = hint(f"No stored KV was used: {done.reason}.") if done.mode == "prefill" else ""
-    return _numbers(done, exchange.retrieve_s) + bar(exchange.fate, legend=True) + why
+    numbers = _numbers(exchange.generation, exchange.retrieve_s) + _legend(exchange.fate)
+    return (
+        f'<p class="cb-gain">{_gain(exchange.generation)}</p>{bar(exchange.fate)}'
+        f'<details class="cb-more"><summary>Numbers</summary>{numbers}</details>'
+    )
+
+
+def _gain(done: Generation) -> str:
+    """Say how much sooner the first token came than without stored KV, as far as that is known."""
+    usage, took = done.usage, done.timings.ttft_s
+    if done.mode == "prefill":
+        return f"<b>Computed whole</b>, in {seconds(took)}: {escape(done.reason)}."
+    computed = f"{usage.computed_tokens:,} of {usage.prompt_tokens:,} prompt tokens computed"
+    if done.prefill_s is None:
+        return f"<b>{computed}</b>; first token after {seconds(took)}. Compare measures what the whole prompt takes."
+    gain = done.prefill_s / took if took else 0.0
+    sooner = f"{gain:.1f}x sooner" if gain >= _SOONER else "No sooner"
+    return (
+        f"<b>{sooner}</b> than a prompt computed whole: first token after {seconds(took)}, not {seconds(done.prefill_s)}, as "
+        f"expected by what was measured here; {computed}."
+    )
 
 
 def _numbers(done: Generation, retrieve_s: float) -> str:
@@ -88,35 +136,39 @@ def _numbers(done: Generation, retrieve_s: float) -> str:
     return f'<dl class="cb-numbers">{cells}</dl>'
 
 
-def bar(fate: PromptFate, legend: bool = False) -> str:
-    """Return a bar of the prompt's tokens by fate; with a legend that says the same in numbers."""
-    counts = {name: max(0, getattr(fate, name)) for name in _FATES}
-    total = sum(counts.values()) or 1
-    there = {name: count for name, count in counts.items() if count}
+def bar(fate: PromptFate) -> str:
+    """Return a bar of the prompt's tokens by fate."""
+    there = _counts(fate)
+    total = sum(there.values()) or 1
     said = ", ".join(f"{name} {count:,}" for name, count in there.items())
     pieces = "".join(
         f'<span class="cb-{name}" style="flex-grow:{count / total:.5f}" title="{name}: {count:,} tokens"></span>'
         for name, count in there.items()
     )
-    drawn = f'<div class="cb-bar" role="img" aria-label="Prompt tokens: {said}">{pieces}</div>'
-    if not legend:
-        return drawn
+    return f'<div class="cb-bar" role="img" aria-label="Prompt tokens: {said}">{pieces}</div>'
+
+
+def _legend(fate: PromptFate) -> str:
+    """Return in numbers what the bar shows."""
     lines = "".join(
         f'<li><i class="cb-{name}"></i><b>{count:,}</b> {name} <small>{_FATES[name]}</small></li>'
-        for name, count in there.items()
+        for name, count in _counts(fate).items()
     )
-    return f'{drawn}<ul class="cb-legend">{lines}</ul>'
+    return f'<ul class="cb-legend">{lines}</ul>'
+
+
+def _counts(fate: PromptFate) -> dict[str, int]:
+    return {name: count for name in _FATES if (count := getattr(fate, name)) > 0}
 
 
 def _card(number: int, source: Hit, fate: ChunkFate | None) -> str:
-    score = "came along" if source.score is None else f"score {source.score:.2f}"
     said = ""
     if fate is not None:
         said = f'<span class="cb-tag cb-{fate.fate}">{fate.fate}</span>'
         said += f"<small>{fate.tokens:,} tokens</small>"
     name = escape(Path(source.path).name)
     return (
-        f'<details class="cb-card"><summary><b>{number}</b> {name} <small>{source.place}, {score}</small> '
+        f'<details class="cb-card"><summary><b>{number}</b> {name} <small>{source.place}, {source.relevance}</small> '
         f'<span class="cb-fate">{said}</span></summary><div class="cb-text">{escape(source.text)}</div></details>'
     )
 
@@ -126,6 +178,7 @@ def comparison(rows: Sequence[tuple[str, Generation, PromptFate]], of: int) -> s
     if not rows:
         return hint("Answering by full recompute…")
     full = rows[0][1]
+    whole_s = full.timings.ttft_s
     slowest = max(done.timings.ttft_s for _, done, _ in rows) or 1
     lines = []
     for name, done, fate in rows:
@@ -134,11 +187,16 @@ def comparison(rows: Sequence[tuple[str, Generation, PromptFate]], of: int) -> s
         lines.append(
             f'<section class="cb-method"><h4>{escape(name)} {mark}</h4><p class="cb-text">{escape(done.text.strip())}</p>'
             f'<div class="cb-time"><span style="width:{100 * done.timings.ttft_s / slowest:.1f}%"></span></div>'
-            f"<small>first token {seconds(done.timings.ttft_s)}, {done.usage.computed_tokens:,} of "
+            f"<small>first token {seconds(done.timings.ttft_s)}{_times(whole_s, done)}, {done.usage.computed_tokens:,} of "
             f"{done.usage.prompt_tokens:,} tokens computed</small>{bar(fate)}</section>"
         )
     waiting = "" if len(rows) == of else hint(f"{len(rows)} of {of} methods have answered…")
     return f'<div class="cb-methods">{"".join(lines)}</div>{waiting}'
+
+
+def _times(whole_s: float, done: Generation) -> str:
+    gain = whole_s / done.timings.ttft_s if done.timings.ttft_s else 0.0
+    return f" ({gain:.1f}x sooner)" if gain >= _SOONER else ""
 
 
 def files(states: Iterable[FileState]) -> str:

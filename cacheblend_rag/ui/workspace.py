@@ -129,7 +129,7 @@ def _describe(engine: BlendEngine) -> str:
     if not engine.gate.passed:
         return f"{engine.fingerprint.name}. It is not blended, so every prompt is computed whole: {engine.gate.reason}."
     if engine.fingerprint.name == BUNDLED_MODEL:
-        return "bundled, which knows its own fictional world alone; for your documents start with another --model"
+        return "bundled, which knows its own fictional world alone"
     return engine.fingerprint.name
 
 

@@ -103,10 +103,10 @@ def test_a_question_is_asked_with_the_answered_ones_before_it_until_new(monkeypa
     assert turns == [[], [first], [first], []]
 
 
-def test_sources_name_the_page_and_what_it_says_of_the_question():
+def test_sources_name_the_page_the_score_and_what_they_say_of_the_question():
     assert source_lines(answer(), "What is her cargo?") == [
-        "[1] ships.txt: “Her cargo is grain.”",
-        "[2] log.pdf, pages 3-4: “The Proud Gull.”",
+        "[1] ships.txt (score 0.50): “Her cargo is grain.”",
+        "[2] log.pdf, pages 3-4 (came along): “The Proud Gull.”",
         "note: 1 of 7 sources left out",
     ]
 

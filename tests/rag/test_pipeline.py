@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from cacheblend_rag.rag.indexing import IndexProgress, vanished
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.database import IndexDatabase
 from cacheblend_rag.retrieval.embedding import Embedder
-from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.retrieval.index import ChunkIndex, Hit
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
 from tests.conftest import thinking
 from tests.fake_engine import FakeEngine
@@ -247,12 +247,44 @@ def test_chunks_stand_in_the_prompt_in_reading_order_once_each_behind_the_header
 ) -> None:
     pipeline.index([docs])
     answer = pipeline.ask("The director, the emblem, the moon, and the captain?")
-    places = [(source.path, source.ordinal) for source in answer.sources]
-    assert places == sorted(set(places)) and len(places) == 6
     tokens = engine.prompts[-1]
-    assert [span.chunk.id for span in tokens.spans] == [source.id for source in answer.sources]
+    found = {source.id: (source.path, source.ordinal) for source in answer.sources}
+    places = [found[span.chunk.id] for span in tokens.spans]
+    assert places == sorted(set(places)) and len(places) == len(answer.sources) == 6
     header = header_ids(engine.tokenizer, rag_header(engine.tokenizer))
     assert tokens.token_ids[: len(header)] == header and tokens.spans[0].start == len(header)
+
+
+def test_sources_are_named_by_relevance_and_behind_them_those_that_came_along(
+    pipeline: RagPipeline, docs: Path
+) -> None:
+    pipeline.index([docs])
+    asked = "What did the ship Corvik carry?"
+    for sources in (pipeline.ask(asked).sources, next(pipeline.stream(asked)).sources):
+        assert sources is not None and "Corvik" in sources[0].text  # by path it would be the last
+        scores = [source.score for source in sources if source.score is not None]
+        assert scores == sorted(scores, reverse=True) and len(scores) > 1
+        assert all(source.score is None for source in sources[len(scores) :])
+
+
+def test_a_chunk_that_has_nothing_in_common_with_the_question_is_no_source_unless_it_is_the_nearest(
+    pipeline: RagPipeline, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.index([docs])
+    search = ChunkIndex.search
+
+    def scored(scores: list[float]) -> list[float | None]:
+        def found(index: ChunkIndex, question: str, k: int) -> list[Hit]:
+            return [replace(hit, score=s) for hit, s in zip(search(index, question, k), scores, strict=False)]
+
+        monkeypatch.setattr(ChunkIndex, "search", found)
+        hits = pipeline.retrieve("Who keeps a parrot?").hits
+        monkeypatch.undo()
+        monkeypatch.setattr(Embedder, "load", staticmethod(_embedder))
+        return [hit.score for hit in hits if hit.score is not None]
+
+    assert scored([0.4, 0.1, 0.0, -0.001, -0.2]) == [0.4, 0.1]
+    assert scored([-0.1, -0.2]) == [-0.1]
 
 
 def test_an_index_is_opened_once_and_a_prompt_tokenised_once(
@@ -468,7 +500,7 @@ DIE = """
 import os, signal, sys
 from pathlib import Path
 import sentence_transformers
-from cacheblend_rag.retrieval.index import ChunkIndex
+from cacheblend_rag.retrieval.index import ChunkIndex, Hit
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.store import DiskStore
 from tests.fake_engine import FakeEngine

@@ -12,9 +12,9 @@ from PIL import Image
 from playwright.sync_api import Locator, Page, expect
 
 SHOTS = os.environ.get("CACHEBLEND_SCREENSHOTS")
-LONG_MS = 120_000
+LONG_MS = 300_000
 _ANSWERS = ".bot.message, .message.bot"
-expect.set_options(timeout=30_000)  # a busy machine is no fault
+expect.set_options(timeout=90_000)  # a busy machine is no fault
 
 
 class Tab:

@@ -25,6 +25,8 @@ class ScriptedEngine(FakeEngine):
         self.gate, self.profile, self.num_layers = GateReport(True, ""), ModelProfile(), 1
         self.failure: Exception | None = None
         self.asked: list[str] = []
+        self.settings: list[BlendSettings | None] = []
+        self.says_first: str | None = None
         self._turnstile = threading.Semaphore(0)
 
     def let(self, words: int) -> None:
@@ -38,9 +40,10 @@ class ScriptedEngine(FakeEngine):
         text = self.tokenizer.decode(tokens.token_ids)
         question = text.rpartition("Question: ")[2].partition("\n")[0].strip()
         self.asked.append(text)
+        self.settings.append(settings)
         reused = sum(span.end - span.start for span in tokens.spans)
         usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused)
-        said = [f"About {question}", *(f" word{n}" for n in range(1, self.words + 1))]
+        said = [self.says_first or f"About {question}", *(f" word{n}" for n in range(1, self.words + 1))]
         try:
             for word in said:
                 if not self.free:

@@ -57,7 +57,10 @@ def test_an_answer_says_where_it_comes_from_and_every_panel_what_was_computed(ur
     tab: Tab = open_tab(url)
     tab.page.get_by_text(CROSS.question, exact=True).wait_for()  # offered as an example
     tab.ready("bundled")
-    assert tab.ask(CROSS.question).rstrip(".") == CROSS.answer
+    said, mark = re.fullmatch(r"(.*?)\.? \[(\d)\]", tab.ask(CROSS.question), re.DOTALL).groups()  # type: ignore[union-attr]
+    assert said == CROSS.answer
+    source = tab.page.locator("#cb-sources .cb-card .cb-text").nth(int(mark) - 1)
+    assert CROSS.answer in (source.text_content() or "")
     recomputed = sources_and_the_fate_of_every_token(tab)
     every_method_computes_what_it_promises(tab)
     as_many_tokens_are_marked_as_were_recomputed(tab, recomputed)
@@ -71,7 +74,7 @@ def sources_and_the_fate_of_every_token(tab: Tab) -> int:
     assert set(sources.locator(".cb-tag").all_inner_texts()) == {"exact", "reused"}
     bar = sources.get_by_role("img").get_attribute("aria-label") or ""
     fates = {name: number(count) for name, count in re.findall(r"(\w+) ([\d,]+)", bar)}
-    prompt = number(re.search(r"([\d,]+) tokens", sources.locator(".cb-numbers").inner_text()).group(1))  # type: ignore[union-attr]
+    prompt = number(re.search(r"([\d,]+) tokens", sources.locator(".cb-numbers").text_content() or "").group(1))  # type: ignore[union-attr]
     assert set(fates) == {"exact", "reused", "recomputed", "text"} and sum(fates.values()) == prompt
     assert fates["recomputed"] > 50
     tab.shot("ui-answer")
@@ -107,7 +110,7 @@ def as_many_tokens_are_marked_as_were_recomputed(tab: Tab, recomputed: int) -> N
 def all_panels_fit(tab: Tab, name: str, scheme: Literal["light", "dark"]) -> None:
     """With what was asked, compared and explained in them."""
     tab.page.emulate_media(color_scheme=scheme)
-    for panel, shown in (("Sources", "#cb-sources .cb-numbers"), ("Compare", ".cb-methods"), ("Why", ".cb-key")):
+    for panel, shown in (("Sources", "#cb-sources .cb-gain"), ("Compare", ".cb-methods"), ("Why", ".cb-key")):
         tab.panel(panel)
         expect(tab.page.locator(shown)).to_be_visible()
         assert overflow(tab.page) <= 0, (name, panel)

@@ -6,14 +6,18 @@ import errno
 import shutil
 from collections.abc import Iterator
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from cacheblend_rag.blending.outcome import Mode
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.lab.why import shown_deviations, token_texts
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.rag.planning import IndexPlan, TooMuchKVError
 from cacheblend_rag.ui import render
 from cacheblend_rag.ui.collection import Collection, FileState
 from cacheblend_rag.ui.conversation import Conversation, Exchange, Tabs
@@ -129,6 +133,63 @@ def test_nothing_from_documents_models_or_files_is_html_of_its_own(collection: C
     )
     assert not [tag for tag in ("<script", "<b>notes", "<b>x", "<i>W", "<u>") if tag in shown]
     assert "&lt;script&gt;alert(1)" in shown
+
+
+def test_a_sentence_of_the_answer_names_its_source_and_the_sentence_nearest_to_the_question_is_marked(
+    tmp_path: Path, choices: Choices
+) -> None:
+    pytest.importorskip("gradio")
+    from cacheblend_rag.ui.chat import messages
+
+    note = tmp_path / "note.md"
+    note.write_text(
+        "# Harbour\n\nIt lies below. Nobody swims there.\n\nThe director of the <b>observatory is Ada Brenmoor."
+    )
+    engine = ScriptedEngine(words=0)
+    collection = Collection(tmp_path / "store", RagPipeline(engine, tmp_path / "store", chunk_tokens=200))
+    collection.pipeline.index([note])
+    engine.says_first = "She is Ada Brenmoor. I like tea."
+    conversation, shown = Conversation(), []
+    for each in ask(conversation, "Who is the director of the observatory?", collection, choices):
+        shown.append(render.answer(each))
+    assert all("<mark>The director of the &lt;b&gt;observatory is Ada Brenmoor.</mark>" in html for html in shown)
+    assert [m["content"] for m in messages(conversation)][1] == "She is Ada Brenmoor. [1] I like tea."
+    assert "names the source that shares most words" in shown[-1]
+    assert conversation.turns()[0].answer == engine.says_first  # the model is not shown marks that are not its own
+
+
+@pytest.mark.parametrize(
+    ("mode", "prefill_s", "said"),
+    [
+        ("blend", 0.23, "2.3x sooner</b> than a prompt computed whole: first token after 100 ms, not 230 ms"),
+        ("blend", 0.08, "No sooner</b> than a prompt computed whole: first token after 100 ms, not 80 ms"),
+        ("blend", None, "prompt tokens computed</b>; first token after 100 ms"),
+        ("prefill", 0.23, "Computed whole</b>, in 100 ms: nothing is stored."),
+    ],
+)
+def test_the_gain_is_said_where_it_was_measured_and_never_guessed(
+    collection: Collection, choices: Choices, mode: Mode, prefill_s: float | None, said: str
+) -> None:
+    done = list(ask(Conversation(), "Who?", collection, choices))[-1]
+    assert done.generation is not None
+    reason = "nothing is stored" if mode == "prefill" else ""
+    done.generation = replace(done.generation, mode=mode, prefill_s=prefill_s, reason=reason)
+    shown = render.answer(done)
+    assert said in shown and ("sooner" in shown) == (mode == "blend" and prefill_s is not None)
+    assert shown.index('<details class="cb-more">') < shown.index("not calibrated")
+
+
+def test_a_file_whose_kv_has_no_room_is_refused_in_words_for_the_page(
+    tmp_path: Path, collection: Collection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> NoReturn:
+        raise TooMuchKVError(IndexPlan(1, 2574, 2574, 10, kv_bytes=54 << 30, room_bytes=0, capacity_bytes=1 << 30))
+
+    monkeypatch.setattr(collection.pipeline, "index", full)
+    (tmp_path / "table.csv").write_text("a,b")
+    (state,) = list(collection.add([tmp_path / "table.csv"]))[-1]
+    assert state.state == "failed" and "54.0 GiB" in state.note and "--disk-budget" in state.note
+    assert "beyond_budget" not in state.note
 
 
 def test_tabs_forget_those_not_seen_for_longest_and_keep_none_without_a_name() -> None:

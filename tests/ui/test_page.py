@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("gradio", reason="Gradio is not installed; make setup instal
 
 from playwright.sync_api import expect
 
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ServerError
@@ -181,6 +183,8 @@ def test_documents_are_added_with_progress_skipped_with_a_reason_and_deleted(
     expect(progress.nth(0)).to_contain_text("chunk")
     expect(progress.nth(1)).to_contain_text("it is empty")
     expect(progress.nth(2)).to_contain_text("its type (.png) is not among")
+    for line in progress.all():
+        expect(line).to_be_visible()
     expect(tab.documents()).to_have_count(2)
     kept = workspace.collection().directory / "documents"
     assert [file.name for file in kept.iterdir()] == ["ships.txt"]
@@ -192,6 +196,64 @@ def test_documents_are_added_with_progress_skipped_with_a_reason_and_deleted(
     tab.page.locator("#cb-delete").click()
     expect(tab.documents()).to_have_count(1)
     assert list(kept.iterdir()) == []
+
+
+def test_a_broken_file_and_one_too_large_are_said_where_the_person_sees_it(
+    serve: Any, open_tab: Any, tmp_path: Path, choices: Choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.ui.launch._LARGEST_FILE", "2kb")
+    broken, large = tmp_path / "broken.pdf", tmp_path / "large.txt"
+    broken.write_bytes(b"%PDF-1.4 and no more")
+    large.write_text("The harbour lies below. " * 200)
+    url, _ = serve(choices)
+    tab: Tab = open_tab(url).ready().drop(broken)
+    expect(tab.page.get_by_text("broken.pdf")).to_be_visible()
+    expect(tab.page.locator("#cb-progress li")).to_be_visible()
+    tab.drop(large)
+    expect(tab.page.get_by_text("large.txt")).to_be_visible()
+    expect(tab.documents()).to_have_count(1)
+    tab.page.locator("#cb-delete").click()
+    expect(tab.page.get_by_text("Choose the documents to delete first.")).to_be_visible()
+
+
+def test_an_image_on_another_machine_is_not_fetched_whoever_names_it(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
+) -> None:
+    asked: list[str] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+
+    other = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    name = f"http://127.0.0.1:{other.server_port}"
+    engine.says_first = f"Here: ![secret]({name}/markdown.png) <img src='{name}/tag.png'>"
+    url, _ = serve(choices)
+    tab: Tab = open_tab(url).ready()
+    tab.ask("Who?")
+    images = tab.answers.last.locator("img")
+    expect(images).to_have_count(2)
+    tab.page.wait_for_function("[...document.querySelectorAll('#cb-chat img')].every(image => image.complete)")
+    other.shutdown()
+    assert asked == []
+
+
+def test_the_reuse_that_is_chosen_is_that_of_the_answer(
+    serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
+) -> None:
+    url, _ = serve(choices)
+    tab: Tab = open_tab(url).ready()
+    tab.ask("Who?")
+    tab.page.get_by_label("Reuse of stored KV").click()
+    tab.page.get_by_role("option", name="fast").click()
+    tab.ask("And when?")
+    assert engine.settings == [BlendSettings(), BlendSettings(quality="fast")]
+    expect(tab.page.locator("#cb-sources .cb-gain")).to_be_visible()
+    numbers = tab.page.locator("#cb-sources .cb-numbers")
+    expect(numbers).to_be_hidden()
+    tab.page.get_by_text("Numbers", exact=True).click()
+    expect(numbers).to_be_visible()
 
 
 def test_a_server_that_is_down_is_named_and_tried_again(

@@ -1,0 +1,74 @@
+"""Starts the page, leaves it alone, and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("gradio", reason="Gradio is not installed; make setup installs it")
+
+from cacheblend_rag.ui.workspace import Choices
+from tests.conftest import free_port
+from tests.ui.scripted import ScriptedEngine
+
+pytestmark = pytest.mark.slow
+
+
+def test_ctrl_c_ends_the_page_with_the_exit_code_that_the_help_names(tmp_path: Path) -> None:
+    port = free_port()
+    options = [
+        "--no-browser",
+        "--port",
+        str(port),
+        "--store",
+        str(tmp_path / "store"),
+        "--server",
+        "http://127.0.0.1:1",
+    ]
+    page = subprocess.Popen(
+        [sys.executable, "-m", "cacheblend_rag", "ui", *options],
+        env={**os.environ, "CACHEBLEND_HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while page.poll() is None:
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/", timeout=60).raise_for_status()
+                break
+            except httpx.TransportError:
+                threading.Event().wait(0.1)
+        page.send_signal(signal.SIGINT)
+        _, said = page.communicate(timeout=300)
+    finally:
+        page.kill()
+    assert page.returncode == 130, said
+    assert "Stopped." in said and "Traceback" not in said
+    assert not list(tmp_path.glob("cacheblend-ui-*"))  # what was uploaded is no longer there
+
+
+def test_a_page_that_nobody_asks_looks_a_few_times_a_second_for_questions(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    looked, sleep = threading.Event(), asyncio.sleep
+
+    async def noted(seconds: float, *given: Any) -> Any:
+        if sys._getframe(1).f_globals["__name__"] == "gradio.queueing":
+            waits.append(seconds)
+            looked.set() if len(waits) > 3 else None
+        return await sleep(seconds, *given)
+
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    serve(Choices(lambda _: ScriptedEngine(), lambda: tmp_path / "store", lambda *_: ""))
+    assert looked.wait(300)
+    assert min(waits) >= 0.05
