@@ -85,8 +85,10 @@ def _nearest(pipeline: RagPipeline | ResidentPipeline, question: str, answer: Ra
     """Return where the sentence nearest to the question stands in the most relevant source, if there is one."""
     if not answer.sources:
         return None
-    of = pipeline.nearest if isinstance(pipeline, ResidentPipeline) else partial(nearest_in, pipeline)
-    return of(question, answer.sources[0].text)
+    text = answer.sources[0].text
+    if isinstance(pipeline, ResidentPipeline):
+        return pipeline.nearest(question, text)
+    return nearest_in(pipeline, question, text)
 
 
 def _nearest_facts(source: Hit, begin: int, end: int) -> dict[str, Any]:

@@ -18,8 +18,8 @@ def models(as_json: options.AsJSON = False) -> None:
     rows = [["--model", "disk", "RAM float32", "RAM bfloat16", f"KV a token, {dtype}", "fits here", "comes from"]]
     for each in KNOWN_MODELS:
         kept = f"{each.kv(dtype) / 1024:.0f} KiB"
-        sizes = (size(each.weights(stored)) for stored in ("bfloat16", "float32", "bfloat16"))
-        rows.append([each.name, *sizes, kept, _fits(each, memory, dtype), _source(each)])
+        small, large = size(each.weights("bfloat16")), size(each.weights("float32"))
+        rows.append([each.name, small, large, small, kept, _fits(each, memory, dtype), _source(each)])
     echo(table(rows))
     echo()
     for each in KNOWN_MODELS:

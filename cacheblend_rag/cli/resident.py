@@ -29,6 +29,7 @@ from cacheblend_rag import __version__, errors
 from cacheblend_rag.console.engines import found_anywhere, index_directory, store_directory
 from cacheblend_rag.console.groups import EngineOptions, QuestionOptions
 from cacheblend_rag.console.output import echo, status
+from cacheblend_rag.engines.models import NO_WRITER, PROBE_WRITER
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.homes import from_home
 from cacheblend_rag.rag.results import RagAnswer, RagEvent, Turn
@@ -126,9 +127,8 @@ class Held:
 
         if not (index_directory(how.store, namespace) / INDEX_FILE).is_file():
             return None
-        whole = EngineOptions(
-            found_anywhere(model.model), model.device, model.dtype, model.threads, found_anywhere(model.writer)
-        )
+        writer = model.writer if model.writer in (NO_WRITER, PROBE_WRITER) else found_anywhere(model.writer)
+        whole = EngineOptions(found_anywhere(model.model), model.device, model.dtype, model.threads, writer)
         tuned = None if retriever is None else str(from_home(retriever).resolve())
         return cls(str(store_directory(how.store).resolve()), namespace, whole, tuned)
 

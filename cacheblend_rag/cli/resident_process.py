@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,7 +161,6 @@ class Answers:
 
 def state_of(held: Held, pipeline: RagPipeline) -> tuple[object, ...]:
     """Return what tells whether a command would load the same again: the states of files, and what the index was made with."""
-    import cacheblend_rag
     from cacheblend_rag.blending.profile import user_folder
     from cacheblend_rag.engines.models import SMOLLM2, smollm2_file
     from cacheblend_rag.retrieval.documents import INDEX_FILE
@@ -170,10 +169,10 @@ def state_of(held: Held, pipeline: RagPipeline) -> tuple[object, ...]:
     engine, index = pipeline.engine, index_directory(Path(held.store), held.namespace) / INDEX_FILE
     name, writer = engine.fingerprint.name, engine.writer
     folders = [smollm2_file() if name == SMOLLM2 else Path(name)]
-    folders += [Path(each) for each in (held.retriever, writer and writer.directory) if each]
+    folders += [Path(each) for each in (held.retriever, None if writer is None else writer.directory) if each]
     files = [Path(sysconfig.get_path("purelib")), Path(held.store) / RECORD, *user_folder("data").glob("*/*.json")]
     files += [each for folder in folders if folder for each in (folder, *folder.glob("*"))]
-    files += Path(cacheblend_rag.__file__).parent.rglob("*.py")
+    files += Path(__file__).parent.parent.rglob("*.py")
     there = index.stat()
     return (there.st_dev, there.st_ino), pipeline.chunks.config, tuple(map(_state, files))
 
@@ -192,32 +191,34 @@ def main(listening: socket.socket, held: Held) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the first command ran in the background
     path = Path(listening.getsockname())
     own, told = _state(path), list[str]()
-    with heard_by(told.append):
-        opened = open_pipeline(
-            held.model,
-            Path(held.store),
-            BudgetOptions(),
-            namespace=held.namespace,
-            ram_budget=0,
-            query_encoder=held.retriever,
-        )
-        pipeline: RagPipeline = opened.__enter__()
-    with suppress(CacheBlendError):
-        pipeline.chunks.load_embedder()
-    before = state_of(held, pipeline)
+    with ExitStack() as opened:
+        with heard_by(told.append):
+            pipeline = opened.enter_context(
+                open_pipeline(
+                    held.model,
+                    Path(held.store),
+                    BudgetOptions(),
+                    namespace=held.namespace,
+                    ram_budget=0,
+                    query_encoder=held.retriever,
+                )
+            )
+        with suppress(CacheBlendError):
+            pipeline.chunks.load_embedder()
+        before = state_of(held, pipeline)
 
-    def out_of_date() -> bool:
-        with suppress(OSError, CacheBlendError):
-            return _state(path) != own or state_of(held, pipeline) != before
-        return True
+        def out_of_date() -> bool:
+            with suppress(OSError, CacheBlendError):
+                return _state(path) != own or state_of(held, pipeline) != before
+            return True
 
-    try:
-        Resident(listening, Answers(pipeline), idle_s=60 * minutes(), told=tuple(told), out_of_date=out_of_date).serve()
-    finally:
-        if _state(path) == own:  # not where another process has its socket there by now
-            path.unlink(missing_ok=True)
-        listening.close()
-        opened.__exit__(None, None, None)
+        answers = Answers(pipeline)
+        try:
+            Resident(listening, answers, idle_s=60 * minutes(), told=tuple(told), out_of_date=out_of_date).serve()
+        finally:
+            if _state(path) == own:  # not where another process has its socket there by now
+                path.unlink(missing_ok=True)
+            listening.close()
 
 
 if __name__ == "__main__":

@@ -316,6 +316,16 @@ def test_another_model_or_another_environment_is_another_process(started: Starte
 
 
 @pytest.mark.slow
+def test_a_command_that_asks_the_process_imports_no_torch():
+    code = (
+        "import sys; from cacheblend_rag.console.engines import store_directory; store_directory(None); "
+        "from cacheblend_rag.cli import ask, resident; from cacheblend_rag.rag import questions; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
 def test_a_resident_process_answers_as_the_command_alone_does_and_loads_once(run, model_dir, documents, tmp_path):
     store = tmp_path / "store"
     indexed = run("index", documents, "--store", store, "--model", model_dir, "--chunk-tokens", 40)
