@@ -64,10 +64,10 @@ def shown_deviations(
     deviations = measured_deviations(engine, prompt, settings)
     shades = _shades(deviations.of)
     fates = {fate.id: fate.fate for fate in chunk_fates}
-    sources = {source.id: source for source in hits}
+    sources = {source.id: (number, source) for number, source in enumerate(hits, 1)}
     parts = [_legend(len(deviations.recomputed))]
-    for number, span in enumerate(prompt.spans, 1):
-        source, fate = sources[span.chunk.id], fates.get(span.chunk.id, "")
+    for span in prompt.spans:
+        (number, source), fate = sources[span.chunk.id], fates.get(span.chunk.id, "")
         note = "exact: nothing of it deviates" if fate == "exact" else fate
         text = "".join(_runs(engine, span, {} if fate == "exact" else shades, deviations.recomputed))
         parts.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -69,38 +70,55 @@ def _is_heading(line: str) -> bool:
     return line.startswith("#") or (len(line.split()) < _LONG and line[-1].isalnum())
 
 
-def said_by(sentence: str, question: str, texts: Sequence[str]) -> int | None:
-    """Return the number of the text that says what a sentence of an answer says, from 0; None where none does.
+@dataclass(frozen=True)
+class Saying:
+    """Says which text, by its number from 0, says what a sentence of an answer says, and where in the text: from ``start`` on."""
+
+    text: int
+    start: int
+    end: int
+
+
+def said_by(sentence: str, question: str, texts: Sequence[str]) -> Saying | None:
+    """Return where the sentence of an answer is said; None where no text says it.
 
     Words are compared, not meanings: a text says it if one of its sentences holds more than half of the telling words that the
-    answer's sentence has and the question has not.
+    answer's sentence has and the question has not. Of several, the one with most words of the question is taken.
 
     Args:
         sentence: The answer's sentence.
         question: What was asked; an answer repeats words of it, and so do texts that do not answer it.
         texts: The sources, the most relevant first, which goes first where several say it as much.
     """
-    told = _telling(sentence) - _telling(question)
-    shares = [max((len(told & _telling(text[a:b])) for a, b in sentences(text)), default=0) for text in texts]
-    most = max(shares, default=0)
-    return shares.index(most) if most * 2 > len(told) else None
+    asked = _telling(question)
+    told = _telling(sentence) - asked
+    best, most = None, (len(told) // 2, -1)
+    for number, text in enumerate(texts):
+        for start, end in sentences(text):
+            words_there = _telling(text[start:end])
+            shared = len(told & words_there)
+            if shared * 2 > len(told) and (shared, len(asked & words_there)) > most:
+                best, most = Saying(number, start, end), (shared, len(asked & words_there))
+    return best
 
 
-def with_marks(answer: str, question: str, texts: Sequence[str]) -> str:
-    """Return an answer with ``[1]`` behind each sentence that the first of ``texts`` says, and so on; see :func:`said_by`.
+def with_marks(answer: str, question: str, texts: Sequence[str]) -> tuple[str, tuple[Saying, ...]]:
+    """Return an answer with ``[1]`` behind each sentence that the first of ``texts`` says, and so on; and where they say it.
 
     Example:
         >>> with_marks("She is from Seldale. I guess.", "Who is Ada?", ["Ada's home was Seldale."])
-        'She is from Seldale. [1] I guess.'
+        ('She is from Seldale. [1] I guess.', (Saying(text=0, start=0, end=23),))
     """
     if "```" in answer:  # in code a mark would be code
-        return answer
-    parts, at = [], 0
+        return answer, ()
+    parts, found, at = [], [], 0
     for start, end in sentences(answer):
-        number = said_by(answer[start:end], question, texts)
-        parts.append(answer[at:end] + ("" if number is None else f" [{number + 1}]"))
+        parts.append(answer[at:end])
         at = end
-    return "".join(parts) + answer[at:]
+        if (said := said_by(answer[start:end], question, texts)) is not None:
+            parts.append(f" [{said.text + 1}]")
+            found.append(said)
+    return "".join(parts) + answer[at:], tuple(found)
 
 
 def _telling(text: str) -> set[str]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.rag.fates import PromptFate
     from cacheblend_rag.rag.results import Turn
     from cacheblend_rag.retrieval.index import Hit
+    from cacheblend_rag.retrieval.passages import Saying
 
 _MOST_TABS = 200
 
@@ -33,14 +34,15 @@ class Exchange:
 
     The ``settings`` say how stored KV is treated. There is no prompt before retrieval, whose ``hits`` it holds; in the first of
     them the ``passage`` from one character to another is nearest to the question. Before the answer's end there is no
-    ``generation``, as the engine reports it, no ``fate`` of the prompt's tokens, and no ``marked`` text, which names sources. The
-    user should know the ``notes`` besides.
+    ``generation``, as the engine reports it, no ``fate`` of the prompt's tokens, and no ``marked`` text, which names sources, nor
+    ``sayings``: where the sources say what the answer says. The user should know the ``notes`` besides.
     """
 
     question: str
     settings: BlendSettings = field(default_factory=BlendSettings)
     text: str = ""
     marked: str = ""
+    sayings: tuple[Saying, ...] = ()
     outcome: Outcome = "answering"
     hits: tuple[Hit, ...] = ()
     passage: tuple[int, int] | None = None
@@ -128,7 +130,8 @@ class Conversation:
         assert exchange.generation is not None
         exchange.notes += unanswered(exchange.generation, Parts(exchange.text, thoughts))
         exchange.fate = prompt_fate(engine, exchange.prompt, exchange.generation, exchange.settings)
-        exchange.marked = with_marks(exchange.text.strip(), exchange.question, [hit.text for hit in exchange.hits])
+        texts = [hit.text for hit in exchange.hits]
+        exchange.marked, exchange.sayings = with_marks(exchange.text.strip(), exchange.question, texts)
         exchange.outcome = "done"
 
     @property

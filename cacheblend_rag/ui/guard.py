@@ -45,18 +45,20 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] == "http":  # the page has no websocket
-            refusal = self._refusal(scope)
-            await (refusal or self._app)(scope, receive, send if refusal else self._telling(scope, send))
+        elif scope["type"] != "http":  # the page has no websocket
+            return
+        elif (refusal := self._refusal(scope)) is not None:
+            await refusal(scope, receive, send)
+        else:
+            await self._app(scope, receive, self._telling(scope, send))
 
     def _refusal(self, scope: Scope) -> PlainTextResponse | None:
         headers, path, reading = Headers(scope=scope), scope["path"], scope["method"] in _READING
         if not names_this_machine(headers.get("host", "")):
             why = "This page answers to the names 'localhost' and '127.0.0.1' alone. Open it by one of them."
             return PlainTextResponse(why, 421)
-        followed = (
-            path == "/" and reading and headers.get("sec-fetch-mode") == "navigate"
-        )  # a link to the page is none of its own
+        # A link on another site may lead here: what the page shows then, that site cannot read.
+        followed = path == "/" and reading and headers.get("sec-fetch-mode") == "navigate"
         if _from_elsewhere(headers) and not followed:
             return PlainTextResponse("The page of another site asked for that.", 403)
         if (reading and not path.startswith(_ROUTES)) or path == _STARTED or self._has_token(scope, headers):

@@ -34,7 +34,7 @@ _FATES = {
 
 _WORDS = {"done": "indexed"}
 _AROUND = 240
-"""Characters shown in front of the marked sentence, and behind it."""
+"""Characters shown in front of a marked sentence, and behind it; of two sentences, half as many around each."""
 _SOONER = 1.05
 """Below this the first token came no sooner, as far as such a measurement can tell."""
 
@@ -63,32 +63,41 @@ def answer(exchange: Exchange | None) -> str:
         return hint("Ask a question, and the documents its answer rests on are shown here.")
     if not exchange.hits:
         return hint("This answer has no sources." if exchange.outcome != "answering" else "Looking for sources…")
-    parts = [_passage(exchange), numbers_and_bar(exchange)]
+    parts = [_passages(exchange), numbers_and_bar(exchange)]
     if exchange.outcome == "stopped" and exchange.fate is None:
         parts.append(hint("Stopped before its end, so the engine reports no numbers."))
     parts += [hint(note) for note in exchange.notes]
     fates = {} if exchange.fate is None else {fate.id: fate for fate in exchange.fate.chunks}
     cards = [_card(number, source, fates.get(source.id)) for number, source in enumerate(exchange.hits, 1)]
-    if exchange.marked != exchange.text.strip():
+    if exchange.sayings:
         parts.append(
             hint("A number in the answer names the source that shares most words with the sentence before it.")
         )
     return "".join(parts) + f'<div class="cb-cards">{"".join(cards)}</div>'
 
 
-def _passage(exchange: Exchange) -> str:
-    """Return the sentence that is nearest to the question, marked, and what stands around it."""
-    if exchange.passage is None:
-        return ""
-    source, (start, end) = exchange.hits[0], exchange.passage
-    before, behind = source.text[max(0, start - _AROUND) : start], source.text[end : end + _AROUND]
-    if start > _AROUND:
-        before = f"… {before.partition(' ')[2]}"
-    if end + _AROUND < len(source.text):
-        behind = f"{behind.rpartition(' ')[0]} …"
-    where = (
-        f"{Path(source.path).name}, {source.place}: the sentence nearest to the question, whatever the model answers"
+def _passages(exchange: Exchange) -> str:
+    """Return the sentence that is nearest to the question, and the one that the answer's first words are from."""
+    found = []
+    if exchange.passage is not None:
+        found.append((0, *exchange.passage, "the sentence nearest to the question, whatever the model answers"))
+    for said in exchange.sayings[:1]:
+        if (said.text, said.start, said.end) != (0, *(exchange.passage or ())):
+            found.append((said.text, said.start, said.end, "the sentence with the answer's words"))
+    around = _AROUND // len(found) if found else 0
+    return "".join(
+        _passage(exchange.hits[number], number, start, end, around, what) for number, start, end, what in found
     )
+
+
+def _passage(source: Hit, number: int, start: int, end: int, around: int, what: str) -> str:
+    """Return a sentence of a source, marked, and so many characters on either side."""
+    before, behind = source.text[max(0, start - around) : start], source.text[end : end + around]
+    if start > around:
+        before = f"… {before.partition(' ')[2]}"
+    if end + around < len(source.text):
+        behind = f"{behind.rpartition(' ')[0]} …"
+    where = f"[{number + 1}] {Path(source.path).name}, {source.place}: {what}"
     return (
         f'<figure class="cb-passage"><p>{escape(before)}<mark>{escape(source.text[start:end])}</mark>'
         f"{escape(behind)}</p><figcaption>{escape(where)}</figcaption></figure>"

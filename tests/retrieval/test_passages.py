@@ -72,21 +72,29 @@ def test_a_sentence_is_marked_with_the_source_that_says_it_and_with_none_where_n
     sources = ["The harbour lies below the Marlow observatory.", TRAVEL]
     question = "Who must approve a trip above 800 euros?"
     answer = "The head of the department must approve the trip. I like the harbour of Lisbon."
-    assert with_marks(answer, question, sources) == (
-        "The head of the department must approve the trip. [2] I like the harbour of Lisbon."
-    )
-    assert with_marks("```\nthe head of the department\n```", question, sources).count("[") == 0
+    marked, (said,) = with_marks(answer, question, sources)
+    assert marked == "The head of the department must approve the trip. [2] I like the harbour of Lisbon."
+    assert sources[said.text][said.start : said.end].startswith("The head of the department approves")
+    code = "```\nthe head of the department\n```"
+    assert with_marks(code, question, sources) == (code, ())
+
+
+def test_of_two_sentences_with_the_answers_words_the_one_about_the_question_is_taken() -> None:
+    text = "The lamps are yellow. The sky is blue. The delivery carts are yellow. The yellow sun is far."
+    said = said_by("yellow", "What colour are the delivery carts of the brewery?", ["Yellow bread.", text])
+    assert said is not None and text[said.start : said.end] == "The delivery carts are yellow."
 
 
 def test_words_of_the_question_alone_name_no_source() -> None:
     question = "Who approves a trip above 800 euros?"
     assert said_by("Somebody approves a trip above 800 euros.", question, [TRAVEL]) is None
     assert said_by("Yes.", question, [TRAVEL]) is None
-    assert said_by("The department.", question, [TRAVEL, TRAVEL]) == 0
+    first = said_by("The department.", question, [TRAVEL, TRAVEL])
+    assert first is not None and first.text == 0
 
 
 @given(st.text("ab.? \n[1]", max_size=40), st.lists(st.text("ab. ", max_size=20), max_size=3))
 def test_without_its_marks_an_answer_is_as_it_was(answer: str, sources: list[str]) -> None:
-    assert with_marks(answer, "", sources).replace(" [1]", "").replace(" [2]", "").replace(" [3]", "") == (
+    assert with_marks(answer, "", sources)[0].replace(" [1]", "").replace(" [2]", "").replace(" [3]", "") == (
         answer.replace(" [1]", "").replace(" [2]", "").replace(" [3]", "")
     )

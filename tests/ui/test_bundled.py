@@ -70,7 +70,7 @@ def test_an_answer_says_where_it_comes_from_and_every_panel_what_was_computed(ur
 def sources_and_the_fate_of_every_token(tab: Tab) -> int:
     """Return how many tokens were recomputed."""
     sources = tab.page.locator("#cb-sources")
-    expect(sources.locator("details")).to_have_count(6)
+    expect(sources.locator(".cb-card")).to_have_count(6)
     assert set(sources.locator(".cb-tag").all_inner_texts()) == {"exact", "reused"}
     bar = sources.get_by_role("img").get_attribute("aria-label") or ""
     fates = {name: number(count) for name, count in re.findall(r"(\w+) ([\d,]+)", bar)}

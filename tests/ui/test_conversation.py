@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 from collections.abc import Iterator
 from copy import copy
@@ -155,7 +156,13 @@ def test_a_sentence_of_the_answer_names_its_source_and_the_sentence_nearest_to_t
     assert all("<mark>The director of the &lt;b&gt;observatory is Ada Brenmoor.</mark>" in html for html in shown)
     assert [m["content"] for m in messages(conversation)][1] == "She is Ada Brenmoor. [1] I like tea."
     assert "names the source that shares most words" in shown[-1]
-    assert conversation.turns()[0].answer == engine.says_first  # the model is not shown marks that are not its own
+    assert shown[-1].count("<mark>") == 1  # the answer's words stand in the sentence that is marked already
+    # The model is not shown marks that are not its own.
+    assert conversation.turns()[0].answer == engine.says_first
+    engine.says_first = "Nobody."
+    for each in ask(conversation, "Who swims there in the observatory?", collection, choices):
+        html = render.answer(each)
+    assert re.findall("<mark>(.*?)</mark>", html)[-1] == "Nobody swims there."
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_escape_stops_and_a_slash_goes_to_the_question(
     tab.idle()
     engine.let(1)
     expect(tab.answers.last).to_contain_text("(stopped)")
-    card = tab.page.locator("#cb-sources summary").first
+    card = tab.page.locator("#cb-sources .cb-card summary").first
     card.focus()
     tab.page.keyboard.press("Enter")
     expect(tab.page.locator("#cb-sources .cb-text").first).to_be_visible()
@@ -297,7 +297,7 @@ def test_the_page_fits_a_phone_and_follows_the_systems_colours(serve: Any, open_
     # Documents would cover the conversation.
     expect(tab.page.locator("#cb-side")).not_to_be_in_viewport(ratio=0.5)
     tab.ask("Who is the director of the observatory, whose name is long enough to be broken into lines?")
-    tab.page.locator("#cb-sources summary").first.click()
+    tab.page.locator("#cb-sources .cb-card summary").first.click()
     for width in (360, 768, 1400):
         tab.page.set_viewport_size({"width": width, "height": 800})
         assert overflow(tab.page) <= 0, width
