@@ -18,6 +18,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(os._exit, 0)
 # A name that is no directory is looked for on a hub, again and again where there is no network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Hundreds of commands, each with a store of its own, would leave as many processes behind.
+os.environ["CACHEBLEND_RESIDENT_MINUTES"] = "0"
 
 import hypothesis
 import pytest

@@ -32,6 +32,7 @@ _COMMANDS = {
     "doctor": "cacheblend_rag.lab.commands.doctor:doctor",
     "documents": "cacheblend_rag.cli.documents:documents",
     "index": "cacheblend_rag.cli.index:index",
+    "models": "cacheblend_rag.cli.models:models",
     "serve": "cacheblend_rag.cli.serve:serve",
     "store": "cacheblend_rag.cli.store:store",
     "ui": "cacheblend_rag.cli.ui:ui",
@@ -125,6 +126,11 @@ def _options(
         sys.stdout.reconfigure(errors="backslashreplace")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    tell_warnings()
+
+
+def tell_warnings() -> None:
+    """Have warnings and log lines printed as all that commands say on stderr."""
     warnings.showwarning = _show_warning
     logging.lastResort = LogLines(logging.WARNING)
 

@@ -13,6 +13,7 @@ from cacheblend_rag.printable import in_one_line
 
 if TYPE_CHECKING:
     from cacheblend_rag.blending.settings import BlendSettings
+    from cacheblend_rag.cli.resident import ResidentPipeline
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.rag.pipeline import RagPipeline
     from cacheblend_rag.rag.results import RagAnswer
@@ -28,7 +29,7 @@ Anything else is a question, which may refer to the ones before it."""
 class Chat:
     """Reads questions from standard input until it ends."""
 
-    def __init__(self, pipeline: RagPipeline, sampling: SamplingParams, settings: BlendSettings):
+    def __init__(self, pipeline: RagPipeline | ResidentPipeline, sampling: SamplingParams, settings: BlendSettings):
         self._pipeline, self._sampling, self._settings = pipeline, sampling, settings
         self._answers: list[tuple[str, RagAnswer]] = []
         self._begin = 0  # the first answer that the next question follows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.console.output import counted, seconds, size, table
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.retrieval.index import Hit
 
 _WIDTH = 100
+_AROUND = 160  # characters shown on either side of a marked sentence
 
 
 def source_lines(answer: RagAnswer, question: str) -> list[str]:
@@ -24,6 +26,19 @@ def source_lines(answer: RagAnswer, question: str) -> list[str]:
         f"[{number}] {cite(s)} ({s.relevance}): {snippet(s.text, about)}" for number, s in enumerate(answer.sources, 1)
     ]
     return [*found, *(f"note: {note}" for note in answer.notes)]
+
+
+def marked_lines(source: Hit, sentence: tuple[int, int]) -> list[str]:
+    """Return a heading, and the marked sentence of an answer's first source with what stands around it, in lines for people."""
+    begin, end = sentence
+    before, after = " ".join(source.text[:begin].split()), " ".join(source.text[end:].split())
+    if len(before) > _AROUND:
+        before = f"… {before[-_AROUND:].partition(' ')[2]}"
+    if len(after) > _AROUND:
+        after = f"{after[:_AROUND].rpartition(' ')[0]} …"
+    parts = (before, f">> {' '.join(source.text[begin:end].split())} <<", after)
+    shown = wrap(" ".join(filter(None, parts)), _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return [f"Nearest to the question, in [1] {cite(source)}:", *shown]
 
 
 def cite(source: Hit) -> str:

@@ -68,7 +68,7 @@ def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> Transform
         if chosen.threads is not None:
             torch.set_num_threads(chosen.threads)
         dtype = dtype_named(chosen.dtype) if chosen.dtype else None
-        model = _found_anywhere(chosen.model)
+        model = found_anywhere(chosen.model)
         return TransformersEngine(model, device=chosen.device, dtype=dtype, store=store, writer=chosen.writer)
 
 
@@ -95,7 +95,7 @@ def open_vllm(
         try:
             with log:
                 return VLLMEngine(
-                    _found_anywhere(chosen.model),
+                    found_anywhere(chosen.model),
                     store=store,
                     header=header,
                     dtype=chosen.dtype,
@@ -202,16 +202,26 @@ def with_model(chosen: _Options, home: Path | None = None, otherwise: str = SMOL
     if chosen.model is not None:
         return chosen
     if otherwise == SMOLLM2:
-        echo(
-            "Without --model it is smollm2, SmolLM2-135M-Instruct: small and fast; larger models read better.", err=True
-        )
+        echo(_about_smollm2(), err=True)
     return replace(chosen, model=otherwise)
+
+
+def _about_smollm2() -> str:
+    from cacheblend_rag.console.known_models import machine, next_larger
+
+    memory, dtype, _ = machine()
+    larger = next_larger(memory, dtype)
+    offer = f"The next larger that fits this machine is --model {larger.name}, from the model hub; " if larger else ""
+    return (
+        "Without --model it is smollm2, SmolLM2-135M-Instruct: for a quick trial. It is small and often reads wrongly. "
+        f"{offer}`cacheblend models` lists more."
+    )
 
 
 def _as_indexed(chosen: _Options, made: IndexConfig) -> _Options:
     """Return options with what an index was made with where they leave it open."""
     model = chosen.model or made.model.name
-    if chosen.writer is not None or _found_anywhere(model) != made.model.name:
+    if chosen.writer is not None or found_anywhere(model) != made.model.name:
         return replace(chosen, model=model)
     if made.writer is None:
         return replace(chosen, model=model, writer=NO_WRITER)
@@ -229,7 +239,7 @@ def model_for(files: Iterable[Path]) -> str:
     return BUNDLED_MODEL if all(file_digest(file) in known for file in files) else SMOLLM2
 
 
-def _found_anywhere(model: str | None) -> str | None:
+def found_anywhere(model: str | None) -> str | None:
     """Return a model's whole path, where it is one: it is recorded in indexes, which are opened from elsewhere, too."""
     if model is None or is_named(model) or not (at := from_home(model)).exists():
         return model

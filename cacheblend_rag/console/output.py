@@ -22,9 +22,25 @@ Show = Callable[[float, int, str], None]
 _SECONDS_A_LINE = 5.0
 
 
+_hearing: list[Callable[[str], object]] = []
+
+
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
     """Print a text, whoever wrote it, on stdout or stderr: it steers no terminal."""
-    typer.echo(printable(text), err=err, nl=nl)
+    if err and _hearing:
+        _hearing[-1](text)
+    else:
+        typer.echo(printable(text), err=err, nl=nl)
+
+
+@contextmanager
+def heard_by(hear: Callable[[str], object]) -> Iterator[None]:
+    """Give ``hear`` each line that any thread would print on stderr while the block runs."""
+    _hearing.append(hear)
+    try:
+        yield
+    finally:
+        _hearing.pop()
 
 
 class LogLines(logging.Handler):

@@ -21,6 +21,7 @@ from cacheblend_rag.engines.thoughts import ThoughtReader
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, TokenizedPrompt, rag_prompt
 from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, forget, index_documents
+from cacheblend_rag.rag.questions import check_question
 from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn, unanswered
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, check_sizes
 from cacheblend_rag.retrieval.database import IndexConfig
@@ -291,20 +292,6 @@ class RagPipeline(Closing):
         """Close the index; the engine stays open."""
         self.engine.registry.detach(self.chunks)
         self.chunks.close()
-
-
-def check_question(question: str) -> None:
-    """Refuse an empty question, and one with halves of characters, which cannot be tokenised.
-
-    Raises:
-        InputError: It is one.
-    """
-    if not question.strip():
-        raise InputError("The question is empty.")
-    try:
-        question.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"The question is not valid Unicode ({error}).") from None
 
 
 class _Prepared:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.engines.results import Generation
-from cacheblend_rag.engines.thoughts import Parts
-from cacheblend_rag.retrieval.index import Hit
+from cacheblend_rag.retrieval.hit import Hit
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.thoughts import Parts
 
 
 @dataclass(frozen=True)

@@ -214,15 +214,17 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 
 def default_ram_budget(processes: int = 1) -> int:
-    """Return how many bytes of KV each of ``processes`` on this machine may hold in RAM: together a quarter of its memory.
+    """Return how many bytes of KV each of ``processes`` on this machine may hold in RAM: together a quarter of its memory."""
+    return memory_bytes() // 4 // processes
 
-    In a container it is a quarter of what that may have: who takes more is killed.
-    """
+
+def memory_bytes() -> int:
+    """Return the bytes of this machine's memory; in a container those it may have, since who takes more is killed."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in _LIMITS:
         with suppress(OSError, ValueError):  # not there, or "max"
             memory = min(memory, int(limit.read_text()))
-    return memory // 4 // processes
+    return memory
 
 
 def open_store(

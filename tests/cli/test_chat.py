@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 from cacheblend_rag.blending.outcome import Mode, PromptOutcome, Usage
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.cli.chat import Chat
-from cacheblend_rag.cli.citations import reuse_line, snippet, source_lines
+from cacheblend_rag.cli.citations import marked_lines, reuse_line, snippet, source_lines
 from cacheblend_rag.engines.results import Generation, Timings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.prompts.chunk import Chunk
@@ -135,3 +136,14 @@ def test_a_snippet_quotes_the_characters_of_its_source():
         quoted = snippet(text, about, 200).strip("“”").removeprefix("… ")
         assert quoted in " ".join(text.split()), about
     assert snippet(" \n ", "x") == "“”"
+
+
+def test_a_marked_sentence_is_shown_with_what_stands_around_it():
+    text = "Far away. " * 30 + "Near before. The\nanswer. Near after." + " Far away." * 30
+    begin = text.index("The\nanswer.")
+    heading, *lines = marked_lines(replace(SOURCES[1], chunk=Chunk("c", text, ())), (begin, begin + 11))
+    assert heading == "Nearest to the question, in [1] log.pdf:"
+    shown = " ".join(line.strip() for line in lines)
+    assert "Near before. >> The answer. << Near after." in shown
+    assert shown.startswith("… ") and shown.endswith(" …")
+    assert all(len(line) <= 100 for line in lines)

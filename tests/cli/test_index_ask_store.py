@@ -104,8 +104,17 @@ def test_ask_ratio_1_recomputes_every_stale_token_and_policy_none_recomputes_non
 def test_ask_for_people_prints_answer_sources_and_reuse(run, model_dir, store):
     result = run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 4)
     assert result.exit_code == 0, result.stderr
-    assert "[1] observatory.md: “" in result.stdout
+    assert "[1] observatory.md (score " in result.stdout
+    assert "Nearest to the question, in [1] observatory.md:\n" in result.stdout and ">> " in result.stdout
     assert "tokens reused" in result.stdout
+
+
+def test_ask_tells_programs_which_sentence_is_nearest_to_the_question(run, model_dir, store):
+    found = as_json(run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 1, "--json"))
+    nearest, source = found["nearest"], found["sources"][0]
+    assert nearest["id"] == source["id"]
+    assert nearest["text"] == source["text"][nearest["begin"] : nearest["end"]]
+    assert "founded" in nearest["text"]
 
 
 def test_chat_answers_piped_questions_and_obeys_commands(run, model_dir, store):

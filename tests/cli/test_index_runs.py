@@ -273,7 +273,7 @@ def test_an_answer_from_a_pdf_cites_the_page(run, index, engine, documents, stor
     write_pdf(documents / "book.pdf", ["Nothing of interest.", "The lighthouse keeper is called Orla Fenwick."])
     index("--chunk-tokens", 16)
     found = run("ask", "Who is the lighthouse keeper?", "--store", store, "--model", "fake", "--k", 20)
-    assert "book.pdf, page 2: “" in found.stdout, found.output
+    assert "book.pdf, page 2 (" in found.stdout, found.output
     sources = as_json(run("ask", "Who?", "--store", store, "--model", "fake", "--k", 20, "--json"))["sources"]
     assert {source["page"] for source in sources if source["path"].endswith("book.pdf")} == {1, 2}
 

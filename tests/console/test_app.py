@@ -37,7 +37,7 @@ def test_a_command_imports_no_other_command():
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     loaded = ast.literal_eval(done.stdout.splitlines()[-1])
     assert "cacheblend_rag.cli.ask" in loaded
-    assert set(loaded) <= {f"cacheblend_rag.cli.{name}" for name in ("ask", "chat", "citations", "explain")}
+    assert set(loaded) <= {f"cacheblend_rag.cli.{name}" for name in ("ask", "chat", "citations", "resident")}
 
 
 def test_threads_of_a_command_do_not_spin_for_long() -> None:

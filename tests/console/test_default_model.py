@@ -163,5 +163,5 @@ def test_a_model_in_a_directory_is_known_by_its_whole_path_and_names_stay_what_t
     monkeypatch.chdir(tmp_path)
     for name in ("mine", "smollm2"):
         (tmp_path / name).mkdir()
-    found = [engines._found_anywhere(name) for name in ("mine", "./smollm2", "smollm2", "acme/llm", None)]
+    found = [engines.found_anywhere(name) for name in ("mine", "./smollm2", "smollm2", "acme/llm", None)]
     assert found == [str(tmp_path / "mine"), str(tmp_path / "smollm2"), "smollm2", "acme/llm", None]

@@ -17,7 +17,8 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.lab.scoring import score
 from cacheblend_rag.lab.spelling import answer_ids
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
-from cacheblend_rag.rag.pipeline import RagPipeline, check_question
+from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.rag.questions import check_question
 from cacheblend_rag.rag.results import RagAnswer
 
 TEMPERATURE: Final = 0.05

