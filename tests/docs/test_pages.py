@@ -183,7 +183,7 @@ def test_the_page_about_traces_names_every_pass() -> None:
     page = (ROOT / "docs/howto/observe.md").read_text(encoding="utf-8")
     source = (ROOT / "cacheblend_rag/blending/fusor.py").read_text(encoding="utf-8")
     passes = re.findall(r'self\._run\(\s*"(\w+)"', source)
-    assert len(passes) == 3
+    assert len(passes) == 4
     assert [name for name in passes if f"cacheblend.{name}_pass " not in page] == []
 
 
