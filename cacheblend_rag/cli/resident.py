@@ -227,7 +227,7 @@ def _reached(held: Held) -> tuple[Connection, bool]:
     path = held.socket
     if (found := _connected(path)) is not None:
         return found, False
-    with FileLock(path.with_suffix(".lock"), timeout=_PATIENCE_S, mode=0o600):
+    with FileLock(path.with_name("starting.lock"), timeout=_PATIENCE_S, mode=0o600):
         if (found := _connected(path)) is not None:  # another command was first
             return found, False
         with suppress(FileNotFoundError):
