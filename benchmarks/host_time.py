@@ -142,7 +142,7 @@ def measure(o: argparse.Namespace) -> None:
         num_key_value_heads=1, max_position_embeddings=1 << 20,
     )  # fmt: skip
     torch.manual_seed(0)
-    with TransformersEngine(LlamaForCausalLM(config).eval(), device="cpu", header=(1, 2)) as engine:
+    with TransformersEngine(LlamaForCausalLM(config).eval(), device="cpu", header=(1, 2), prefix_cache=0) as engine:
         place = Workbench(engine, "", None, _CPU, torch.float32, 256)
         chunks = place.random_chunks(o.chunks, o.chunk_tokens, 0)
         prompts = [place.prompt(chunks, QUESTION, number) for number in range(o.rounds)]

@@ -55,6 +55,7 @@ class ModelProfile:
             header, none of their tokens is recomputed, and what is not stored is stored before the prompt is computed.
         calibrated: What calibration measured; empty for defaults, also for those that come with a KV writer.
         origin: Where the above were read from; empty for the defaults of any model.
+        always: Whether a quality blends every prompt, not only one that is sooner for it: somebody has named the ratio.
     """
 
     ratio: float = 0.5
@@ -67,6 +68,7 @@ class ModelProfile:
     blockwise: bool = False
     calibrated: dict[str, Any] = field(default_factory=dict)
     origin: str = field(default="", compare=False)
+    always: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what no model could be blended with; raises InputError as :class:`BlendSettings` does."""
@@ -104,7 +106,7 @@ class ModelProfile:
             self.policy if settings.policy is None else settings.policy,
             self.check_layers if asked is None else asked,
             settings.reuse or self.reuse,
-            None if settings.named else settings.quality or _QUALITY[self.reuse],
+            None if settings.named or self.always else settings.quality or _QUALITY[self.reuse],
         )
 
     def options(self, settings: ResolvedSettings) -> FuseOptions:
@@ -152,7 +154,7 @@ def load_profile(
     """
     found = _read_profile(digest, model_directory, writer)
     # Who names a ratio wants a blend, as in a request.
-    return found if ratio is None else replace(found, ratio=ratio, reuse="chunks")
+    return found if ratio is None else replace(found, ratio=ratio, reuse="chunks", always=True)
 
 
 def _read_profile(digest: str, model_directory: Path | None, writer: WrittenBy | None) -> ModelProfile:
@@ -190,7 +192,7 @@ def save_profile(
     """Write the profile of a model (with a KV ``writer``) among the user's files, or into ``directory``; return the file."""
     file = _own_file(digest, writer) if directory is None else directory / _FILE
     data = asdict(profile)
-    del data["origin"]
+    del data["origin"], data["always"]
     write_json(file, data)
     return file
 

@@ -135,7 +135,7 @@ def test_chat_goes_on_after_a_question_that_does_not_fit(run, model_dir, store):
     )
     assert result.exit_code == 0
     assert "context window" in result.stderr
-    assert "[1] observatory.md: “" in result.stdout
+    assert "[1] observatory.md (score " in result.stdout
 
 
 def test_files_without_text_are_skipped_with_their_reasons_and_the_others_are_indexed(

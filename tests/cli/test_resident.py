@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -68,9 +69,16 @@ class Started:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Started]:
+def short() -> Iterator[Path]:
+    """A directory for sockets, whose paths have no more than 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, short: Path) -> Iterator[Started]:
     made = Started()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
     monkeypatch.setattr(resident, "start", made)
     yield made
     for pid in made.pids:
@@ -251,8 +259,8 @@ def test_it_ends_when_what_it_has_loaded_is_out_of_date():
         Resident(at, lambda asked: said("x"), idle_s=0.01, clock=lambda: 0.0, out_of_date=lambda: True).serve()
 
 
-def test_a_directory_that_others_may_enter_is_not_used(started: Started, tmp_path):
-    (tmp_path / "cacheblend").mkdir(mode=0o755)
+def test_a_directory_that_others_may_enter_is_not_used(started: Started):
+    (Path(os.environ["XDG_RUNTIME_DIR"]) / "cacheblend").mkdir(mode=0o755)
     assert ask() == "own answer to Why?"
     assert started.pids == []
 
@@ -326,11 +334,13 @@ def test_a_command_that_asks_the_process_imports_no_torch():
 
 
 @pytest.mark.slow
-def test_a_resident_process_answers_as_the_command_alone_does_and_loads_once(run, model_dir, documents, tmp_path):
+def test_a_resident_process_answers_as_the_command_alone_does_and_loads_once(
+    run, model_dir, documents, tmp_path, short
+):
     store = tmp_path / "store"
     indexed = run("index", documents, "--store", store, "--model", model_dir, "--chunk-tokens", 40)
     assert indexed.exit_code == 0, indexed.stderr
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(short)}
 
     def answered(minutes: int, *more: str) -> subprocess.CompletedProcess[str]:
         command = [
@@ -357,12 +367,12 @@ def test_a_resident_process_answers_as_the_command_alone_does_and_loads_once(run
 
     alone = facts(answered(0, "--json"))
     first = facts(answered(5, "--json"))
-    (there,) = (tmp_path / "cacheblend").glob("*[!k]")
+    (there,) = (short / "cacheblend").glob("*[!k]")
     again = facts(answered(5, "--json"))
     assert alone["answer"] == first["answer"] == again["answer"]
     assert alone["sources"] == first["sources"] == again["sources"]
     assert first["usage"] == again["usage"]
-    assert list((tmp_path / "cacheblend").glob("*[!k]")) == [there]
+    assert list((short / "cacheblend").glob("*[!k]")) == [there]
     refused = answered(5, "--max-tokens", "2000")
     assert (refused.returncode, refused.stdout) == (2, "")
     (store / "index.sqlite3").unlink()

@@ -41,6 +41,10 @@ class RunningServer:
         self._command = ["serve", "--store", str(store), "--ram-budget", "0"]
         self._command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"]
         self._command += ["--max-request-size", f"{BODY_LIMIT}B", *flags]
+        if (
+            model and "--ratio" not in flags
+        ):  # of a model so small no blend is sooner than none: named, every prompt is blended
+            self._command += ["--ratio", "0.5"]
         self.settings: dict[str, str] = {}
         self._command += (["--model", str(model)] if model else []) + (["--api-key", key] if key else [])
         self.process: BaseProcess | None = None

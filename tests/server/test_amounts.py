@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,7 +130,10 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CACHEBLEND_API_KEY", "VLLM_API_KEY"):
             patch.delenv(name, raising=False)
+        root = logging.getLogger()
+        patch.setattr(root, "level", root.level)  # which vLLM sets
         yield House(tmp_path_factory.mktemp("amounts"))
+    root.setLevel(root.level)  # forgets which loggers were found to be silent
 
 
 async def test_a_text_that_fits_no_prompt_is_refused_in_any_string_of_any_route_before_the_route_is_reached(

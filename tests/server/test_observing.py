@@ -61,6 +61,7 @@ def test_a_request_is_one_trace_from_the_clients_span_to_vllms(server: RunningSe
         "cacheblend.plan": request,
         "cacheblend.load": request,
         "cacheblend.fuse": request,
+        "cacheblend.front_pass": "cacheblend.fuse",
         "cacheblend.dense_pass": "cacheblend.fuse",
         "cacheblend.sparse_pass": "cacheblend.fuse",
         "cacheblend.prefill": request,

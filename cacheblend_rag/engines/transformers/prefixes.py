@@ -112,6 +112,8 @@ class PrefixCache:
 
     def keep(self, said: Said, cache: PositionedCache) -> None:
         """Keep a copy of the KV of what was said, as far as it is not kept yet; ``cache`` holds it from its first slot on."""
+        if not self.budget:
+            return
         labels = said.labels
         with self._lock:
             path = self._touched(self._path(said.namespace, labels))

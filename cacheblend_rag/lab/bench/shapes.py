@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from statistics import median
 from typing import Any, Final
@@ -64,6 +64,7 @@ def bench_shapes(
     with another.
     """
     say = progress or (lambda line: None)
+    place.engine.profile = replace(place.engine.profile, always=False)  # what is measured is what an engine chooses
     rank_for(place.engine, blend_by())
     stored = place.random_chunks(
         max(settings.chunks) * len(settings.chunk_tokens), max(settings.chunk_tokens), settings.seed

@@ -204,7 +204,7 @@ class _Load:
                 ttft = ttft or time.perf_counter() - begin - arrivals[index]
                 answer = event.generation
             assert answer is not None
-            if answer.mode == "prefill" and how.settings.reuse != "off" and not how.ordinary:
+            if not answer.usage.reused_tokens and how.settings.reuse != "off" and not how.ordinary:
                 raise InputError(f"A request was not served as it should be: {answer.reason}.")
             return _Served(ttft, answer.usage.computed_tokens)
 

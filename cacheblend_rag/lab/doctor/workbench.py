@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -170,6 +170,7 @@ class Workbench:
                     raise ModelError(
                         f"This model is not blended, so there is nothing to measure: {engine.gate.reason}."
                     )
+                engine.profile = replace(engine.profile, always=True)  # what is measured is the blend
                 yield opened
 
     def random_chunks(self, count: int, tokens: int, seed: int) -> list[Chunk]:

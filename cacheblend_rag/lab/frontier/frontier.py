@@ -111,9 +111,12 @@ class _PromptRun:
         self._layout = BatchLayout(prompt.header, prompt.spans, length, watched, exact, fork)
         # Tokens that are always computed: before the last chunk's end, and behind it.
         self._asked = len(prompt.ids) - prompt.spans[-1][1]
+        # Of them the front, before the first stale chunk, is computed once.
         self._between = prompt.spans[-1][1] - len(prompt.header) - sum(end - start for start, end in prompt.spans)
         self._ids = torch.tensor([[*prompt.ids, *rest]], device=self._blender.device)
         self._stale = prompt.spans[exact:]
+        before = prompt.spans[0][1] if exact else len(prompt.header)
+        self._front = max(0, self._stale[0][0] - before) if self._stale else 0
         self._truth = self._blender.follow(self._batch(), self._cache)
         self._gold = self._likelihood(self._truth)
 
@@ -187,9 +190,9 @@ class _PromptRun:
         forced = between + self._asked
         computed = float(forced + count)
         if chosen.needs_attention and 0 < count < stale:
-            computed += forced
+            computed += forced - self._front
         if chosen.needs_deviation and 0 < count < stale:
-            computed += (stale + between) * _CHECK_LAYER / self._blender.num_layers
+            computed += (stale + between - self._front) * _CHECK_LAYER / self._blender.num_layers
         return computed / len(self._prompt.ids)
 
     def _candidates(self, positions: torch.Tensor, *measured: torch.Tensor | None) -> Candidates:

@@ -109,9 +109,9 @@ def test_passes_that_are_replayed_are_the_reference_wherever_their_pages_lie(
             got = first_logprobs(engine, scene.prompt, BlendSettings(0.3, "hkvd", (1,)))
             want = reference.blend(model, scene.header, scene.parts(), 0.3, (1,)).logits.float().log_softmax(-1)
             torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
-            # The second of its kind was captured and tried; those behind it are replayed.
-            assert in_worker(engine, captured) == [[32, False]] * (seed > 0)
-            assert in_worker(engine, replayed) == seed
+            # The second of its kind was captured and tried; those behind it are replayed. Each blend has two: its front's, too.
+            assert in_worker(engine, captured) == [[32, False]]
+            assert in_worker(engine, replayed) == 2 * seed + 1
         for seed, scene in enumerate(scenes[1:]):
             _, want = chosen_by(engine, model, "query", scene)
             engine.reset_prefix_cache()

@@ -89,11 +89,13 @@ def test_a_throttled_store_gives_the_same_numbers_as_any_other(engine, monkeypat
     set_header(engine, settings)
     case = Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0])
     engine.precompute(case.chunks)
-    want = engine.generate(case.prompt)
+    blend = BlendSettings(0.5, "static-query")
+    want = engine.generate(case.prompt, settings=blend)
     engine.store = ThrottledStore(1e9)
     try:
         engine.precompute(case.chunks)
-        got = engine.generate(case.prompt)
+        engine.reset_prefix_cache()
+        got = engine.generate(case.prompt, settings=blend)
         assert got.token_ids == want.token_ids
         assert (got.mode, got.policy, got.ratio) == ("blend", want.policy, want.ratio)
         by_rank = engine.generate(case.prompt, settings=BlendSettings(0.1, "static"))
