@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.blending.controller import GAIN, Terms, blend_or_not
@@ -24,6 +24,11 @@ from tests.blending.reference import Part
 
 ONE = SamplingParams(max_tokens=1)
 TOKENS = ComputeCost(0.0, 1.0, 0.0)  # a second a token
+
+
+@pytest.fixture(autouse=True)
+def _chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.blending.controller.GAIN", GAIN)
 
 
 def terms(compute: ComputeCost = TOKENS, asks: bool = True, dense: float = 0.0) -> Terms:
@@ -58,6 +63,7 @@ def counting_engine(**options: Any) -> Any:
     return engine
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(0, 2000), st.integers(1, 24), st.integers(50, 512), st.integers(10, 2000), st.sampled_from([0.15, 0.5])
 )

@@ -90,3 +90,11 @@ def plain_llm(weights: dict[str, Any]) -> PlainLLM:
 @pytest.fixture
 def scripted() -> ScriptedEngine:
     return ScriptedEngine()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _blends() -> Iterator[None]:
+    """The bundled model answers a short prompt as soon without a blend: here what a blend reports is looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cacheblend_rag.blending.controller.GAIN", 0.0)
+        yield

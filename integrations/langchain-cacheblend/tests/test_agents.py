@@ -112,6 +112,7 @@ def test_an_agent_reuses_what_its_tool_has_found(
 
 
 async def test_a_streamed_agent_reuses_it_too(told: ToldEngine, notes: CacheBlendRetriever) -> None:
+    told.reset_prefix_cache()  # which has the prompts of the agent that was not streamed
     agent = create_agent(ChatCacheBlend(engine=told), [retriever_tool(notes, "content")], system_prompt=SYSTEM)
     asked = {"messages": [HumanMessage("What about 'the song'?")]}
     messages: list[Any] = list(asked["messages"])

@@ -348,6 +348,7 @@ def test_an_agents_artifact_names_the_chunks_of_a_retriever_that_is_not_wrapped(
     parts = Parts(ChatCacheBlend(engine=engine, max_tokens=4), lambda r: r, store.as_retriever(), embedding)
     call = LastCall()
     for kind, expected in (("content", "none"), ("content_and_artifact", "cache_creation"), ("content", "cache_read")):
+        engine.reset_prefix_cache()
         agent(parts, kind).invoke(QUESTION, config={"callbacks": [call]})
         engine.flush()
         details = {"none": 1000, **call.usage()["input_token_details"]}
@@ -374,6 +375,7 @@ async def test_chains_stream_in_pieces_and_report_events(shape: Callable[..., An
     whole = chain.invoke(QUESTION)
     assert "".join(chain.stream(QUESTION)) == whole
     assert "".join([piece async for piece in chain.astream(QUESTION)]) == whole
+    engine.reset_prefix_cache()
     events = [event async for event in chain.astream_events(QUESTION, version="v2")]
     tokens = [event["data"]["chunk"].text for event in events if event["event"] == "on_chat_model_stream"]
     assert "".join(tokens) == whole

@@ -138,7 +138,7 @@ def test_on_miss_decides_between_silence_and_an_error(
 
 
 def test_a_policy_that_is_asked_for_and_gives_way_may_be_an_error() -> None:
-    with TransformersEngine("bundled", ranking="off") as unranked:
+    with TransformersEngine("bundled", ranking="off", prefix_cache=0) as unranked:
         text = "\n\n".join(d.page_content for d in of(unranked, [note(1), note(2)]).invoke("")) + " When?"
         unranked.precompute(list(unranked.registry))
         strict = ChatCacheBlend(engine=unranked, on_miss="error", max_tokens=2)

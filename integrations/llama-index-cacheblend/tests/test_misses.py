@@ -123,7 +123,7 @@ def test_on_miss_decides_between_silence_and_an_error(
 
 
 def test_a_policy_that_is_asked_for_and_gives_way_may_be_an_error() -> None:
-    with TransformersEngine("bundled", ranking="off") as unranked:
+    with TransformersEngine("bundled", ranking="off", prefix_cache=0) as unranked:
         llm = CacheBlendLLM(engine=unranked, policy="static", max_tokens=2)
         asked(query_engine(llm, nodes_of(text(1), text(2))))  # stores what it finds missing
         unranked.flush()

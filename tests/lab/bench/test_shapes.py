@@ -15,6 +15,11 @@ TINY = BenchModel(random_weights="llama:2x256", device="cpu")
 SETTINGS = ShapesSettings(fronts=(0, 100), chunks=(1, 6), chunk_tokens=(20, 60), questions=(5, 150), repeat=1)
 
 
+@pytest.fixture(autouse=True)
+def _chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.blending.controller.GAIN", GAIN)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cold", [False, True])
 def test_no_quality_computes_more_than_a_prefill_with_prefix_caching(cold: bool) -> None:
