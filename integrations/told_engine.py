@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,13 +23,17 @@ class ToldEngine(TransformersEngine):
         super().__init__(model, tokenizer=tokenizer, device="cpu")
         self.say = say
 
-    def stream(
-        self, prompt: Any, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+    def _begun(
+        self,
+        prompt: Any,
+        sampling: SamplingParams | None,
+        settings: BlendSettings | None,
+        gone: Event | None = None,
     ) -> Iterator[StreamEvent]:
         """Run the prompt as far as its first token."""
         sampling, tokens = sampling or SamplingParams(), self.tokenize(prompt)
         text = self.say(self.tokenizer.decode(tokens.token_ids), sampling)
-        *_, last = super().stream(tokens, replace(sampling, max_tokens=1, json_schema=None), settings)
+        *_, last = super()._begun(tokens, replace(sampling, max_tokens=1, json_schema=None), settings, gone)
         assert last.generation is not None
         half = len(text) // 2
         yield StreamEvent(text[:half])

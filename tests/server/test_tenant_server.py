@@ -123,7 +123,7 @@ class Tenants:
     def reuse(self, tenant: str, prompt: str, **fields: Any) -> dict[str, Any]:
         """What the answer's usage says, without times."""
         usage = self.ask(tenant, prompt, **fields)["usage"]
-        timed = ("load_s", "blend_s", "loads", "reads")
+        timed = ("load_s", "blend_s", "loads", "reads", "prefill_s", "expected_s")
         return {name: value for name, value in usage["cacheblend"].items() if name not in timed}
 
     def cached(self, tenant: str, prompt: str, **fields: Any) -> int:
