@@ -49,7 +49,7 @@ def over(index: VectorStoreIndex, llm: CacheBlendLLM, **options: Any) -> CacheBl
 def test_a_chat_without_notes_computes_what_is_new(llm: CacheBlendLLM, block: int) -> None:
     chat = SimpleChatEngine.from_defaults(llm=llm, memory=ChatMemoryBuffer.from_defaults(token_limit=4000))
     for before, after in pairwise(usages(chat)):
-        assert after["kept_tokens"] > before["prompt_tokens"] - block
+        assert after["kept_tokens"] > before["prompt_tokens"] - max(block, 16)  # fewer are computed again
 
 
 def test_a_chat_over_an_index_keeps_all_but_the_last_exchange(
