@@ -197,7 +197,10 @@ def test_usage_says_what_was_reused_recomputed_and_missing(engine: TransformersE
     register_nodes(engine, [TextNode(text=text)])
     (size,) = [len(c.token_ids) for c in engine.registry if c.text == text]
     prompt = user(f"By the way:\n{text}\nQuestion: Why?")
-    first, second = llm.chat(prompt).raw, llm.chat(prompt).raw
+    engine.reset_prefix_cache()
+    first = llm.chat(prompt).raw
+    engine.reset_prefix_cache()  # which has all of the first, exactly
+    second = llm.chat(prompt).raw
     assert (first["mode"], len(first["missing"]), first["usage"]["reused_tokens"]) == ("prefill", 1, 0)
     assert (second["mode"], second["missing"]) == ("blend", [])
     usage = second["usage"]
