@@ -137,8 +137,13 @@ class Terms:
     more_unranked: float = 1.0
 
     @classmethod
-    def of(cls, costs: Costs, profile: ModelProfile, settings: ResolvedSettings, num_layers: int) -> Self:
-        """Return the terms of a blend by ``settings`` of a model with ``profile``."""
+    def of(cls, costs: Costs | None, profile: ModelProfile, settings: ResolvedSettings, num_layers: int) -> Self | None:
+        """Return the terms of a blend by ``settings`` of a model with ``profile``.
+
+        None where the controller decides nothing: the settings say how to blend, or the costs that decide are not known.
+        """
+        if costs is None or not (costs.calibrated if settings.ratio == "auto" else settings.only_if_sooner):
+            return None
         first = policy(settings.policy)
         dense = profile.dense_share(first, num_layers, settings.check_layers)
         if not first.needs_static or settings.ratio != "auto":  # a fixed ratio asks nothing of the chunks themselves
@@ -201,16 +206,11 @@ def decide(load: Load, costs: Costs) -> Decision:
 
 def choose(
     plan: BlendPlan, terms: Terms, settings: ResolvedSettings, ratio: float | TextRatio, waits_s: float = 0.0
-) -> Choice | None:
-    """Return what the controller makes of ``plan``; None where ``settings`` say how to blend it, which is obeyed.
-
-    See :func:`control`, for a ratio of ``"auto"``, and :func:`blend_or_not`, for a quality.
-    """
+) -> Choice:
+    """Return what :func:`control` decides for a ratio of ``"auto"``, and :func:`blend_or_not` for a quality."""
     if settings.ratio == "auto":
-        return control(plan, terms, ratio, waits_s) if terms.costs.calibrated else None
-    if not settings.only_if_sooner or isinstance(ratio, TextRatio):
-        return None
-    return blend_or_not(plan, terms, ratio, waits_s)
+        return control(plan, terms, ratio, waits_s)
+    return blend_or_not(plan, terms, settings.ratio, waits_s)
 
 
 def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: float = 0.0) -> Choice:

@@ -17,11 +17,11 @@ from cacheblend_rag.store.events import TierReads
 _WEIGHT = 0.2
 """Of the newest observation in the exponentially weighted average: some ten prompts decide."""
 _MOST_STEP = 4.0
+"""One observation counts as at most so many times slower or faster than expected: a hiccup is no new device."""
 _ATTENTION = 2.0
 """How many times longer attention takes than the products with the weights, for as many operations."""
 _PLACING = 0.01
-"""What placing a stored token takes, as a share of what computing one takes."""
-"""One observation counts as at most so many times slower or faster than expected: a hiccup is no new device."""
+"""Cost of placing a stored token, as a share of the cost of computing one."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,11 @@ class Costs:
     compute: ComputeCost
     tiers: Mapping[str, TierCost]
     calibrated: bool = True
+
+    @classmethod
+    def of_model(cls, pass_s: float, token_s: float, config: Any) -> Self:
+        """Return the costs before any are calibrated; see :meth:`ComputeCost.of_model`."""
+        return cls(int(config.num_hidden_layers), ComputeCost.of_model(pass_s, token_s, config), {}, calibrated=False)
 
     def after(self, measured: MeasuredCost) -> Costs:
         """Return the costs corrected by what a run took."""

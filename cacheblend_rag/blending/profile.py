@@ -106,7 +106,7 @@ class ModelProfile:
             self.policy if settings.policy is None else settings.policy,
             self.check_layers if asked is None else asked,
             settings.reuse or self.reuse,
-            None if settings.named or self.always else settings.quality or _QUALITY[self.reuse],
+            None if settings.named or self.always or self.blockwise else settings.quality or _QUALITY[self.reuse],
         )
 
     def options(self, settings: ResolvedSettings) -> FuseOptions:

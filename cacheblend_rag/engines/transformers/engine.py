@@ -171,12 +171,10 @@ class PromptRun:
 
     def _choose(self, plan: BlendPlan) -> Choice | None:
         """Let the controller choose what to use of the plan, where the request leaves that to the engine."""
-        model, settings, costs = self._model, self._request.settings, self._model.costs
-        if costs is None or not (plan.uses_stored_kv and model.gate.passed):
+        model, settings = self._model, self._request.settings
+        terms = Terms.of(model.costs, model.profile, settings, model.num_layers)
+        if terms is None or not (plan.uses_stored_kv and model.gate.passed):
             return None
-        if model.profile.blockwise:
-            return None
-        terms = Terms.of(costs, model.profile, settings, model.num_layers)
         return choose(plan, terms, settings, self._options.ratio)
 
     def _as_said(self) -> Said | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cacheblend_rag.blending.costs import ComputeCost, Costs, MeasuredCost
+from cacheblend_rag.blending.costs import Costs, MeasuredCost
 from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.profile import load_costs, load_profile, log_uncalibrated
 from cacheblend_rag.blending.rope import Rope
@@ -241,8 +241,7 @@ class ModelOwner(BlendEngine):
         else:
             self.gate, self.rope = run_gate(self.subject(), self.store.codecs)
         if self.gate.passed and self.costs is None:
-            compute = ComputeCost.of_model(self.gate.pass_s, self.gate.token_s, self.runner.config)
-            self.costs = Costs(self.num_layers, compute, {}, calibrated=False)
+            self.costs = Costs.of_model(self.gate.pass_s, self.gate.token_s, self.runner.config)
         if self.gate.passed and not self.profile.is_calibrated:
             log_uncalibrated()
         self.snapshots = None if self.gate.passed else snapshots_of(self.runner)

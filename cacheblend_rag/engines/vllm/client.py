@@ -15,7 +15,7 @@ from uuid import uuid4
 import torch
 
 from cacheblend_rag.blending.controller import Terms
-from cacheblend_rag.blending.costs import ComputeCost, Costs
+from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.profile import load_costs, log_uncalibrated
@@ -84,8 +84,7 @@ class BlendClient:
         self.num_layers = int(model.hf_text_config.num_hidden_layers)
         self.costs = load_costs(launch.fingerprint.digest, self.device.type, "vllm")
         if gate.passed and self.costs is None:
-            compute = ComputeCost.of_model(gate.pass_s, gate.token_s, model.hf_text_config)
-            self.costs = Costs(self.num_layers, compute, {}, calibrated=False)
+            self.costs = Costs.of_model(gate.pass_s, gate.token_s, model.hf_text_config)
         block_size = int(config.cache_config.block_size or 0)
         cached = config.cache_config.num_gpu_blocks if config.cache_config.enable_prefix_caching else 0
         self.prefix_cache_tokens = int(cached or 0) * block_size
@@ -155,9 +154,7 @@ class BlendClient:
             return tokens, {}
         spans = tuple((span.start, span.end, span.chunk.id) for span in prompt.spans)
         widths = self.profile.schedule(resolved.check_layers).widths
-        terms, decides = None, resolved.only_if_sooner and not self.profile.blockwise
-        if self.costs is not None and (self.controlled if resolved.ratio == "auto" else decides):
-            terms = Terms.of(self.costs, self.profile, resolved, self.num_layers)
+        terms = Terms.of(self.costs, self.profile, resolved, self.num_layers)
         ratio = self.profile.ratio_of(resolved)
         ends = turn_ends(prompt.token_ids, self._lead)
         job = BlendJob(spans, resolved, widths, ratio, terms, traced, self.namespace, ends, unasked)

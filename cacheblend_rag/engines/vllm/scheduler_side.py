@@ -235,10 +235,9 @@ class SchedulerSide:
         """Let the loading controller decide about what is stored behind the first ``computed`` tokens, if it is asked to."""
         tracked.plan, tracked.choice, tracked.chosen_behind = found, None, computed
         rest = found.within(computed, found.num_tokens)
-        waits_s = sum(self._under_way.values())
         if job.terms is not None and rest.uses_stored_kv:
+            waits_s = sum(self._under_way.values())
             tracked.choice = choose(rest, job.terms, job.settings, job.ratio, waits_s)
-        if tracked.choice is not None:
             tracked.blend_s = tracked.choice.expected_s - waits_s
             tracked.plan = tracked.choice.applied_to(found)
         tracked.reason = tracked.plan.reason
