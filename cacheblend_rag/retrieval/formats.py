@@ -122,7 +122,7 @@ _LONGEST_FIELD = 1 << 24
 def table_text(data: bytes) -> tuple[str, dict[str, Any]]:
     """Return a CSV or TSV file's rows, a line each, cells apart by `` | ``, under the line of its columns' names.
 
-    That line is in the metadata, too, as ``head``; it is empty where the first row does not name the columns.
+    The metadata has the line of column names, too, as ``head``; ``head`` is empty where the first row does not name the columns.
 
     Raises:
         UnusableFileError: See :func:`decode`; or it is no table.

@@ -19,7 +19,7 @@ _TELLING = 4
 """Shortest word, in characters, that tells what a sentence says: most of the shorter ones, as "the", are in every text."""
 
 _OF_WORDS = 0.5
-"""What having all of a question's words counts beside a cosine of 1."""
+"""Weight of a sentence that has all of a question's words, beside a cosine of 1."""
 _LONG = 8
 """A line of fewer words that ends without a stop is taken for a heading."""
 

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 CHARACTERS_A_TOKEN: Final = 16
 """No prompt has more on average: a text with more characters for each token of the context window does not fit that window."""
 FEWEST_CHARACTERS: Final = 1 << 17
-"""What a prompt may have however small the context window is, and what goes with it: a tenth of a second to tokenise."""
+"""Characters that a prompt may have in the smallest context window, and the rest of a body in any: 0.1 s to tokenise."""
 MOST_ITEMS: Final = 2048
 """Messages, blocks of messages, tools, stop strings and the like of one request."""
 _SLICE: Final = 1 << 16

@@ -187,7 +187,7 @@ def share_logging() -> None:
 
 def _without_words(record: logging.LogRecord) -> bool:
     """Take a user's text out of what vLLM and uvicorn say of a request that fails: names of models, schemas, prompts."""
-    # What reaches uvicorn is no tenant's any more.
+    # An error that reaches uvicorn has left the tenant's request.
     failed = bool(_tenant()) or str(record.msg).startswith("Exception in ASGI application")
     if failed and record.levelno >= logging.WARNING and not record.name.startswith(_OWN_LINES):
         hide_values(record)

@@ -74,7 +74,7 @@ def serve(choices: Choices, port: int = 7860, browser: bool = True, block: bool 
 def _look_seldom(queue: Any) -> None:
     """Let Gradio's queue look for questions as often as on Windows; elsewhere it looks a thousand times a second.
 
-    That takes 4% of a core while nobody asks anything.
+    Polling takes 4% of a core while nobody asks anything.
     """
     queue.sleep_when_free, queue.progress_update_sleep_when_free = 0.05, 0.1
 

@@ -79,7 +79,7 @@ class ModelRunner:
         """
 
         def look(*_: object) -> None:
-            # What is being captured is not computed, and serves whoever comes next.
+            # A pass that is being captured computes nothing, and its graph serves later prompts.
             if gone.is_set() and not torch.cuda.is_current_stream_capturing():
                 raise GivenUp
 

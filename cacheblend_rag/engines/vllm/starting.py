@@ -187,7 +187,7 @@ def _end() -> None:
 def end_now() -> NoReturn:
     """End this process with exit code 0, with what is registered for its end done, and without taking all of torch apart.
 
-    That takes seconds, and Triton would list hundreds of its own objects as leaked.
+    Taking torch apart lasts seconds, and Triton would list hundreds of its own objects as leaked.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -111,10 +111,10 @@ class _PromptRun:
         self._layout = BatchLayout(prompt.header, prompt.spans, length, watched, exact, fork)
         # Tokens that are always computed: before the last chunk's end, and behind it.
         self._asked = len(prompt.ids) - prompt.spans[-1][1]
-        # Of them the front, before the first stale chunk, is computed once.
         self._between = prompt.spans[-1][1] - len(prompt.header) - sum(end - start for start, end in prompt.spans)
         self._ids = torch.tensor([[*prompt.ids, *rest]], device=self._blender.device)
         self._stale = prompt.spans[exact:]
+        # The fusor runs the front, the tokens before the first stale chunk, once.
         before = prompt.spans[0][1] if exact else len(prompt.header)
         self._front = max(0, self._stale[0][0] - before) if self._stale else 0
         self._truth = self._blender.follow(self._batch(), self._cache)
