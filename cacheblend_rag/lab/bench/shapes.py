@@ -15,7 +15,7 @@ from cacheblend_rag.lab.doctor.measure import check_positive, count_rounds, take
 from cacheblend_rag.lab.doctor.workbench import Workbench, blend_by
 from cacheblend_rag.lab.policies import rank_for
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 QUALITIES: Final[tuple[Quality, ...]] = ("exact", "high", "fast")
 _PREFILL: Final = "prefill"
@@ -66,14 +66,10 @@ def bench_shapes(
     say = progress or (lambda line: None)
     place.engine.profile = replace(place.engine.profile, always=False)  # what is measured is what an engine chooses
     rank_for(place.engine, blend_by())
-    stored = place.random_chunks(
-        max(settings.chunks) * len(settings.chunk_tokens), max(settings.chunk_tokens), settings.seed
-    )
+    longest = place.random_chunks(max(settings.chunks), max(settings.chunk_tokens), settings.seed)
     rows = []
     for tokens in settings.chunk_tokens:
-        chunks = [
-            Chunk(f"{chunk.id}-{tokens}", "", chunk.token_ids[:tokens]) for chunk in stored[: max(settings.chunks)]
-        ]
+        chunks = [Chunk(f"{chunk.id}-{tokens}", "", chunk.token_ids[:tokens]) for chunk in longest]
         say(f"computing the KV of chunks of {tokens} tokens")
         place.engine.precompute(chunks)
         for front, count, question in product(settings.fronts, settings.chunks, settings.questions):
@@ -86,13 +82,8 @@ def bench_shapes(
 def _measure(
     place: Workbench, settings: ShapesSettings, chunks: Sequence[Chunk], front: int, question: int
 ) -> list[dict[str, Any]]:
-    ids = list(place.random_ids(front, settings.seed + 2)) if front else list(place.engine.header_ids)
-    before, spans = len(ids), []
-    for chunk in chunks:
-        spans.append(ChunkSpan(chunk, len(ids), len(ids) + len(chunk.token_ids)))
-        ids += chunk.token_ids
-    ids += place.random_ids(question, settings.seed + 1)
-    whole = TokenizedPrompt(tuple(ids), tuple(spans))
+    whole = place.prompt(chunks, question, settings.seed, place.random_ids(front, settings.seed + 2))
+    ids, before = whole.token_ids, whole.spans[0].start
     earlier = TokenizedPrompt((*ids[:before], ids[-1]), ())
     done: dict[str, list[Generation]] = {name: [] for name in (_PREFILL, *QUALITIES)}
     for number, _ in count_rounds(settings.repeat):
@@ -101,7 +92,7 @@ def _measure(
             if not settings.cold and before > 1:
                 _first(place, earlier)
             how = BlendSettings(quality="exact" if name == _PREFILL else name)  # type: ignore[arg-type]
-            found = _first(place, TokenizedPrompt(whole.token_ids, ()) if name == _PREFILL else whole, how)
+            found = _first(place, TokenizedPrompt(ids, ()) if name == _PREFILL else whole, how)
             if number:
                 done[name].append(found)
     return [_row(done[_PREFILL], name, done[name]) for name in QUALITIES]

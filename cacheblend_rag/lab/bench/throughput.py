@@ -204,7 +204,9 @@ class _Load:
                 ttft = ttft or time.perf_counter() - begin - arrivals[index]
                 answer = event.generation
             assert answer is not None
-            if not answer.usage.reused_tokens and how.settings.reuse != "off" and not how.ordinary:
+            # A prefix cache serves the exact prefix as well as the store does, and a prompt of it alone is no blend.
+            served = answer.usage.reused_tokens if how.settings.reuse == "prefix" else answer.mode == "blend"
+            if not served and how.settings.reuse != "off" and not how.ordinary:
                 raise InputError(f"A request was not served as it should be: {answer.reason}.")
             return _Served(ttft, answer.usage.computed_tokens)
 

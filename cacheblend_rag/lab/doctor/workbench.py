@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -181,9 +181,11 @@ class Workbench:
             for i in range(count)
         ]
 
-    def prompt(self, chunks: list[Chunk], question_tokens: int, seed: int) -> TokenizedPrompt:
-        """Return header, chunks and a question of random token ids."""
-        ids = list(self.engine.header_ids)
+    def prompt(
+        self, chunks: Sequence[Chunk], question_tokens: int, seed: int, front: Sequence[int] = ()
+    ) -> TokenizedPrompt:
+        """Return the header, or the tokens of another ``front``, then chunks and a question of random token ids."""
+        ids = list(front or self.engine.header_ids)
         spans = []
         for chunk in chunks:
             spans.append(ChunkSpan(chunk, len(ids), len(ids) + len(chunk.token_ids)))
