@@ -45,6 +45,7 @@ class TestSynthesizer:
         template = {"text_qa_template": qa_template(), "summary_template": qa_template()}
         want = get_response_synthesizer(llm=llm, response_mode=mode, **template).synthesize(QUESTION, found)
         ours = CacheBlendSynthesizer(engine, llm=llm, response_mode=mode)
+        engine.reset_prefix_cache()  # which has the prompts of LlamaIndex's
         got = ours.synthesize(QUESTION, found)
         assert (str(got), got.source_nodes) == (str(want), want.source_nodes)
         assert str(await ours.asynthesize(QUESTION, found)) == str(want)
