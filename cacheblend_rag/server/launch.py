@@ -19,6 +19,8 @@ from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.server.amounts import most_characters
 from cacheblend_rag.server.arguments import api_keys, model_info, parse
@@ -122,6 +124,7 @@ async def _serve_engine(
 
     tell("Opening what is registered, and the routes.")
     client = await connect(llm, launch, store, write_back=options.write_back)
+    workers = psutil.Process().children(recursive=True)
     limits = guard(options, args, client.context_window)
     keys = limits.keys
     tenants = ServedTenants.open(client, options.store, keys.tenants, options.max_chunks, keys.quotas)
@@ -139,9 +142,9 @@ async def _serve_engine(
         finally:
             announcing.cancel()
     finally:
-        await tenants.settle(_SETTLE_S)
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(tenants.drain(), _DRAIN_S)
+        await tenants.settle(workers, _SETTLE_S)
         tenants.close()
 
 

@@ -277,6 +277,8 @@ class ChunkRoutes:
             await asyncio.to_thread(served.chunks.keep, wanted, report, holder)
         finally:
             await asyncio.to_thread(served.chunks.settle, wanted)
+            if served.client.llm.errored:
+                served.cut_short.extend(wanted)
         stored = [
             StoredChunk(id=chunk.id, tokens=len(chunk.token_ids), stored=chunk.id not in report.failed)
             for chunk in wanted

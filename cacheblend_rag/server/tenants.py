@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import psutil
 
 from cacheblend_rag.server.catalogue import ChunkCatalogue
 from cacheblend_rag.server.chunks import ServedChunks
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from psutil import Process
+
     from cacheblend_rag.engines.vllm.client import BlendClient
+    from cacheblend_rag.prompts.chunk import Chunk
 
 T = TypeVar("T")
 
@@ -83,6 +88,7 @@ class Served:
         reading: Held while a registration is read and tokenised.
         looking: Held while chunks are listed, looked at or deleted.
         registering: The requests that store chunks, of which what is not registered in the end must be deleted again.
+        cut_short: Chunks of requests that the engine's end has cut short; workers may still write their KV.
     """
 
     client: BlendClient
@@ -90,6 +96,7 @@ class Served:
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)
     registering: set[asyncio.Task[Any]] = field(default_factory=set)
+    cut_short: list[Chunk] = field(default_factory=list)
 
     @cached_property
     def chunks(self) -> ServedChunks:
@@ -181,11 +188,16 @@ class ServedTenants(PerNamespace[Served]):
         for served in self.each.values():
             served.catalogue.watch(served.chunks.expire)
 
-    async def settle(self, within_s: float) -> None:
-        """Wait until the registrations that the engine's end has cut short have deleted what they had stored."""
-        cut_short = [task for served in self.each.values() for task in served.registering]
-        if cut_short:
-            await asyncio.wait(cut_short, timeout=within_s)
+    async def settle(self, workers: Sequence[Process], within_s: float) -> None:
+        """Delete what registrations had stored that the engine's end has cut short, once its ``workers`` have ended."""
+        running = [task for served in self.each.values() for task in served.registering]
+        if running:
+            await asyncio.wait(running, timeout=within_s)
+        if cut_short := [served for served in self.each.values() if served.cut_short]:
+            # A worker writes all that it has computed before it ends.
+            await asyncio.to_thread(psutil.wait_procs, workers, timeout=within_s)
+            for served in cut_short:
+                await asyncio.to_thread(served.chunks.settle, served.cut_short)
 
     async def drain(self) -> None:
         """Wait for what finished answers have started, of all tenants."""

@@ -20,9 +20,8 @@ from cacheblend_rag.console import output
 from cacheblend_rag.errors import ServerError
 from cacheblend_rag.printable import in_one_line, printable
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.rag.inventory import Inventory
 from cacheblend_rag.rag.results import RagEvent
-from cacheblend_rag.retrieval.index import Hit, IndexedDocument
+from cacheblend_rag.retrieval.index import ChunkIndex, Hit, IndexedDocument
 from tests.cli.test_chat import answer, converse
 from tests.cli.test_documents import store  # noqa: F401
 from tests.cli.test_shell import Terminal
@@ -47,7 +46,7 @@ def test_chat_shows_what_documents_and_models_say_and_is_steered_by_neither(monk
 
 def test_documents_are_listed_by_their_whole_names_in_a_line_each(run, store, monkeypatch):  # noqa: F811
     name = f"/docs/a.txt\n/docs/forged.txt{HOSTILE}"
-    monkeypatch.setattr(Inventory, "documents", lambda self: [IndexedDocument(name, "", 1)])
+    monkeypatch.setattr(ChunkIndex, "documents", lambda self: [IndexedDocument(name, "", 1)])
     shown = run("documents", "ls", "-s", store).stdout
     assert not STEERING.search(shown) and len(shown.splitlines()) == 2
     assert json.loads(run("documents", "ls", "-s", store, "--json").stdout)[0]["path"] == name

@@ -119,9 +119,9 @@ def test_nested_json_whose_indentation_would_fill_the_memory_is_stopped(parser: 
     assert "reading it takes more than" in refused(parser, ".json", bomb)
 
 
-def test_a_table_whose_head_is_repeated_in_every_row_is_stopped(parser: Parser) -> None:
+def test_a_long_line_of_column_names_is_not_repeated_in_the_text_of_a_table(parser: Parser) -> None:
     bomb = b"n" * MIB + b",b\n" + b"1,2\n" * 2000
-    assert "MiB of memory" in refused(parser, ".csv", bomb)
+    assert len(parser.parse(".csv", bomb)[0]) < 2 * len(bomb)
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_one_process_reads_many_files(parser: Parser) -> None:
     parser.parse(".html", GOOD)
     process = parser._process
     for number in range(20):
-        assert parser.parse(".csv", f"name,age\nAda,{number}\n".encode())[0] == f"name: Ada, age: {number}"
+        assert parser.parse(".csv", f"name,age\nAda,{number}\n".encode())[0] == f"name | age\nAda | {number}"
     assert parser._process is process
 
 

@@ -117,6 +117,6 @@ def test_passes_that_are_replayed_are_the_reference_wherever_their_pages_lie(
             engine.reset_prefix_cache()
             got = first_logprobs(engine, scene.prompt, BlendSettings(0.3, "query", (1,)))
             torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
-            # The question's pass is replayed like the other, once it has been captured.
+            # The question's pass is replayed like the other two, once it has been captured.
             assert in_worker(engine, captured) == [[32, False], [32, True]][: 1 + (seed > 0)]
-            assert in_worker(engine, replayed) == len(scenes) + 2 * seed
+            assert in_worker(engine, replayed) == 2 * len(scenes) + 1 + 3 * seed

@@ -79,7 +79,7 @@ def test_blends_through_the_kernels_are_the_reference(case: tuple[Any, Any]) -> 
     _, want = chosen_by(engine, model, "query", SCENE)
     got = first_logprobs(engine, SCENE.prompt, BlendSettings(0.3, "query", (CHECK,)))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
-    # The question's pass has every layer's stored KV placed, and looks at it.
-    assert launches(engine) == (layers, 2 * layers)
+    # The question's pass has every layer's stored KV placed, and looks at it; the front and the selected tokens follow.
+    assert launches(engine) == (layers, 3 * layers)
     got = first_logprobs(engine, SCENE.prompt, BlendSettings(1.0, "hkvd", (CHECK,)))
     torch.testing.assert_close(got, full, atol=1e-4, rtol=0)

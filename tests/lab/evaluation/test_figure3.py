@@ -39,6 +39,7 @@ def bundled():
 def test_full_recompute_is_right_full_kv_reuse_wrong_and_the_blend_right(bundled, question):
     chunks = [make_chunk(text, bundled.tokenizer) for text in (FIRST, SECOND)]
     bundled.precompute(chunks)
+    bundled.reset_prefix_cache()  # of the question before, whose blend would be reused
     prompt = rag_prompt(bundled.tokenizer, chunks, question)
 
     def answer(settings):
