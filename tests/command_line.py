@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
+from cacheblend_rag.calibrate import bandwidth, spot_check
 from cacheblend_rag.cli import app
-from cacheblend_rag.lab.doctor import bandwidth, spot_check
 from cacheblend_rag.retrieval.embedding import Embedder
 from tests.conftest import byte_level
 

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
 from benchmarks.house import (
     all_imports,
     circles,
@@ -22,9 +21,11 @@ from benchmarks.house import (
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "cacheblend_rag"
+LAB = ROOT / "lab"
 DOCUMENT = ROOT / "docs/architecture.md"
 TEXT = DOCUMENT.read_text("utf-8")
 FACES = {"__init__", "__main__"}
+OUTSIDE = {"benchmarks", "cacheblend_lab", "lab", "tests", "training"}
 
 
 def picture() -> dict[str, int]:
@@ -61,7 +62,7 @@ def imports() -> Iterator[tuple[str, str, str]]:
                 target = rest.partition(".")[0] if rest.partition(".")[0] in parts() else "__init__"
                 if first == "cacheblend_rag" and target != part:
                     yield part, target, f"{inside}:{node.lineno} imports {name}"
-                assert first not in {"training", "tests"}, f"{inside} imports {first}, which is not in the wheel"
+                assert first not in OUTSIDE, f"{inside} imports {first}, which is not in the wheel"
 
 
 def test_the_picture_names_every_folder_and_every_module_at_the_root_and_no_other() -> None:
@@ -86,20 +87,6 @@ def test_imports_go_down() -> None:
         elif FLOORS[target] >= FLOORS[part]:
             wrong.append(f"{where}: {target} is on floor {FLOORS[target]}, {part} on floor {FLOORS[part]}")
     assert not wrong, "\n".join(wrong)
-
-
-def test_what_measures_and_trains_is_loaded_by_commands_alone_and_only_when_they_run() -> None:
-    loading = []
-    for module in MODULES.values():
-        inside = module.file.relative_to(PACKAGE)
-        if inside.parts[0] == "lab":
-            continue
-        at_once = {id(node) for node in module.tree.body}
-        for node in module.nodes:
-            names = [name for name in imported_names(node, module.package) if name.startswith("cacheblend_rag.lab")]
-            if names and (inside.parts[0] != "cli" or id(node) in at_once):
-                loading.append(f"{inside}:{node.lineno} imports {names[0]}")
-    assert loading == []
 
 
 def test_relative_and_absolute_imports_are_both_seen() -> None:
@@ -127,7 +114,7 @@ NO_VERB = re.compile(
 )
 
 
-@pytest.mark.parametrize("folder", ["cacheblend_rag", "training", "benchmarks", "integrations"])
+@pytest.mark.parametrize("folder", ["cacheblend_rag", "lab", "integrations"])
 def test_docstrings_begin_with_what_a_thing_does(folder: str) -> None:
     wrong = []
     known = {module.file: module.nodes for module in MODULES.values()}
@@ -138,7 +125,7 @@ def test_docstrings_begin_with_what_a_thing_does(folder: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("folder", ["tests", "examples", "docs", "integrations"])
+@pytest.mark.parametrize("folder", ["tests", "lab", "examples", "docs", "integrations"])
 def test_every_file_begins_with_what_it_does(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
@@ -213,8 +200,11 @@ def test_no_file_is_longer_than_one_sitting_and_no_function_longer_than_a_screen
     assert long_functions(MODULES) == {}  # but for Triton's kernels
 
 
-@pytest.mark.parametrize("package", sorted(ROOT.glob("integrations/*/*_cacheblend")), ids=lambda package: package.name)
-def test_an_integration_is_built_like_the_house(package: Path) -> None:
+OTHERS = [ROOT / "lab/cacheblend_lab", *sorted(ROOT.glob("integrations/*/*_cacheblend"))]
+
+
+@pytest.mark.parametrize("package", OTHERS, ids=lambda package: package.name)
+def test_the_other_packages_are_built_like_the_house(package: Path) -> None:
     own = modules(package)
     imports = all_imports(own)
     assert len(own) > 5
@@ -258,21 +248,21 @@ def named_paths(document: Path) -> set[str]:
     files = re.findall(r"(?<![\w/.])[\w/]+\.py\b", text)
     folders = re.findall(r"`([\w./]+/)`", text)
     links = re.findall(r"\]\(([^)#:]+)\)", text)
-    modules = re.findall(r"python -m ((?:cacheblend_rag|training)(?:\.\w+)*)", text)
+    modules = re.findall(r"python -m ((?:cacheblend_rag|cacheblend_lab|training)(?:\.\w+)*)", text)
     return {*files, *folders, *links, *(program_file(module) for module in modules if "." in module)}
 
 
 def program_file(module: str) -> str:
     """Return what `python -m` runs: a module, or the main file of a package."""
     path = module.replace(".", "/")
-    return f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py"
+    return f"{path}/__main__.py" if any((place / path).is_dir() for place in (ROOT, LAB)) else f"{path}.py"
 
 
 @pytest.mark.parametrize(
     "document", dict.fromkeys(DOCUMENTS), ids=lambda document: document.relative_to(ROOT).as_posix()
 )
 def test_every_path_in_the_documents_exists(document: Path) -> None:
-    places = (PACKAGE, ROOT, document.parent)
+    places = (PACKAGE, ROOT, LAB, document.parent)
     missing = [name for name in sorted(named_paths(document)) if not any((place / name).exists() for place in places)]
     assert not missing
 

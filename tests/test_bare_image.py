@@ -45,7 +45,7 @@ def bare(tmp_path_factory) -> dict[str, str]:
             if not (packages / name).exists():
                 (packages / name).symlink_to(str(each.locate_file(name)))
     home = tmp_path_factory.mktemp("home")
-    return {**os.environ, "PYTHONPATH": f"{packages}{os.pathsep}{ROOT}", "HOME": str(home)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (packages, ROOT, ROOT / "lab"))), "HOME": str(home)}
 
 
 def run(bare: dict[str, str], *arguments: str) -> str:
@@ -59,12 +59,14 @@ def run(bare: dict[str, str], *arguments: str) -> str:
 def test_bench_measures_there_and_what_measures_trains_and_stores_is_imported(bare):
     small = ("--chunks", "2", "--chunk-tokens", "24", "--question-tokens", "8", "--repeat", "1")
     model = ("--random-weights", "llama:2x256", "--dtype", "bfloat16", "--kv", "disk")
-    folders = ("blending", "prompts", "engines/transformers", "engines/kernels", "lab/bench", "lab/doctor", "lab/learn")
-    files = [file for folder in folders for file in (ROOT / "cacheblend_rag" / folder).glob("*.py")]
-    files.remove(ROOT / "cacheblend_rag/lab/doctor/vllm_weights.py")  # vLLM's workers import it
-    names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
+    folders = [f"cacheblend_rag/{name}" for name in ("blending", "prompts", "engines/transformers", "engines/kernels")]
+    folders += ["cacheblend_rag/calibrate", "lab/cacheblend_lab/bench", "lab/cacheblend_lab/learn"]
+    files = [file.relative_to(ROOT) for folder in folders for file in (ROOT / folder).glob("*.py")]
+    files.remove(Path("lab/cacheblend_lab/bench/vllm_weights.py"))  # vLLM's workers import it
+    names = [".".join(file.with_suffix("").parts).removeprefix("lab.").removesuffix(".__init__") for file in files]
     names += ["cacheblend_rag.store.opening", "cacheblend_rag.store.tiered"]
-    program = "import sys, importlib\nfrom cacheblend_rag.cli import app\napp(sys.argv[1:], standalone_mode=False)\n"
+    program = "import sys, importlib\nfrom cacheblend_lab.commands import COMMANDS\nfrom cacheblend_rag import cli\n"
+    program += "cli.COMMANDS.update(COMMANDS)\ncli.app(sys.argv[1:], standalone_mode=False)\n"
     program += f"for name in {names}: importlib.import_module(name)"
     said = json.loads(run(bare, "-c", program, "bench", "ttft", *model, *small, "--json"))
     assert said["methods"]["blend"]["reused_tokens"], said

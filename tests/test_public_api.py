@@ -21,7 +21,7 @@ PLACES = (
     "README.md",
     "docs/**/*.md",
     "examples/**/*",
-    "benchmarks/*.py",
+    "lab/benchmarks/*.py",
     "integrations/*/*.md",
     "integrations/*/[!t]*/**/*",
 )
@@ -43,9 +43,9 @@ _MEASURES = (
     "text_kinds.py",
     "tracing_overhead.py",
 )
-INSIDERS = {ROOT / "benchmarks" / name for name in _MEASURES}
+INSIDERS = {ROOT / "lab/benchmarks" / name for name in _MEASURES}
 # `python -m` names a program, not an import.
-DOTTED = re.compile(r"(?<!python -m )\bcacheblend_rag\.(?!lab\.)(\w+)\.(\w+)")
+DOTTED = re.compile(r"(?<!python -m )\bcacheblend_rag\.(\w+)\.(\w+)")
 
 
 def test_every_public_name_is_there() -> None:
@@ -97,10 +97,7 @@ def deep_names(file: Path) -> Iterator[str]:
     if file.suffix == ".ipynb":
         text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
     elif file.suffix == ".py":
-        # A folder of the lab is on the second level, too.
-        yield from (
-            name for name in imported(ast.parse(text)) if name.removeprefix("cacheblend_rag.lab").count(".") > 1
-        )
+        yield from (name for name in imported(ast.parse(text)) if name.count(".") > 1)
     # Docstrings, notebooks and prose; what is no module is a name of a second-level one.
     yield from (match[0] for match in DOTTED.finditer(text) if is_module(match[1], match[2]))
 
@@ -125,7 +122,7 @@ def test_the_search_for_deeper_names_finds_them(tmp_path: Path) -> None:
     written = {
         "a.py": "def f():\n    from cacheblend_rag.prompts import prompt\n    import cacheblend_rag.engines.base\n",
         "b.py": "from cacheblend_rag.prompts.chunk import Chunk\n",
-        "c.md": "Use `cacheblend_rag.prompts.chunk.chunk_id`, or `python -m cacheblend_rag.lab.frontier`.",
+        "c.md": "Use `cacheblend_rag.prompts.chunk.chunk_id`, or `python -m cacheblend_rag.calibrate.x`.",
         "d.ipynb": json.dumps({"cells": [{"source": ["from cacheblend_rag.demo.bundle import x"]}]}),
         "e.py": "from cacheblend_rag.store import DiskStore\nfrom cacheblend_rag import Chunk, store\n",
     }

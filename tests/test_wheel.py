@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -17,9 +18,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 
 
-def build(kind: str, directory: Path) -> Path:
+def build(kind: str, directory: Path, project: Path = ROOT) -> Path:
     command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(directory)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(command, cwd=project, check=True, capture_output=True)
     (built,) = directory.iterdir()
     return built
 
@@ -50,7 +51,6 @@ def test_the_wheel_holds_what_is_not_python(wheel: set[str]) -> None:
     writer = ("adapter_config.json", "adapter_model.safetensors", "cacheblend.json", "writer.json")
     needed = {
         "py.typed",
-        "lab/evaluation/report.html.j2",
         "demo/questions.json",
         "demo/corpus/handbook.md",
         "demo/corpus/observatory-notes.txt",
@@ -64,12 +64,19 @@ def test_the_wheel_holds_what_is_not_python(wheel: set[str]) -> None:
     assert {f"cacheblend_rag/{name}" for name in needed} <= wheel
 
 
-def test_the_bundled_model_can_be_made_from_the_sdist(tmp_path: Path) -> None:
-    with tarfile.open(build("sdist", tmp_path)) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {
-        "training/train.py",
-        "training/make_corpus.py",
-        "training/common_words.txt",
-        "cacheblend_rag/py.typed",
-    } <= names
+def test_the_labs_wheel_holds_its_package_alone_and_its_sdist_makes_the_bundled_model(tmp_path: Path) -> None:
+    with zipfile.ZipFile(build("wheel", tmp_path / "wheel", ROOT / "lab")) as archive:
+        names = archive.namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"cacheblend_lab"}
+    assert "cacheblend_lab/evaluation/report.html.j2" in names
+    with tarfile.open(build("sdist", tmp_path / "sdist", ROOT / "lab")) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    assert {"training/train.py", "training/make_corpus.py", "training/common_words.txt"} <= set(names)
+
+
+def test_the_labs_commands_are_the_same_with_and_without_an_installation() -> None:
+    from cacheblend_lab.commands import COMMANDS
+
+    declared = tomllib.loads((ROOT / "lab/pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
+    assert declared["cacheblend_rag.commands"] == COMMANDS

@@ -160,8 +160,20 @@ class QueryPolicy(SelectionPolicy):
         return candidates.attention
 
 
+class FullReusePolicy(SelectionPolicy):
+    """Recomputes nothing, one end of the range: full KV reuse, with positions corrected."""
+
+    name = "full-reuse"
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        return candidates.positions.new_zeros(len(candidates.positions))
+
+    def select(self, candidates: Candidates, count: int) -> torch.Tensor:
+        return super().select(candidates, 0)
+
+
 POLICIES: Final[dict[str, type[SelectionPolicy]]] = {
-    each.name: each for each in (StaticPolicy, StaticQueryPolicy, HKVDPolicy, QueryPolicy)
+    each.name: each for each in (StaticPolicy, StaticQueryPolicy, HKVDPolicy, QueryPolicy, FullReusePolicy)
 }
 """Ours, by name."""
 

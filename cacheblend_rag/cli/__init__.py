@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from cacheblend_rag import __version__
 from cacheblend_rag.console.output import LogLines, echo
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.errors import CacheBlendError, InputError
 
 UNEXPECTED_EXIT_CODE = 70
 """A bug, in the words of sysexits.h: EX_SOFTWARE."""
@@ -25,24 +25,19 @@ INTERRUPTED_EXIT_CODE = 130
 """What a shell gives a command that Ctrl-C has ended."""
 
 _PLUGINS = "cacheblend_rag.commands"
-_COMMANDS = {
+COMMANDS = {
     "ask": "cacheblend_rag.cli.ask:ask",
     "chat": "cacheblend_rag.cli.ask:chat",
-    "demo": "cacheblend_rag.lab.commands.demo:demo",
-    "doctor": "cacheblend_rag.lab.commands.doctor:doctor",
+    "doctor": "cacheblend_rag.cli.doctor:doctor",
     "documents": "cacheblend_rag.cli.documents:documents",
     "index": "cacheblend_rag.cli.index:index",
     "models": "cacheblend_rag.cli.models:models",
     "serve": "cacheblend_rag.cli.serve:serve",
     "store": "cacheblend_rag.cli.store:store",
     "ui": "cacheblend_rag.cli.ui:ui",
-    "bench": "cacheblend_rag.lab.commands.bench:bench",
-    "eval": "cacheblend_rag.lab.commands.eval:evaluate_command",
-    "figures": "cacheblend_rag.lab.commands.eval:figures",
-    "learn": "cacheblend_rag.lab.commands.learn:learn_command",
-    "realm": "cacheblend_rag.lab.commands.realm:realm",
-    "tune-retriever": "cacheblend_rag.lab.commands.tune:tune_retriever",
 }
+"""Where each command is defined."""
+_OF_THE_LAB = frozenset(("bench", "demo", "eval", "figures", "learn", "marginal", "realm", "tune-retriever"))
 
 
 class Commands(Mapping[str, Any]):
@@ -78,7 +73,13 @@ class _Group(TyperGroup):
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
-        self.commands: Any = Commands(_COMMANDS, _PLUGINS)
+        self.commands: Any = Commands(COMMANDS, _PLUGINS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and cmd_name in _OF_THE_LAB and not ctx.resilient_parsing:
+            raise InputError(f"`cacheblend {cmd_name}` comes with cacheblend-lab: pip install cacheblend-lab")
+        return found
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -36,7 +36,6 @@ def ask(
     ] = False,
     namespace: options.Namespace = "default",
     retriever: options.Retriever = None,
-    answer_by: options.AnswerBy = "together",
     as_json: options.AsJSON = False,
 ) -> None:
     """Answer one question from the indexed documents."""
@@ -44,18 +43,10 @@ def ask(
 
     check_question(question)  # before a model is loaded for it
     sampling, settings = how.sampling.params(), how.blend.settings()
-    answer: RagAnswer
-    if answer_by == "marginal":
-        from cacheblend_rag.lab.evaluation.marginal import answer_marginally
-
-        with _own_pipeline(how, namespace, retriever) as own:
-            answer = answer_marginally(own, question, how.k, sampling)
-            sentence = _nearest(own, question, answer)
-    else:
-        # One prompt reads each chunk's KV once: RAM would be filled with it for nobody.
-        with _pipeline(how, namespace, retriever, ram_budget=0) as pipeline:
-            answer = pipeline.ask(question, sampling, settings)
-            sentence = _nearest(pipeline, question, answer)
+    # One prompt reads each chunk's KV once: RAM would be filled with it for nobody.
+    with _pipeline(how, namespace, retriever, ram_budget=0) as pipeline:
+        answer = pipeline.ask(question, sampling, settings)
+        sentence = _nearest(pipeline, question, answer)
     if as_json:
         print_json({**answer.to_dict(), "nearest": sentence and _nearest_facts(answer.sources[0], *sentence)})
         return

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from cacheblend_rag.calibrate.spot_check import SpotCheck
     from cacheblend_rag.engines.entries import Ranking
-    from cacheblend_rag.lab.doctor.spot_check import SpotCheck
     from cacheblend_rag.rag.indexing import IndexProgress, IndexReport
     from cacheblend_rag.rag.pipeline import RagPipeline
     from cacheblend_rag.rag.planning import IndexPlan, TooMuchKVError
@@ -165,7 +165,7 @@ def _index(
 def _index_and_check(
     pipeline: RagPipeline, found: FoundDocuments, shown: _Shown, beyond_budget: bool
 ) -> tuple[IndexReport, SpotCheck | None]:
-    from cacheblend_rag.lab.doctor.spot_check import spot_check
+    from cacheblend_rag.calibrate.spot_check import spot_check
 
     with progress("Indexing") as shown.show:
         report = pipeline.index(found, shown, beyond_budget=beyond_budget)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from cacheblend_rag.rag.inventory import Inventory
     from cacheblend_rag.store import StoreStats
 
-_OF_THE_LAB = {name: f"cacheblend_rag.lab.commands.storage:{name}" for name in ("calibrate", "plan")}
+_IMPORTED_LATE = {"calibrate": "cacheblend_rag.cli.costs:calibrate"}
 
 
 class _StoreGroup(TyperGroup):
     def __init__(self, **settings: Any):
         super().__init__(**settings)
-        self.commands: Any = ChainMap(Commands(_OF_THE_LAB), self.commands)  # type: ignore[arg-type]
+        self.commands: Any = ChainMap(Commands(_IMPORTED_LATE), self.commands)  # type: ignore[arg-type]
 
 
 store = typer.Typer(

@@ -36,7 +36,7 @@ def ui(
         return own.parent / demo_store_name(how.model.device) if example else own
 
     def why(*given: Any) -> str:
-        from cacheblend_rag.lab.why import shown_deviations
+        from cacheblend_rag.calibrate.why import shown_deviations
 
         return shown_deviations(*given)
 

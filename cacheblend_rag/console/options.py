@@ -88,13 +88,6 @@ Retriever = Annotated[
     Path | None,
     typer.Option(help="Directory of a query encoder that `cacheblend tune-retriever` has made for the index."),
 ]
-AnswerBy = Annotated[
-    Literal["together", "marginal"],
-    _of_answers(
-        "--answer",
-        help="From one prompt with all chunks, or from each chunk alone: the answer that is likeliest over all of them.",
-    ),
-]
 K = Annotated[int, typer.Option("--k", "-k", min=1, help="Chunks to retrieve.")]
 MaxTokens = Annotated[int, _of_answers(min=1, help="Most tokens to answer with.")]
 Temperature = Annotated[float, _of_answers(min=0.0, help="0 is greedy.")]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from cacheblend_lab.bench.throttled import ThrottledStore
+
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.lab.bench.throttled import ThrottledStore
 from tests.blending import reference
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for

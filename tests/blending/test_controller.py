@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from cacheblend_lab.bench.controller import ControllerSettings, bench_controller, simulate, simulate_one
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +17,8 @@ from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, Measured
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, TextRatio
+from cacheblend_rag.calibrate.storage import cheapest_tier
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.lab.bench.controller import ControllerSettings, bench_controller, simulate, simulate_one
-from cacheblend_rag.lab.doctor.storage import cheapest_tier
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store.events import TierReads
 from cacheblend_rag.store.kv import ChunkKV

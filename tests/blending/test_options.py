@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from cacheblend_lab.policies import rank_for
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_profile
 from cacheblend_rag.blending.settings import BlendSettings, TextRange, TextRatio
+from cacheblend_rag.calibrate.ledger import left_out
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.lab.doctor.ledger import left_out
-from cacheblend_rag.lab.policies import rank_for
 from cacheblend_rag.prompts.prompt import chosen_header_ids
 from tests.blending import reference
 from tests.blending.prompts import Scene

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cacheblend_lab.evaluation.attention import AttentionInspector
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.lab.evaluation.attention import AttentionInspector
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 

@@ -57,7 +57,7 @@ def opened(monkeypatch) -> list[str | None]:
         names.append(chosen.model)
         raise ModelError("enough")
 
-    monkeypatch.setattr("cacheblend_rag.lab.commands.doctor.open_engine", open_engine)
+    monkeypatch.setattr("cacheblend_rag.cli.doctor.open_engine", open_engine)
     return names
 
 
@@ -84,7 +84,7 @@ def test_a_store_at_home_is_found_where_the_shell_leaves_the_tilde(run, model_di
     measured = []
     (tmp_path / "acme").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("cacheblend_rag.lab.doctor.diagnose.measure_disk", lambda at, cold: measured.append(at))
+    monkeypatch.setattr("cacheblend_rag.calibrate.diagnose.measure_disk", lambda at, cold: measured.append(at))
     assert run("doctor", "--model", model_dir, "--store", "~/acme").exit_code == 0
     assert set(measured) == {tmp_path / "acme"}
 

@@ -88,7 +88,7 @@ def test_the_chunks_of_a_store_are_listed_and_removed_with_the_kv_that_the_write
 def test_an_index_by_a_writer_takes_what_one_without_takes(run, model_dir, documents, tmp_path, writers, monkeypatch):
     planned = []
     # Its prompts, as any, leave the model's own KV of the chunks that they begin with.
-    monkeypatch.setattr("cacheblend_rag.lab.doctor.spot_check.spot_check", lambda *_: None)
+    monkeypatch.setattr("cacheblend_rag.calibrate.spot_check.spot_check", lambda *_: None)
     for name, more in (("plain", []), ("by a writer", ["--writer", writers[0]])):
         store = tmp_path / name
         made = run("index", documents, "--store", store, "--model", model_dir, "--chunk-tokens", 40, *more)

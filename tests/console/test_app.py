@@ -32,7 +32,7 @@ def test_a_server_says_its_first_word_before_it_imports_torch() -> None:
 def test_a_command_imports_no_other_command():
     code = (
         "import sys; from cacheblend_rag.cli import app; app(['ask', '--help'], standalone_mode=False); "
-        "print([name for name in sys.modules if name.startswith(('cacheblend_rag.cli.', 'cacheblend_rag.lab'))])"
+        "print([name for name in sys.modules if name.startswith(('cacheblend_rag.cli.', 'cacheblend_lab'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     loaded = ast.literal_eval(done.stdout.splitlines()[-1])

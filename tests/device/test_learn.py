@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cacheblend_lab.learn.adapter import weights_of, writing_copy
+from cacheblend_lab.learn.blend import BatchBlender, PromptBatch
+from cacheblend_lab.learn.lesson import Lesson
 
-from cacheblend_rag.lab.learn.adapter import weights_of, writing_copy
-from cacheblend_rag.lab.learn.blend import BatchBlender, PromptBatch
-from cacheblend_rag.lab.learn.lesson import Lesson
+from lab.tests.learn.test_blend import batch_of
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene
-from tests.lab.learn.test_blend import batch_of
 
 pytestmark = pytest.mark.slow
 

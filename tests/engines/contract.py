@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheblend_lab.scoring import can_score, score
 
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.sampling import SamplingParams, repeats
 from cacheblend_rag.errors import InputError, PromptTooLongError, UnknownChunkError
-from cacheblend_rag.lab.scoring import can_score, score
 from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, rag_prompt
 from cacheblend_rag.store import open_store

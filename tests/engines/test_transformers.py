@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import transformers as hf
+from cacheblend_lab.scoring import score
 
 from cacheblend_rag.blending.profile import ModelProfile, log_uncalibrated, save_profile
 from cacheblend_rag.blending.settings import BlendSettings
@@ -18,7 +19,6 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.engine import PromptRun, planned
 from cacheblend_rag.errors import ModelError
-from cacheblend_rag.lab.scoring import score
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
 from cacheblend_rag.store import MemoryStore

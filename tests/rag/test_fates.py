@@ -9,10 +9,10 @@ import pytest
 
 from cacheblend_rag.blending.costs import Costs, TierCost
 from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
+from cacheblend_rag.calibrate.inspection import PromptInspector
 from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.lab.inspection import PromptInspector
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.rag.fates import PromptFate, prompt_fate
 from cacheblend_rag.rag.pipeline import RagPipeline

@@ -15,10 +15,10 @@ pytest.importorskip("gradio", reason="Gradio is not installed; make setup instal
 
 from playwright.sync_api import expect
 
+from cacheblend_rag.calibrate.why import shown_deviations
 from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.lab.why import shown_deviations
 from cacheblend_rag.ui.launch import serve as launch
 from cacheblend_rag.ui.workspace import Choices
 from tests.conftest import free_port

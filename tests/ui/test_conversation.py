@@ -14,8 +14,8 @@ from typing import NoReturn
 import pytest
 
 from cacheblend_rag.blending.outcome import Mode
+from cacheblend_rag.calibrate.why import shown_deviations, token_texts
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.lab.why import shown_deviations, token_texts
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.rag.planning import IndexPlan, TooMuchKVError

@@ -17,10 +17,10 @@ pytest.importorskip("gradio", reason="Gradio is not installed; make setup instal
 from playwright.sync_api import expect
 
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.calibrate.why import shown_deviations
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ServerError
-from cacheblend_rag.lab.why import shown_deviations
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.ui.workspace import Choices
 from tests.ui.browser import Tab, overflow

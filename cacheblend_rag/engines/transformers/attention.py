@@ -25,7 +25,7 @@ from cacheblend_rag.engines.kernels.check import attention_works, shares_work
 
 NAME = "cacheblend_sdpa"
 
-# Queries per masked block: measured best on a CPU (benchmarks/attention_blocks.py); a GPU wants fewer, larger calls.
+# Queries per masked block: measured best on a CPU (lab/benchmarks/attention_blocks.py); a GPU wants fewer, larger calls.
 _BLOCK, _GPU_BLOCK = 64, 1024
 
 QUERIES: ContextVar[Queries | None] = ContextVar("cacheblendQUERIES", default=None)

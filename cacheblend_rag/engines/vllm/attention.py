@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Backends whose pages are known to us, and whose attention does nothing that the kernel does not.
 _BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN"}
-# Half a tile of vLLM's kernels: runs with more rows, tokens times heads, are left to them (benchmarks/attention_tiles.py).
+# Half a tile of vLLM's kernels: runs with more rows, tokens times heads, are left to them (lab/benchmarks/attention_tiles.py).
 _ROWS = 64
 # Scores in memory at once. On a CPU as many as its caches hold: fresh memory for more costs as much as the products.
 _SCORES = {"cpu": 1 << 19}

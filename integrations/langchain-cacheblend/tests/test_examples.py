@@ -85,7 +85,7 @@ def test_the_notebook_runs_and_answers() -> None:
 SMALL = f"""#!{sys.executable}
 from functools import partial
 from cacheblend_rag.cli import main
-from cacheblend_rag.lab.tuning import tune, world
+from cacheblend_lab.tuning import tune, world
 world.paraphrased_world = partial(world.paraphrased_world, entities=3)
 tune.TuneSettings = partial(tune.TuneSettings, elsewhere=10)
 tune.verdict = lambda *found: (True, "kept")

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.blending.settings import BlendSettings
+from cacheblend_rag.calibrate.compute import measure_compute
+from cacheblend_rag.calibrate.costs import token_bytes
+from cacheblend_rag.calibrate.workbench import Workbench
 from cacheblend_rag.engines.results import StreamEvent
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.lab.doctor.compute import measure_compute
-from cacheblend_rag.lab.doctor.costs import token_bytes
-from cacheblend_rag.lab.doctor.workbench import Workbench
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
 from cacheblend_rag.retrieval.chunking import split_text

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import transformers as hf
+from cacheblend_lab.bench import ThroughputSettings, Workbench, bench_throughput
+from cacheblend_lab.evaluation.evaluate import EvalSettings, evaluate
+from cacheblend_lab.evaluation.prepare import set_header
+from cacheblend_lab.reorder import ReorderedPrompts
+from cacheblend_lab.samples import Sample
 
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.lab.bench import ThroughputSettings, Workbench, bench_throughput
-from cacheblend_rag.lab.evaluation.evaluate import EvalSettings, evaluate
-from cacheblend_rag.lab.evaluation.prepare import set_header
-from cacheblend_rag.lab.reorder import ReorderedPrompts
-from cacheblend_rag.lab.samples import Sample
+from lab.tests.evaluation.test_reorder import SAMPLES, of, own_order
+from lab.tests.evaluation.test_run import run
 from tests.conftest import tokenizer_named
 from tests.engines.vllm.engines import SHAPE, clear, save_model, start
-from tests.lab.evaluation.test_reorder import SAMPLES, of, own_order
-from tests.lab.evaluation.test_run import run
 
 # More than the words of one chunk: vLLM's prefix cache holds whole pages of 128 tokens.
 LONG = [

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
 from cacheblend_rag.blending.settings import BlendSettings, TextRange
+from cacheblend_rag.calibrate.diagnose_vllm import ask_worker
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.lab.doctor.diagnose_vllm import ask_worker
 from tests.blending import reference
 from tests.blending.prompts import Scene, engine_for
 from tests.blending.test_parity import blended_logits
@@ -304,7 +304,7 @@ def test_blended_blocks_never_serve_an_exact_request(engine) -> None:
 
 
 def test_doctor_says_where_a_blends_time_goes(engine) -> None:
-    from cacheblend_rag.lab.doctor.diagnose_vllm import diagnose_vllm
+    from cacheblend_rag.calibrate.diagnose_vllm import diagnose_vllm
 
     found = diagnose_vllm(engine)
     assert (found.blended, found.device, found.layers) == (True, "cpu", SHAPE["num_hidden_layers"])

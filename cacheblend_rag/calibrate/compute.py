@@ -1,0 +1,93 @@
+"""Measures what computing costs on this machine: times prefills and a blend, and fits the cost that explains them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cacheblend_rag.blending.costs import ComputeCost
+from cacheblend_rag.blending.settings import FULL_REUSE, BlendSettings
+from cacheblend_rag.calibrate.workbench import Workbench
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from cacheblend_rag.store import MemoryStore
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.vllm import VLLMEngine
+
+_LONG = 1024
+_REPEAT = 3
+_CHUNKS, _QUESTION = 4, 8
+
+
+def measure_compute(place: Workbench) -> ComputeCost:
+    """Return what computing costs, placing stored KV included."""
+    return with_placing(fit_compute(measure_prefills(place)), place)
+
+
+def measure_prefills(place: Workbench) -> dict[int, float]:
+    """Return the seconds of prefills by their number of tokens: three lengths up to 1,024, or what the model takes."""
+    long = min(_LONG, place.engine.context_window - 1)
+    lengths = sorted({max(1, long // 32), max(1, long // 4), long})
+    return {count: _first_token_s(place, TokenizedPrompt(place.random_ids(count, seed=0), ())) for count in lengths}
+
+
+def fit_compute(measured_s: dict[int, float]) -> ComputeCost:
+    """Return the cost, of parts that are not negative, whose prefills of some lengths come nearest to what was measured."""
+    from scipy.optimize import nnls
+
+    tokens = np.array(sorted(measured_s), np.float64)
+    seconds = np.array([measured_s[int(count)] for count in tokens])
+    terms = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1)
+    # Relative errors, so that the short lengths count as much as the long ones.
+    parts, _ = nnls(terms / seconds[:, None], np.ones_like(seconds))
+    return ComputeCost(*parts.tolist())
+
+
+def with_placing(compute: ComputeCost, place: Workbench) -> ComputeCost:
+    """Return the cost with what placing stored KV takes: what a full KV reuse from RAM takes longer than its few tokens.
+
+    As it was where the model is not blended. On vLLM chunks of random tokens stay in the engine's store.
+    """
+    engine = place.engine
+    tokens = (min(_LONG, engine.context_window - 1) - len(engine.header_ids) - _QUESTION) // _CHUNKS
+    if not engine.gate.passed or tokens < 1:
+        return compute
+    chunks = place.random_chunks(_CHUNKS, tokens, seed=0)
+    prompt = place.prompt(chunks, _QUESTION, seed=0)
+    with _memory_alone(engine):
+        engine.precompute(chunks)
+        took = _first_token_s(place, prompt, FULL_REUSE)
+    length = len(prompt.token_ids)
+    beside = took - compute.seconds(_QUESTION, length)
+    return replace(compute, per_placed_s=max(0.0, beside / (length - _QUESTION)))
+
+
+@contextmanager
+def _memory_alone(engine: TransformersEngine | VLLMEngine) -> Iterator[None]:
+    """Keep what is measured out of the store. vLLM's workers have theirs open, and read from RAM from the second use on."""
+    if not isinstance(engine, TransformersEngine):
+        yield
+        return
+    usual, engine.store = engine.store, MemoryStore()
+    try:
+        yield
+    finally:
+        engine.store = usual
+
+
+def _first_token_s(place: Workbench, prompt: TokenizedPrompt, settings: BlendSettings | None = None) -> float:
+    times = []
+    for _ in range(_REPEAT + 1):  # the first one warms up
+        place.forget()
+        begin = time.perf_counter()
+        place.engine.generate(prompt, SamplingParams(max_tokens=1), settings)
+        times.append(time.perf_counter() - begin)
+    return median(times[1:])

@@ -1,0 +1,178 @@
+"""Keeps what a calibration has measured of its prompts, also in a file, so that one that was stopped goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend_rag.blending.settings import left_out_by_count
+from cacheblend_rag.calibrate.candidates import RATIOS, Candidate, LayerValues, layer_values
+from cacheblend_rag.calibrate.compared import Coarser, Comparison, PromptMeasurement
+from cacheblend_rag.calibrate.judge import Judge
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
+
+# What making a prompt takes beside its blends, in full recomputes of it: its chunks' KV and ranking, its own answer.
+_MAKING = 3.0
+_PASS = 1.0
+
+
+@dataclass(frozen=True)
+class PromptFacts:
+    """Says of a prompt what its blends do not.
+
+    Attributes:
+        tokens: Its tokens.
+        stale: Those with stale KV.
+        forced: Those that are computed whatever is selected.
+        left_out: Share of its static deviation that each of the ratios leaves out; None where a chunk is not ranked.
+    """
+
+    tokens: int
+    stale: int
+    forced: int
+    left_out: dict[str, float] | None
+
+
+# What a file's findings are made of; where another version has others, they cannot be read.
+_LAYOUT_KEY = "", "layout"
+_LAYOUT = [[field.name for field in fields(kind)] for kind in (PromptFacts, Comparison)]
+
+
+class Ledger:
+    """Keeps findings by key, in a file of JSON lines if there is one; what cannot be read is measured again."""
+
+    def __init__(self, file: Path | None = None):
+        """Read what the file holds; raises InputError where it can be neither read nor made."""
+        self._file = file
+        self._found: dict[tuple[str, str], Any] = {}
+        if file is None:
+            return
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lines = file.read_text("utf-8", errors="replace").splitlines() if file.exists() else []
+        except OSError as error:
+            raise InputError(
+                f"{file}, where measurements are kept, cannot be used: {error.strerror or error}."
+            ) from error
+        for line in lines:
+            try:
+                prompt, what, value = json.loads(line)
+            except ValueError:
+                continue
+            self._found[prompt, what] = value
+        if self._found and self._found.get(_LAYOUT_KEY) != _LAYOUT:
+            warnings.warn(
+                "What an earlier calibration has measured was kept by another version: it is measured anew.",
+                stacklevel=2,
+            )
+            self._found = {}
+            self.remove()
+        self.find(*_LAYOUT_KEY, lambda: _LAYOUT)
+
+    def find(self, prompt: str, what: str, measure: Callable[[], Any]) -> Any:
+        """Return what is kept, else what ``measure`` returns, as JSON has it, which is kept from now on."""
+        if (prompt, what) not in self._found:
+            text = json.dumps([prompt, what, measure()])
+            if self._file is not None:
+                with self._file.open("a", encoding="utf-8") as handle:
+                    handle.write(f"\n{text}")  # behind a line that a kill has left open
+            self._found[prompt, what] = json.loads(text)[2]
+        return self._found[prompt, what]
+
+    def __contains__(self, key: tuple[str, str]) -> bool:
+        """Return whether a finding is kept."""
+        return key in self._found
+
+    def remove(self) -> None:
+        """Delete the file."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+
+class Prompts:
+    """Holds the prompts of a calibration, measured when they are first needed.
+
+    Attributes:
+        count: How many there are.
+        done: What was measured here, in full recomputes of a prompt.
+        kept: What would have been, but for the ledger.
+    """
+
+    def __init__(self, make: Callable[[int], PromptMeasurement], keys: Sequence[str], ledger: Ledger):
+        """Make prompt ``n``, of key ``keys[n]``, by ``make(n)``."""
+        self._make, self._keys, self._ledger = make, keys, ledger
+        self.count = len(keys)
+        self._made: dict[int, PromptMeasurement] = {}
+        self._seen: set[tuple[str, str]] = set()
+        self.done = self.kept = 0.0
+
+    def facts(self, number: int) -> PromptFacts:
+        """Return what a prompt is."""
+        return PromptFacts(**self._find(number, "facts", _MAKING, lambda each: asdict(_facts(each))))
+
+    def layers(self, number: int) -> LayerValues:
+        """Return what each layer from 1 on says of it."""
+        self.facts(number)
+        found = self._find(number, "layers", _PASS, layer_values)
+        return [(overlap, correlation, visible) for overlap, correlation, visible in found]
+
+    def compare(self, number: int, candidate: Candidate) -> Comparison:
+        """Blend it."""
+        share = self.facts(number).stale / self.facts(number).tokens
+        cost = 0.1 + share * candidate.ratio
+        return self._compared(number, f"blend: {candidate!r}", cost, lambda each: each.compare(candidate.options))
+
+    def score(self, number: int) -> float:
+        """Return what full recompute scores by its judge."""
+        self.facts(number)
+        return float(self._find(number, "score", 0.0, lambda each: each.score()))
+
+    def by_weights(self, number: int, bits: int, coarser: Coarser) -> Comparison:
+        """Recompute all of it by coarser weights."""
+        self.facts(number)  # first, for it counts as what making the prompt takes
+        return self._compared(number, f"weights: {bits} bits", _PASS, lambda each: each.by_weights(coarser))
+
+    def _compared(
+        self, number: int, what: str, cost: float, run: Callable[[PromptMeasurement], Comparison]
+    ) -> Comparison:
+        found = self._find(number, what, cost, lambda each: asdict(run(each)))
+        return Comparison(tuple(found["agrees"]), tuple(found["kl"]), found["compute"], found["loss"])
+
+    def _find(self, number: int, what: str, cost: float, measure: Callable[[PromptMeasurement], Any]) -> Any:
+        key = self._keys[number], what
+        kept = key in self._ledger
+        found = self._ledger.find(*key, lambda: measure(self._measurement(number)))
+        if key not in self._seen:
+            self._seen.add(key)
+            self.done, self.kept = self.done + cost * (not kept), self.kept + cost * kept
+        return found
+
+    def _measurement(self, number: int) -> PromptMeasurement:
+        if number not in self._made:
+            self._made[number] = self._make(number)
+        return self._made[number]
+
+
+def key_of(prompt: TokenizedPrompt, continuation: Sequence[int], judge: Judge | None) -> str:
+    """Return what tells a prompt from others: its tokens, where its chunks stand, what follows, and who judges that."""
+    spans = [(span.start, span.end) for span in prompt.spans]
+    return hashlib.sha256(repr((prompt.token_ids, spans, tuple(continuation), judge)).encode()).hexdigest()[:32]
+
+
+def left_out(static: torch.Tensor, ratio: float) -> float:
+    """Return the share of ``static``, ``[candidates]``, outside the tokens that ``ratio`` covers, those of highest value."""
+    return float(left_out_by_count(static)[round(ratio * len(static))])
+
+
+def _facts(measured: PromptMeasurement) -> PromptFacts:
+    static = measured.static
+    shares = None if static is None else {str(ratio): left_out(static, ratio) for ratio in RATIOS}
+    return PromptFacts(len(measured.prompt.token_ids), measured.stale_tokens, measured.forced_tokens, shares)

@@ -1,7 +1,0 @@
-"""Finds out what a model does on a machine, and calibrates its blend settings."""
-
-from __future__ import annotations
-
-from cacheblend_rag.lab.doctor.calibrated_engine import calibrate_engine
-
-__all__ = ["calibrate_engine"]

@@ -1,1 +1,0 @@
-"""Gives the numbers that all measurements share: intervals, metrics, rows of files, plots."""

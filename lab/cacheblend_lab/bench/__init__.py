@@ -1,0 +1,35 @@
+"""Measures what `cacheblend bench` prints: time to first token, throughput, the rate of indexing."""
+
+from __future__ import annotations
+
+from cacheblend_lab.bench.controller import ControllerSettings, bench_controller
+from cacheblend_lab.bench.indexing import IndexSettings, bench_index
+from cacheblend_lab.bench.scoring import ScoreSettings, bench_score
+from cacheblend_lab.bench.shapes import ShapesSettings, bench_shapes
+from cacheblend_lab.bench.streams import StreamsSettings, bench_streams
+from cacheblend_lab.bench.throughput import ThroughputSettings, bench_throughput
+from cacheblend_lab.bench.ttft import TTFTSettings, bench_ttft
+from cacheblend_lab.bench.workbench import BenchModel, open_workbench
+from cacheblend_rag.calibrate.measure import drop_page_cache
+from cacheblend_rag.calibrate.workbench import Workbench
+
+__all__ = [
+    "BenchModel",
+    "ControllerSettings",
+    "IndexSettings",
+    "ScoreSettings",
+    "ShapesSettings",
+    "StreamsSettings",
+    "TTFTSettings",
+    "ThroughputSettings",
+    "Workbench",
+    "bench_controller",
+    "bench_index",
+    "bench_score",
+    "bench_shapes",
+    "bench_streams",
+    "bench_throughput",
+    "bench_ttft",
+    "drop_page_cache",
+    "open_workbench",
+]

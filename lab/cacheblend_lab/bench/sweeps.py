@@ -1,0 +1,216 @@
+"""Measures time to first token against number and length of chunks, batch size, ratio, bandwidth and request rate.
+
+Prompts are random tokens, so any model will do, also one of random weights. Every point runs all methods, interleaved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from cacheblend_lab.bench.throttled import ThrottledStore
+from cacheblend_lab.bench.workbench import name_methods
+from cacheblend_rag.blending.costs import Costs, TierCost
+from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, BlendSettings
+from cacheblend_rag.calibrate.compute import measure_compute
+from cacheblend_rag.calibrate.measure import take_turns
+from cacheblend_rag.calibrate.workbench import Workbench
+from cacheblend_rag.engines.results import Generation
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
+
+Axis = Literal["chunks", "chunk_tokens", "batch"]
+Point = dict[str, Any]
+Progress = Callable[[str], None]
+
+CHUNK_TOKENS: Final = 512
+QUESTION_TOKENS: Final = 32
+READY: Final = "ready"
+"""The method that blends KV which needs no loading."""
+_SIMULATED_REQUESTS: Final = 4000
+_RATES: Final = 12
+_METHODS: Final = name_methods(BLEND)
+
+
+def sweep_sizes(
+    place: Workbench, axis: Axis, values: Sequence[int], repeat: int = 3, say: Progress = lambda line: None
+) -> list[Point]:
+    """Vary the number of chunks of 512 tokens, the length of six chunks, or how many requests for six arrive together.
+
+    This engine computes one request's tokens at a time, so the TTFT of the last of a batch, which is what is given, is the sum
+    of their prefills: nothing is measured there that a loop would not show.
+    """
+    points = []
+    for n in values:
+        chunks, tokens, batch = {
+            "chunks": (n, CHUNK_TOKENS, 1),
+            "chunk_tokens": (6, n, 1),
+            "batch": (6, CHUNK_TOKENS, n),
+        }[axis]
+        points += _point(place, {axis: n}, chunks, tokens, _METHODS, repeat, say, batch)
+    return points
+
+
+def sweep_ratio(
+    place: Workbench,
+    ratios: Sequence[float],
+    policy: str | None = None,
+    repeat: int = 3,
+    say: Progress = lambda line: None,
+) -> list[Point]:
+    """Vary the recompute ratio; full recompute and full KV reuse are the two ends."""
+    compared = {"full": FULL_RECOMPUTE, "reuse": FULL_REUSE}
+    compared |= {f"{ratio:g}": BlendSettings(ratio, policy) for ratio in ratios}
+    points = _point(place, {}, 6, CHUNK_TOKENS, compared, repeat, say)
+    ends = {"full": 1.0, "reuse": 0.0}
+    return [
+        {
+            **p,
+            "ratio": ends[p["method"]] if p["method"] in ends else float(p["method"]),
+            "method": p["method"] if p["method"] in ends else "blend",
+        }
+        for p in points
+    ]
+
+
+def sweep_devices(
+    place: Workbench,
+    bandwidths: Sequence[float] = (5e7, 1e8, 2e8, 5e8, 1e9, 2e9, 4.8e9),
+    repeat: int = 3,
+    say: Progress = lambda line: None,
+    blend: BlendSettings = BLEND,
+) -> list[Point]:
+    """Vary the bandwidth, in bytes per second, that stored KV is read with; prefix caching loads for free.
+
+    Beside the other methods stand two. ``controller``: the loading controller, which knows the device's bandwidth and what the
+    model's prefills take here, chooses what to load and how much to recompute. ``ready``: the blend from a device that reads in
+    no time, so what recomputing takes by itself. The blend's point has ``bound_s``, the longer one of loading and recomputing:
+    no overlap of the two can be sooner (paper section 5.1).
+
+    Raises:
+        InputError: The engine's store is not a :class:`~cacheblend_lab.bench.throttled.ThrottledStore`.
+    """
+    engine, store = place.engine, place.engine.store
+    if not (isinstance(store, ThrottledStore) and isinstance(engine, TransformersEngine)):
+        raise InputError("Storage devices are simulated by a throttled store; open a transformers engine with one.")
+    usual = engine.costs, engine.profile
+    compute = measure_compute(place)
+    compared = name_methods(blend) | {
+        "controller": BlendSettings("auto", blend.policy, blend.check_layers),
+        READY: blend,
+    }
+    points = []
+    lowest = blend.ratio if isinstance(blend.ratio, float) else engine.profile.ratio
+    # Random tokens are unlike any text, which would raise the ratio above what the controller chooses.
+    engine.profile = replace(engine.profile, text=None, ratio=lowest)
+    try:
+        for rate in bandwidths:
+
+            def set_rate(method: str, rate: float = rate) -> None:
+                store.bytes_per_s = math.inf if method == READY else rate
+
+            engine.costs = Costs(engine.num_layers, compute, {"device": TierCost(0.0, rate)})
+            found = _point(place, {"bytes_per_s": rate}, 6, CHUNK_TOKENS, compared, repeat, say, before=set_rate)
+            by_name = {point["method"]: point for point in found}
+            blended = by_name["blend"]
+            blended["bound_s"] = max(blended["loaded_bytes"] / rate, by_name[READY]["ttft_s"])
+            points += found
+    finally:
+        engine.costs, engine.profile = usual
+    return points
+
+
+def simulate_queue(
+    service_s: Mapping[str, Sequence[tuple[float, float]]], rates: Sequence[float], seed: int = 0
+) -> list[Point]:
+    """Return the TTFT at given request rates, simulated from measured requests.
+
+    Requests arrive at random (Poisson) and are served one after another, first come first served, as the embedded engine
+    does; each takes one of the measured times. A rate that a method cannot keep up with has no steady state: ``ttft_s`` is
+    None there.
+
+    Args:
+        service_s: For each method, measured pairs of time to first token and time to the last one, in seconds.
+        rates: Requests per second.
+        seed: Of arrivals and draws.
+    """
+    points = []
+    for name, measured in service_s.items():
+        times = np.asarray(measured, np.float64)
+        capacity = 1 / times[:, 1].mean()
+        for rate in rates:
+            point: Point = {"rate": rate, "method": name, "capacity": capacity, "ttft_s": None}
+            if rate < 0.98 * capacity:
+                generator = np.random.default_rng(seed)
+                arrivals = generator.exponential(1 / rate, _SIMULATED_REQUESTS).cumsum()
+                drawn = times[generator.integers(len(times), size=_SIMULATED_REQUESTS)]
+                free, waits = 0.0, np.empty(_SIMULATED_REQUESTS)
+                for i, (arrival, (first, total)) in enumerate(zip(arrivals, drawn, strict=True)):
+                    begin = max(arrival, free)
+                    waits[i] = begin - arrival + first
+                    free = begin + total
+                point["ttft_s"] = float(waits[_SIMULATED_REQUESTS // 10 :].mean())
+            points.append(point)
+    return points
+
+
+def choose_rates(service_s: Mapping[str, Sequence[tuple[float, float]]]) -> list[float]:
+    """Return rates up to what the fastest method can serve."""
+    best = max(1 / float(np.mean([total for _, total in measured])) for measured in service_s.values())
+    slowest = min(1 / float(np.mean([total for _, total in measured])) for measured in service_s.values())
+    return [float(rate) for rate in np.geomspace(slowest / 4, best * 0.97, _RATES)]
+
+
+def _prompt(place: Workbench, chunks: int, chunk_tokens: int) -> TokenizedPrompt:
+    made = place.random_chunks(chunks, chunk_tokens, chunks * 10_000 + chunk_tokens)
+    place.engine.precompute(made)
+    return place.prompt(made, QUESTION_TOKENS, chunks)
+
+
+def _point(
+    place: Workbench,
+    at: Point,
+    chunks: int,
+    chunk_tokens: int,
+    compared: dict[str, BlendSettings],
+    repeat: int,
+    say: Progress,
+    batch: int = 1,
+    before: Callable[[str], None] = lambda method: None,
+) -> list[Point]:
+    say(", ".join(f"{key} {value:g}" for key, value in at.items()) or "all ratios")
+    prompt = _prompt(place, chunks, chunk_tokens)
+    seconds: dict[str, list[float]] = {name: [] for name in compared}
+    done: dict[str, Generation] = {}
+    for number in range(repeat + 1):
+        for name in take_turns(compared, number):
+            total = 0.0
+            before(name)
+            for _ in range(batch):
+                place.forget()
+                *_, last = place.engine.stream(prompt, SamplingParams(1), compared[name])
+                assert last.generation is not None
+                done[name] = last.generation
+                total += done[name].timings.ttft_s - (done[name].load_s if name == "prefix" else 0.0)
+            if number:  # the first round warms up
+                seconds[name].append(total)
+    return [
+        {
+            **at,
+            "method": name,
+            "ttft_s": median(times),
+            "fastest_s": min(times),
+            "slowest_s": max(times),
+            "computed_tokens": done[name].usage.computed_tokens,
+            "loaded_bytes": sum(load.nbytes for load in done[name].loads),
+            "prompt_tokens": len(prompt.token_ids),
+        }
+        for name, times in seconds.items()
+    ]

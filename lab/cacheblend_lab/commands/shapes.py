@@ -1,0 +1,60 @@
+"""Runs `cacheblend bench shapes`: every quality against a prefill with prefix caching, over shapes of prompts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cacheblend_lab.commands.bench_options import BenchOptions, RandomSeed, Repeat
+from cacheblend_lab.commands.sweeps import parse_numbers
+from cacheblend_rag.console import options
+from cacheblend_rag.console.groups import takes_groups
+from cacheblend_rag.console.output import echo, print_json, status, table
+
+
+@takes_groups
+def shapes(
+    *,
+    engine: options.Engine = "transformers",
+    model: BenchOptions,
+    fronts: Annotated[
+        str, typer.Option(help="Tokens in front of the first chunk; 0 for the header of stored chunks.")
+    ] = ("0,200,2000"),
+    chunks: Annotated[str, typer.Option(help="Numbers of chunks.")] = "1,6,24",
+    chunk_tokens: Annotated[str, typer.Option(help="Tokens in each chunk.")] = "50,512",
+    questions: Annotated[str, typer.Option(help="Tokens in the question.")] = "10,200,2000",
+    repeat: Repeat = 3,
+    cold: Annotated[bool, typer.Option("--cold", help="Compute the front, too, instead of finding it kept.")] = False,
+    seed: RandomSeed = 0,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Measure the time to first token of each quality against a prefill with prefix caching, over shapes of prompts."""
+    from cacheblend_lab.bench import ShapesSettings, bench_shapes, open_workbench
+
+    wanted = (
+        parse_numbers(fronts, "--fronts", int, least=0),
+        parse_numbers(chunks, "--chunks", int),
+        parse_numbers(chunk_tokens, "--chunk-tokens", int),
+        parse_numbers(questions, "--questions", int),
+    )
+    settings = ShapesSettings(*wanted, repeat, cold, seed)
+    with status("Measuring") as say, open_workbench(model.choice(engine), context=settings.longest + 256) as place:
+        result = bench_shapes(place, settings, say)
+    if as_json:
+        print_json(result)
+        return
+    rows = [
+        [
+            f"{row['front']:,}",
+            f"{row['chunks']} x {row['chunk_tokens']}",
+            f"{row['question']:,}",
+            row["quality"],
+            row["mode"],
+            f"{row['work']:.0%}",
+            f"{row['sooner']:.2f}x",
+        ]
+        for row in result["rows"]
+    ]
+    echo(table([["front", "chunks", "question", "quality", "mode", "computed", "sooner"], *rows]))
+    echo(f"The least is {min(row['sooner'] for row in result['rows']):.2f}x.")

@@ -1,0 +1,178 @@
+"""Loads data sets by name or file; only the synthetic one is part of this package, of others users have copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from cacheblend_lab.datasets.files import ENVIRONMENT, NAMED, find_file
+from cacheblend_lab.datasets.formats import (
+    PLAIN_FORMAT,
+    dialogue_example,
+    dialogue_request,
+    questions_of,
+    sample_of,
+)
+from cacheblend_lab.fiction.samples import DEFAULT_KINDS, KINDS, demo_samples
+from cacheblend_lab.rows import Skipped, hash_file, read_rows
+from cacheblend_lab.samples import Sample
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.homes import from_home
+
+__all__ = [
+    "DEFAULT_KINDS",
+    "ENVIRONMENT",
+    "KINDS",
+    "NAMED",
+    "DataSet",
+    "demo_samples",
+    "find_file",
+    "hash_files",
+    "load_data_set",
+    "read_data_set",
+]
+
+# More than fill six chunks of 512 tokens with dialogues of SAMSum's usual length.
+_EXAMPLES = 40
+_NAMED_ROWS = 3
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Holds a data set's samples.
+
+    Attributes:
+        samples: Its questions.
+        files: Every file that was read, by name, with the hash of what was read; none for the demo.
+        skipped: The rows that cannot be used.
+    """
+
+    samples: list[Sample]
+    files: dict[str, str]
+    skipped: list[Skipped]
+
+
+def load_data_set(
+    name: str,
+    data: Path | None,
+    limit: int,
+    seed: int,
+    tokenizer: Any,
+    *,
+    kinds: Sequence[str] | None = None,
+    chunks: int = 6,
+    chunk_tokens: int = 512,
+) -> DataSet:
+    """Return a data set with up to ``limit`` samples, drawn by ``seed``, in the file's order.
+
+    Args:
+        name: ``demo``, one of :data:`NAMED`, or a ``.json``, ``.jsonl`` or ``.gz`` file of any known format.
+        data: Where the named data sets are; see :func:`find_file`.
+        limit: Most samples.
+        seed: Draws the samples, few-shot examples, and the demo's documents.
+        tokenizer: The model's.
+        kinds: Only questions of these kinds.
+        chunks: Chunks of a demo context.
+        chunk_tokens: Size of a demo chunk.
+
+    Raises:
+        InputError: No such data set or file, or none of its rows can be used; the message names them.
+    """
+    if limit < 1:
+        raise InputError(f"limit is {limit}; ask for at least 1 question.")
+    file = file_of(name, data)
+    if file is None:
+        wanted = DEFAULT_KINDS if kinds is None else kinds
+        samples = demo_samples(tokenizer, limit, seed, kinds=wanted, chunks=chunks, chunk_tokens=chunk_tokens)
+        return DataSet(samples, {}, [])
+    found = read_data_set(file, seed)
+    samples = found.samples
+    if kinds is not None:
+        samples = [sample for sample in samples if sample.kind in kinds]
+        if not samples:
+            raise InputError(f"{file} has no questions of the kinds {', '.join(kinds)}.")
+    if len(samples) > limit:
+        kept = sorted(Random(seed).sample(range(len(samples)), limit))
+        samples = [samples[i] for i in kept]
+    return replace(found, samples=samples)
+
+
+def hash_files(name: str, data: Path | None) -> dict[str, str]:
+    """Return the files that :func:`load_data_set` would read, by name, with the hash of each.
+
+    Raises:
+        InputError: No such data set or file.
+    """
+    file = file_of(name, data)
+    return {} if file is None else {file.name: hash_file(file)}
+
+
+def file_of(name: str, data: Path | None) -> Path | None:
+    """Return the file that :func:`load_data_set` would read; None for ``demo``, which has none.
+
+    Raises:
+        InputError: No such data set or file.
+    """
+    if name == "demo":
+        return None
+    if name in NAMED:
+        return find_file(name, data)
+    file = from_home(name)
+    if not file.is_file():
+        raise InputError(f"There is no data set {name!r}; give demo, {', '.join(NAMED)}, or a file of JSON lines.")
+    return file
+
+
+def read_data_set(file: Path, seed: int = 0) -> DataSet:
+    """Return all samples of a file. A row that cannot be used is skipped, and said so.
+
+    Raises:
+        InputError: The file cannot be read, or none of its rows can be used; the message names the first ones.
+    """
+    read = read_rows(file)
+    samples, skipped = [], list(read.skipped)
+    for where, row in read.rows:
+        name = f"{file.stem}-{where.rpartition(' ')[2]}"
+        try:
+            found = [sample_of(question, name) for question in questions_of(row)]
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, InputError) as error:
+            skipped.append(Skipped(file.name, where, _said(error)))
+            continue
+        samples += [replace(sample, where=where) for sample in found if sample is not None]
+    if not samples:
+        raise InputError(f"{file} has no question with an answer{_because(skipped)}")
+    if len({sample.id for sample in samples}) < len(samples):
+        # Some files number their rows anew for every question type.
+        samples = [replace(sample, id=f"{sample.id}-{i}") for i, sample in enumerate(samples)]
+    if samples[0].task == "dialogue" and not samples[0].texts:
+        samples = _with_examples(samples, seed)
+    return DataSet(samples, {file.name: read.digest}, skipped)
+
+
+def _because(skipped: Sequence[Skipped]) -> str:
+    if not skipped:
+        return "."
+    named = "; ".join(f"{row.where}: {row.why.rstrip('.')}" for row in skipped[:_NAMED_ROWS])
+    more = f"; and {len(skipped) - _NAMED_ROWS} more rows" if len(skipped) > _NAMED_ROWS else ""
+    return f" that can be used ({named}{more}). {PLAIN_FORMAT}"
+
+
+def _with_examples(samples: Sequence[Sample], seed: int) -> list[Sample]:
+    """Give every dialogue other dialogues with their summaries as few-shot examples (paper section 7.1)."""
+    if len(samples) < 2:
+        raise InputError("Few-shot examples come from the other rows of the file, and there is only one row.")
+    examples = [dialogue_example(s.question, s.answers[0]) for s in samples]
+    found = []
+    for number, sample in enumerate(samples):
+        others = [i for i in range(len(samples)) if i != number and samples[i].question != sample.question]
+        drawn = Random(f"{seed}:{sample.id}").sample(others, min(_EXAMPLES, len(others)))
+        texts = tuple(examples[i] for i in drawn)
+        found.append(replace(sample, question=dialogue_request(sample.question), texts=texts))
+    return found
+
+
+def _said(error: Exception) -> str:
+    return f"the field {error} is missing" if isinstance(error, KeyError) else str(error) or type(error).__name__

@@ -1,0 +1,95 @@
+"""Asks every chunk on its own: MapReduce and MapRerank without a framework (paper section 7.2, figure 13).
+
+Neither ever lets one chunk see another, which is what they cost in quality; both prefill every chunk anew unless told
+otherwise, which is what they cost in time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from cacheblend_lab.evaluation.method import Method, Reply
+from cacheblend_lab.samples import EvalCase
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import Generation
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.thoughts import generate_answer
+from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
+
+_SCORE = re.compile(r"score\s*:?\s*(\d{1,3})", re.IGNORECASE)
+_SCORE_REQUEST = "\nAfter the answer, write 'Score:' and how sure you are of it, from 0 to 100."
+
+
+@runtime_checkable
+class _ShowsLogits(Protocol):
+    on_first_logits: Callable[[torch.Tensor], None] | None
+
+
+class Chunkwise(Method):
+    """A method whose answer takes several requests, none of which reuses stored KV, as the paper's baseline does."""
+
+    def __init__(self, name: str, label: str):
+        """Call it so."""
+        self.name, self.label, self.key = name, label, name
+
+
+class MapReduce(Chunkwise):
+    """Answers from each chunk, then answers once more from those answers."""
+
+    def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
+        found = _map(engine, case)
+        prompt = _reduce_prompt(engine, case, [done.text.strip() for done in found])
+        last = generate_answer(engine, prompt, SamplingParams(case.max_tokens), FULL_RECOMPUTE)
+        return Reply.of_requests(last.text.strip(), [*found, last], last)
+
+
+class MapRerank(Chunkwise):
+    """Answers from each chunk with a score of the model's certainty, and keeps the answer of the highest score.
+
+    The score is the probability of the answer's first token where the engine shows it. Elsewhere the model is asked to write a
+    score behind its answer; one that writes none gets 0 for that chunk. Of equal scores the earlier chunk's answer wins.
+    """
+
+    def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
+        found, scored = self.ask(engine, case)
+        return Reply.of_requests(max(scored, key=lambda each: each[1])[0], found)
+
+    def ask(self, engine: BlendEngine, case: EvalCase) -> tuple[list[Generation], list[tuple[str, float]]]:
+        """Return what the engine reports of each chunk's request; and each one's answer with its score, 0 to 100."""
+        if not isinstance(engine, _ShowsLogits):
+            found = _map(engine, case, _SCORE_REQUEST)
+            return found, [_split_score(done.text) for done in found]
+        sure: list[float] = []
+        engine.on_first_logits = lambda logits: sure.append(100 * float(logits.float().softmax(-1).max()))
+        try:
+            found = _map(engine, case)
+        finally:
+            engine.on_first_logits = None
+        return found, [(done.text.strip(), score) for done, score in zip(found, sure, strict=True)]
+
+
+def _map(engine: BlendEngine, case: EvalCase, request: str = "") -> list[Generation]:
+    sample, sampling = case.sample, SamplingParams(case.max_tokens)
+    prompts = (
+        rag_prompt(engine.tokenizer, [chunk], sample.question + request, sample.instruction) for chunk in case.chunks
+    )
+    return [generate_answer(engine, prompt, sampling, FULL_RECOMPUTE) for prompt in prompts]
+
+
+def _reduce_prompt(engine: BlendEngine, case: EvalCase, parts: Sequence[str]) -> BlendPrompt:
+    notes = "\n".join(f"- {part}" for part in parts if part)
+    head, *rest = rag_prompt(engine.tokenizer, (), case.sample.question, case.sample.instruction).segments
+    # The answers are new text every time: they stand where chunks would, as text.
+    return BlendPrompt((head, f"{notes}\n\n", *rest))
+
+
+def _split_score(text: str) -> tuple[str, float]:
+    matches = list(_SCORE.finditer(text))
+    if not matches:
+        return text.strip(), 0
+    return text[: matches[-1].start()].strip(), min(100, int(matches[-1][1]))

@@ -1,0 +1,129 @@
+"""Draws figures of storage devices: 10 (what the loading controller chooses), 17 (time to first token)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from cacheblend_lab.bench.sweeps import READY, sweep_devices
+from cacheblend_lab.bench.throttled import ThrottledStore
+from cacheblend_lab.evaluation.figures.base import Figure, FigureContext, Row, Say
+from cacheblend_lab.evaluation.methods import LABELS
+from cacheblend_rag.calibrate.plotting import draw_methods, figure, log_scale, style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Drawing
+
+_RATES: Final = (5e7, 1e8, 2e8, 5e8, 1e9, 2e9, 4.8e9)
+_LABELS: Final = {**LABELS, "blend": "blend, lowest ratio", "controller": "loading controller"}
+_GB: Final = 1e-9
+
+
+def _measure(context: FigureContext, say: Say) -> list[Row]:
+    """Measure once for both figures: every method at every bandwidth."""
+
+    def sweep() -> list[Row]:
+        engine = context.engine
+        usual = engine.store
+        engine.store = ThrottledStore(_RATES[0])
+        try:
+            begun = itertools.count()
+            return sweep_devices(
+                context.workbench, _RATES, context.repeat, lambda text: say(next(begun) / len(_RATES), text)
+            )
+        finally:
+            engine.store = usual
+
+    return context.once("devices", sweep)
+
+
+def _measure_times(context: FigureContext, say: Say) -> list[Row]:
+    return [row for row in _measure(context, say) if not _of(row, READY)]
+
+
+def _measure_choices(context: FigureContext, say: Say) -> list[Row]:
+    rows = _measure(context, say)
+    recompute_s = median([row["ttft_s"] for row in rows if _of(row, READY)])
+    return [
+        {**row, "load_s": row["loaded_bytes"] / row["bytes_per_s"], "recompute_s": recompute_s}
+        for row in rows
+        if row["method"] in ("full", "blend", "controller")
+    ]
+
+
+def _draw_choices(rows: Sequence[Row]) -> Drawing:
+    with figure(9.2, 3.6, columns=2) as (made, (device, ratio)):
+        blends = sorted((row for row in rows if _of(row, "blend")), key=lambda row: row["bytes_per_s"])
+        rates = [row["bytes_per_s"] * _GB for row in blends]
+        draw_methods(device, ("full", "blend"), _LABELS, rows, "bytes_per_s", _GB)
+        device.plot(rates, [row["load_s"] for row in blends], color="#D55E00", linestyle=":", label="loading alone")
+        device.axhline(
+            blends[0]["recompute_s"], color="#56B4E9", linestyle="--", linewidth=1.4, label="recomputing alone"
+        )
+        free = [row["bytes_per_s"] * _GB for row in blends if row["load_s"] <= row["recompute_s"]]
+        if free:
+            device.axvspan(min(free), max(rates), color="#009E73", alpha=0.09, linewidth=0, label="adds no delay")
+        device.set_ylim(0, 1.6 * max(row["ttft_s"] for row in rows))  # room for the legend
+        device.set_ylabel("time to first token, s")
+        device.set_title("Ratio fixed: which device?")
+        for name in ("blend", "controller"):
+            mine = sorted((row for row in rows if _of(row, name)), key=lambda row: row["bytes_per_s"])
+            ratio.plot(rates, [_computed(row) for row in mine], label=_LABELS[name], **style(name))
+        ratio.set_ylim(0, 1.03)
+        ratio.set_ylabel("share of the prompt computed")
+        ratio.set_title("Device fixed: how much to recompute?")
+        device.legend(loc="upper right", ncols=2)
+        ratio.legend()
+        for axes in (device, ratio):
+            _bandwidths(axes)
+        return made
+
+
+def _draw_times(rows: Sequence[Row]) -> Drawing:
+    with figure(6.2, 3.6) as (made, axes):
+        draw_methods(axes, ("full", "prefix", "reuse", "blend", "controller"), _LABELS, rows, "bytes_per_s", _GB)
+        _bandwidths(axes)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("time to first token, s")
+        axes.legend()
+        return made
+
+
+def _bandwidths(axes: Axes) -> None:
+    log_scale(axes)
+    axes.set_xlabel("bandwidth of the storage device, GB/s (simulated)")
+
+
+def _of(row: Row, method: str) -> bool:
+    return bool(row["method"] == method)
+
+
+def _computed(row: Row) -> float:
+    return float(row["computed_tokens"] / row["prompt_tokens"])
+
+
+FIGURES: Final = (
+    Figure(
+        10,
+        "What the loading controller chooses",
+        "With the device fixed, the ratio can rise until recomputing takes as long as loading, at no extra latency; with the "
+        "ratio fixed, KV can lie on the cheapest device that loads as fast as it recomputes.",
+        "The runs of figure 17. Loading alone is what the blend read, divided by the bandwidth; recomputing alone is the blend's "
+        "time where loading takes none. On slow devices the controller computes some chunks in place, or all of the prompt.",
+        _measure_choices,
+        _draw_choices,
+        2.0,
+    ),
+    Figure(
+        17,
+        "Time to first token against the storage device's bandwidth",
+        "The slower the device, the more loading dominates, and the closer blend and full KV reuse come to each other.",
+        "Bandwidths are simulated by a throttled RAM tier, latency is not; the prefix cache loads for free, as in the paper.",
+        _measure_times,
+        _draw_times,
+        0.2,
+    ),
+)

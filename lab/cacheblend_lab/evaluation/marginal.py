@@ -1,0 +1,150 @@
+"""Answers by the sum over chunks of p(y|z, x) p(z|x), each chunk alone in its prompt (REALM equation 1)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from cacheblend_lab.scoring import score
+from cacheblend_rag.calibrate.spelling import answer_ids
+from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import Generation
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.thoughts import generate_answer
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
+from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.rag.questions import check_question
+from cacheblend_rag.rag.results import RagAnswer
+
+TEMPERATURE: Final = 0.05
+"""What cosine similarities are divided by for p(z|x), as when a retriever is tuned."""
+
+
+@dataclass(frozen=True)
+class Marginal:
+    """Holds what each chunk alone made of a question.
+
+    Attributes:
+        generations: What the engine reports of each prompt, in their order.
+        candidates: Each different answer and its probability p(y|x), likeliest first.
+        weighing_tokens: Tokens computed to weigh them: every prompt is prefilled once more, and all answers run behind it.
+    """
+
+    generations: tuple[Generation, ...]
+    candidates: tuple[tuple[str, float], ...]
+    weighing_tokens: int
+
+    @property
+    def best(self) -> str:
+        """Return the likeliest answer."""
+        return self.candidates[0][0]
+
+    @property
+    def generation(self) -> Generation:
+        """Return that of the first prompt which gave the likeliest answer."""
+        return next(done for done in self.generations if done.text.strip() == self.best)
+
+
+def marginalise(
+    engine: BlendEngine,
+    prompts: Sequence[BlendPrompt],
+    prior: Sequence[float],
+    sampling: SamplingParams | None = None,
+) -> Marginal:
+    """Let every prompt give an answer, and weigh each of these answers by its likelihood behind all of them.
+
+    Args:
+        engine: The reader.
+        prompts: One for each chunk.
+        prior: p(z|x) of each chunk.
+        sampling: How answers are decoded.
+
+    Raises:
+        InputError: The engine cannot score.
+    """
+    generations = tuple(generate_answer(engine, prompt, sampling) for prompt in prompts)
+    answers = list(dict.fromkeys(done.text.strip() for done in generations))
+    completions = [answer_ids(engine.tokenizer, answer) for answer in answers]
+    scores = [score(engine, prompt, completions) for prompt in prompts]
+    likelihood = np.exp([[each.logprob for each in row] for row in scores])
+    probability = (np.asarray(prior) @ likelihood).tolist()
+    ranked = sorted(zip(answers, probability, strict=True), key=lambda pair: -pair[1])
+    behind = sum(len(ids) - 1 for ids in completions)  # what follows an answer is not asked
+    weighing = sum(done.usage.computed_tokens + behind for done in generations)
+    return Marginal(generations, tuple(ranked), weighing)
+
+
+@dataclass(frozen=True)
+class MarginalAnswer(RagAnswer):
+    """An answer with those it was chosen from.
+
+    Attributes:
+        candidates: Each different answer and its probability p(y|x), likeliest first.
+        priors: p(z|x) of each source, in their order.
+    """
+
+    candidates: tuple[tuple[str, float], ...] = ()
+    priors: tuple[float, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as ``ask --answer marginal --json`` prints it."""
+        sources = [
+            {**source, "prior": prior} for source, prior in zip(super().to_dict()["sources"], self.priors, strict=True)
+        ]
+        found = [{"answer": text, "probability": probability} for text, probability in self.candidates]
+        return {**super().to_dict(), "sources": sources, "candidates": found}
+
+
+def answer_marginally(
+    pipeline: RagPipeline, question: str, k: int = 6, sampling: SamplingParams | None = None
+) -> MarginalAnswer:
+    """Answer from each of the ``k`` nearest chunks alone, and choose the answer that is likeliest over all of them.
+
+    Header and one chunk are reused exactly, so nothing is blended. Facts that stand in two chunks are not put together: that
+    takes one prompt with both.
+
+    Args:
+        pipeline: Index and reader.
+        question: The question.
+        k: Chunks.
+        sampling: How each chunk's answer is decoded; greedy unless given.
+
+    Raises:
+        InputError: An empty question, nothing indexed, an engine that cannot score, or chunks that do not fit its context window.
+    """
+    check_question(question)
+    begin = time.perf_counter()
+    hits = pipeline.chunks.search(question, k)
+    if not hits:
+        raise InputError(f"Nothing is indexed in {pipeline.chunks.directory} yet; index some documents first.")
+    engine, retrieve_s = pipeline.engine, time.perf_counter() - begin
+    engine.registry.follow()  # another process may have indexed them
+    prompts = [rag_prompt(engine.tokenizer, [hit.chunk], question, pipeline.instruction) for hit in hits]
+    prior = priors([hit.score or 0.0 for hit in hits])
+    found = marginalise(engine, prompts, prior, sampling)
+    note = (
+        f"the likeliest of {len(found.candidates)} different answers from {len(hits)} chunks, "
+        f"p = {found.candidates[0][1]:.2f}"
+    )
+    return MarginalAnswer(
+        found.best,
+        tuple(hits),
+        found.generation,
+        retrieve_s,
+        (note,),
+        candidates=found.candidates,
+        priors=tuple(prior),
+    )
+
+
+def priors(similarities: Sequence[float]) -> list[float]:
+    """Return p(z|x) of chunks by their cosine similarity to the question."""
+    from scipy.special import softmax
+
+    found: list[float] = softmax(np.asarray(similarities, np.float64) / TEMPERATURE).tolist()
+    return found

@@ -1,0 +1,140 @@
+"""Generates fictional documents by seed, cut into chunks, and questions about them.
+
+Documents are about people, companies, observatories and ships. A document is cut where the chunk is full, so what a sentence
+means often stands in another chunk than the sentence: a chunk's own KV cannot answer for it. Question kinds:
+
+- "single": one chunk holds all that is needed.
+- "cross": the fact ("It was founded in 1911.") stands in a later chunk than the name it refers to.
+- "nickname": the fact is stated of a nickname that an earlier chunk explains.
+- "table": the fact is a row of a list ("Silver Heron: 1911.") whose title stands in an earlier chunk.
+- "unit": an earlier chunk says what the number in the fact is counted by.
+- "two_hop", "two_hop_cross": the question names its entity through another one; the latter where a fact needs another chunk.
+- "alias": the question uses a nickname.
+- "comparison": which of two years is earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from random import Random
+
+from cacheblend_lab.fiction.entities import Entity, draw_kinds, make_entities
+from cacheblend_lab.fiction.interludes import Interludes, list_kinds
+from cacheblend_lab.fiction.names import NameMaker
+from cacheblend_lab.fiction.questions import USUAL_SHARES, FictionQuestion, Shares, choose_questions
+from cacheblend_lab.fiction.writer import CountTokens, Sentence, Style, Writer
+from cacheblend_rag.errors import InputError
+
+
+@dataclass(frozen=True)
+class FictionContext:
+    """Consecutive chunks (lists of sentences) and questions about them."""
+
+    chunks: tuple[tuple[Sentence, ...], ...]
+    questions: tuple[FictionQuestion, ...]
+
+    @property
+    def chunk_texts(self) -> list[str]:
+        """Return the chunks as text."""
+        return ["".join(s.before * (i > 0) + s.text for i, s in enumerate(chunk)) for chunk in self.chunks]
+
+
+def _drop_chunk(rng: Random, writer: Writer, entities: Sequence[Entity]) -> None:
+    """Remove one chunk, as retrieval may: what it states, and what refers to a name in it, can no longer be asked."""
+    gone = rng.randrange(len(writer.chunks))
+    del writer.chunks[gone]
+    for entity in entities:
+        orphaned = entity.introduced_in == gone
+        entity.where = {
+            key: replace(
+                place, chunk=place.chunk - (place.chunk > gone), named_in=place.named_in - (place.named_in > gone)
+            )
+            for key, place in entity.where.items()
+            if place.chunk != gone and (place.named or not orphaned)
+        }
+        if orphaned or entity.alias_in == gone:
+            entity.alias_in = -1
+
+
+def _write_documents(
+    rng: Random, writer: Writer, entities: Sequence[Entity], filler: float, between: Interludes | None
+) -> None:
+    """Write about one entity after another, with filler and what else stands between them, until all chunks are full."""
+    for entity in entities:
+        if writer.full:
+            break
+        if filler and rng.random() < 0.6:
+            writer.fill(rng.expovariate((1 - filler) / (110 * filler)), "\n\n" if rng.random() < 0.5 else " ")
+        if between:
+            between.write(writer, entities)
+        if writer.left < 12 and not writer.full:
+            writer.close_chunk()
+        if not writer.full:
+            writer.write(entity)
+    while not writer.full:
+        writer.fill(writer.left, "\n\n")
+        writer.close_chunk()
+
+
+def sample_context(
+    rng: Random,
+    count_tokens: CountTokens,
+    *,
+    chunks: int = 6,
+    chunk_tokens: int = 512,
+    questions: int = 40,
+    held_out: bool = True,
+    unseen_syllables: bool = False,
+    filler: float | None = None,
+    alias_share: float = 0.2,
+    missing_chunk: bool = False,
+    shares: Shares = USUAL_SHARES,
+    interludes: bool = False,
+    crowded: bool = False,
+) -> FictionContext:
+    """Draw a context of consecutive chunks, and questions about it in random order.
+
+    Args:
+        rng: Source of randomness; the same state gives the same context.
+        count_tokens: Token count of a text without special tokens; must be additive over sentences.
+        chunks: Number of chunks.
+        chunk_tokens: Most tokens of a chunk.
+        questions: Most questions, those that need another chunk preferred.
+        held_out: Use the names that training never shows.
+        unseen_syllables: Build names from syllables that training never shows.
+        filler: Share of filler between and inside documents; drawn when None.
+        alias_share: Share of entities with a nickname.
+        missing_chunk: Leave out one chunk of the run, as a retriever does; not together with `interludes`.
+        shares: What is asked how often.
+        interludes: Write lists, units and facts told of a nickname between documents, and ask about them, and for comparisons.
+        crowded: Have as many of these as fit, for training.
+
+    Raises:
+        InputError: Both a missing chunk and interludes, whose titles and units might be what is missing.
+    """
+    if missing_chunk and interludes:
+        raise InputError(
+            "Ask for missing_chunk or for interludes: what a missing chunk said of lists is not followed up."
+        )
+    # Six million parameters tell people of one first name apart nineteen times of twenty, which would hide what blending does.
+    names = NameMaker(rng, held_out=held_out, unseen_syllables=unseen_syllables, distinct_first_names=True)
+    if filler is None:
+        filler = rng.choice((0.1, 0.25, 0.4) if chunk_tokens >= 100 else (0.0, 0.0, 0.2))
+    wanted = chunks + missing_chunk
+    count = int(wanted * chunk_tokens / (110 if chunk_tokens >= 100 else 60)) + 2
+    grouped = list_kinds(rng, chunks, chunk_tokens, crowded=crowded) if interludes else []
+    made = make_entities(
+        rng, names, draw_kinds(rng, count) + [kind for group in grouped for kind in group], alias_share
+    )
+    listed = iter(made[count:])
+    groups = [list(islice(listed, len(group))) for group in grouped]
+    between = Interludes(rng, wanted, groups, crowded=crowded) if interludes else None
+    writer = Writer(rng, count_tokens, chunks=wanted, chunk_tokens=chunk_tokens, style=Style(filler))
+    _write_documents(rng, writer, made[:count], filler, between)
+    del writer.chunks[wanted:]
+    if missing_chunk:
+        _drop_chunk(rng, writer, made[:count])
+    chosen = choose_questions(rng, made, questions, shares, comparisons=interludes)
+    return FictionContext(tuple(tuple(chunk) for chunk in writer.chunks if chunk), tuple(chosen))

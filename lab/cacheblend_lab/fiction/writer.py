@@ -1,0 +1,271 @@
+"""Writes documents about entities into chunks of a limited size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from cacheblend_lab.fiction.asides import NICKNAMES, REMARKS, UNIT_NOTES
+from cacheblend_lab.fiction.entities import Entity, Place, capital, filler_sentence, render
+from cacheblend_lab.fiction.phrases import KINDS
+
+CountTokens = Callable[[str], int]
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One sentence (or heading) of a chunk.
+
+    Attributes:
+        text: The sentence.
+        before: Text between it and the previous sentence of the same chunk.
+        entity: Name of the entity it is about, None for filler.
+        value: The value it states, if any.
+        opens_document: Whether a new document begins here.
+        attribute: Key of the attribute it states, if any.
+        nickname: What it calls the entity, where that is a nickname.
+        adds: The word of an earlier sentence that its value depends on: a list's topic, or what numbers are counted by.
+    """
+
+    text: str
+    before: str = " "
+    entity: str | None = None
+    value: str | None = None
+    opens_document: bool = False
+    attribute: str | None = None
+    nickname: str | None = None
+    adds: str | None = None
+
+
+@dataclass(frozen=True)
+class Style:
+    """Says how documents look.
+
+    Attributes:
+        filler: Share of sentences about nothing in particular, between and inside documents.
+        headings: Share of documents with a heading.
+        long: Share of long documents where the chunk has room; near a chunk's end most are long.
+        short_chunks: Share of chunks that end early.
+        inline: Share of documents that begin within a paragraph.
+        wordy: Whether documents state all they know, with much talk in between.
+    """
+
+    filler: float = 0.25
+    headings: float = 0.3
+    long: float = 0.3
+    short_chunks: float = 0.1
+    inline: float = 0.3
+    wordy: bool = False
+
+
+class Writer:
+    """Writes documents into chunks of at most a given number of tokens.
+
+    Args:
+        rng: Source of randomness.
+        count: Token count of a text.
+        chunks: Number of chunks wanted; the writer is `full` when it has begun one more.
+        chunk_tokens: Most tokens of a chunk.
+        style: How documents look.
+    """
+
+    def __init__(self, rng: Random, count: CountTokens, *, chunks: int, chunk_tokens: int, style: Style) -> None:
+        self._rng = rng
+        self._count = count
+        self._chunk_tokens = chunk_tokens
+        self._style = style
+        self._wanted = chunks
+        self.chunks: list[list[Sentence]] = [[]]
+        self._used = 0
+        self._budget = self._new_budget()
+        self._unit, self._unit_in = "", -1
+
+    @property
+    def full(self) -> bool:
+        """Return whether all wanted chunks are written."""
+        return len(self.chunks) > self._wanted
+
+    @property
+    def left(self) -> float:
+        """Tokens left in the current chunk."""
+        return self._budget - self._used
+
+    @property
+    def written(self) -> float:
+        """Chunks written so far, the current one as a fraction."""
+        return len(self.chunks) - 1 + self._used / self._budget
+
+    def close_chunk(self) -> None:
+        """Go on in a new chunk."""
+        self.chunks.append([])
+        self._used = 0
+        self._budget = self._new_budget()
+
+    def fill(self, tokens: float, before: str = " ", kind: str | None = None) -> None:
+        """Write about `tokens` tokens of filler, as far as they fit, some of it suited to a `kind` of entity."""
+        while tokens > 5:
+            text = filler_sentence(self._rng, kind)
+            size = self._count(text)
+            if size > tokens + 6 or not self._fits(text, before):
+                return
+            self._add(Sentence(text, before))
+            tokens -= size
+            before = " "
+
+    def write(self, entity: Entity) -> None:
+        """Write the document of `entity`, going on in the next chunk where one is full."""
+        rng, kind = self._rng, KINDS[entity.kind]
+        roomy = self._chunk_tokens >= 100
+        # A long document where the chunk is nearly full spreads references over much of the next chunk.
+        wordy = self._style.wordy
+        near_end = wordy or (roomy and self.left < 0.4 * self._chunk_tokens and rng.random() < 0.9)
+        long = near_end or (roomy and rng.random() < self._style.long)
+        size = len(kind.attributes)
+        keys = rng.sample(list(kind.attributes), rng.randint(size if near_end else 7 if long else 4, size))
+        remark_share = rng.choice([0.6, 0.8] if near_end else [0.3, 0.6]) if long else (0.1 if roomy else 0.0)
+        aside_share = rng.choice([0.7 if near_end else self._style.filler, 0.7]) if long else 0.0
+        paragraph_share = 0.12 if long else 0.02
+        break_before = " " if rng.random() < self._style.inline else "\n\n"
+        line_break = "\n" if rng.random() < 0.06 else " "
+        rename = rng.random() < 0.1
+        remarks = rng.sample(REMARKS, len(REMARKS))
+        named = False
+        if rng.random() < self._style.headings and break_before == "\n\n":
+            named = self._introduce(entity, rng.choice(kind.headings), break_before, opens=True)
+            break_before = "\n\n" if rng.random() < 0.7 else "\n"
+        if not self.full and rng.random() < 0.3:
+            named = self._introduce(entity, rng.choice(kind.openings), break_before, opens=not named)
+            break_before = " "
+        if self.full:
+            return
+        for position, key in enumerate(keys):
+            before = break_before if position == 0 else ("\n\n" if rng.random() < paragraph_share else line_break)
+            if not self._state(entity, key, before, known=named or position > 0, rename=rename):
+                return
+            if entity.alias and entity.alias_in < 0 and rng.random() < 0.5:
+                self._give_alias(entity)
+            if rng.random() < remark_share and not self._remark(entity, remarks.pop()):
+                continue
+            if rng.random() < aside_share:
+                self.fill(rng.uniform(20, 50) if wordy else rng.uniform(8, 40), kind=entity.kind)
+
+    def count_by(self, unit: str) -> None:
+        """Say that all numbers from here on are counted by the `unit`."""
+        text = self._rng.choice(UNIT_NOTES).format(u=unit)
+        if self._make_room(text, "\n\n"):
+            self._add(Sentence(text, "\n\n", opens_document=True))
+            self._unit, self._unit_in = unit, len(self.chunks) - 1
+
+    def write_list(self, key: str, entities: Sequence[Entity]) -> None:
+        """Write the fact `key` of entities of one kind as a list: a title, then a name and a value a line."""
+        attribute = KINDS[entities[0].kind].attributes[key]
+        title = self._rng.choice(attribute.titles)
+        if not self._make_room(title, "\n\n"):
+            return
+        self._add(Sentence(title, "\n\n", opens_document=True))
+        title_in = len(self.chunks) - 1
+        for entity in entities:
+            text = f"{capital(entity.name.removeprefix('the '))}: {entity.facts[key]}."
+            if not self._make_room(text, "\n"):
+                return
+            self._name(entity)
+            row = Sentence(text, "\n", entity.name, entity.facts[key], attribute=key, adds=attribute.topic)
+            self._add(row)
+            here = len(self.chunks) - 1
+            entity.where[key] = Place(here, here, title_in=title_in)
+
+    def mention(self, entity: Entity, key: str) -> None:
+        """State the fact `key` of an entity whose nickname is known, by that nickname."""
+        rng, nickname = self._rng, entity.alias or ""
+        before = "\n\n" if rng.random() < 0.5 else " "
+        statement = rng.choice(KINDS[entity.kind].attributes[key].statements)
+        text = render(statement, entity, nickname, entity.facts[key])
+        if self._make_room(text, before):
+            self._add_fact(entity, key, text, before, entity.alias_from, opens=True, nickname=nickname)
+
+    def _add_fact(
+        self,
+        entity: Entity,
+        key: str,
+        text: str,
+        before: str,
+        named_in: int,
+        *,
+        opens: bool = False,
+        nickname: str | None = None,
+    ) -> None:
+        counted = bool(self._unit) and KINDS[entity.kind].attributes[key].pool == "number"
+        unit, unit_in = (self._unit, self._unit_in) if counted else ("", None)
+        self._add(Sentence(text, before, entity.name, entity.facts[key], opens, key, nickname, unit or None))
+        here = len(self.chunks) - 1
+        entity.where[key] = Place(here, named_in, nickname is not None, unit_in=unit_in, unit=unit)
+
+    def _make_room(self, text: str, before: str) -> bool:
+        """Go on in the next chunk where `text` does not fit; False when the last chunk is full."""
+        if not self._fits(text, before):
+            self.close_chunk()
+        return not self.full
+
+    def _new_budget(self) -> float:
+        if self._chunk_tokens >= 100 and self._rng.random() < self._style.short_chunks:
+            return self._chunk_tokens * self._rng.uniform(0.3, 0.9)
+        return self._chunk_tokens * self._rng.uniform(0.93, 1.0)
+
+    def _fits(self, text: str, before: str) -> bool:
+        # Two tokens for the line breaks in front; an empty chunk takes anything, or a long sentence would never fit.
+        return self._used + self._count(text) + (0 if before == " " else 2) <= self._budget or self._used == 0
+
+    def _add(self, sentence: Sentence) -> None:
+        breaks = 0 if sentence.before == " " or not self.chunks[-1] else len(sentence.before)
+        self.chunks[-1].append(sentence)
+        self._used += self._count(sentence.text) + breaks
+
+    def _refer(self, entity: Entity) -> str:
+        nouns = KINDS[entity.kind].nouns
+        return self._rng.choice(nouns) if nouns and self._rng.random() < 0.4 else entity.pronoun
+
+    def _name(self, entity: Entity) -> None:
+        entity.named_in = len(self.chunks) - 1
+        if entity.introduced_in < 0:
+            entity.introduced_in = entity.named_in
+
+    def _give_alias(self, entity: Entity) -> None:
+        text = render(self._rng.choice(NICKNAMES), entity, self._refer(entity), entity.alias or "")
+        if self._fits(text, " "):
+            self._add(Sentence(text, " ", entity.name, entity.alias))
+            entity.alias_in, entity.alias_from = len(self.chunks) - 1, entity.named_in
+
+    def _remark(self, entity: Entity, template: str) -> bool:
+        text = render(template, entity, self._refer(entity))
+        if not self._fits(text, " "):
+            return False
+        self._add(Sentence(text, " ", entity.name))
+        return True
+
+    def _introduce(self, entity: Entity, template: str, before: str, *, opens: bool) -> bool:
+        """Write a heading or an opening sentence; False when the last chunk is full."""
+        text = render(template, entity, entity.name)
+        if not self._make_room(text, before):
+            return False
+        self._name(entity)
+        self._add(Sentence(text, before, entity.name, None, opens))
+        return True
+
+    def _state(self, entity: Entity, key: str, before: str, *, known: bool, rename: bool) -> bool:
+        """Write the fact `key`, the subject being `known` or not; False when the last chunk is full."""
+        rng, attribute, value = self._rng, KINDS[entity.kind].attributes[key], entity.facts[key]
+        subject = self._refer(entity) if known else entity.name
+        templates = attribute.statements + (attribute.value_first if known else ())
+        text = capital(render(rng.choice(templates), entity, subject, value))
+        if not self._fits(text, before):
+            self.close_chunk()
+            if self.full:
+                return False
+            if rename:
+                subject = entity.name
+                text = capital(render(rng.choice(attribute.statements), entity, subject, value))
+        if subject == entity.name:
+            self._name(entity)
+        self._add_fact(entity, key, text, before, entity.named_in, opens=not known)
+        return True

@@ -1,0 +1,79 @@
+"""Puts a LoRA into a second copy of a model that shares its weights: the copy writes, the model itself stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cacheblend_rag.engines.models import writer_directory
+from cacheblend_rag.engines.writer import CONFIG, FILE, describe
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.store.kv import ModelFingerprint
+
+
+def writing_copy(model: nn.Module, rank: int, seed: int = 0) -> Any:
+    """Return a copy of a causal LM with a new LoRA on all linear modules but the output; peft's, scaled by 2.
+
+    Raises:
+        InputError: peft is missing.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise InputError("Training a KV writer needs peft: pip install 'cacheblend-lab[learn]'.") from error
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    torch.manual_seed(seed)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return _cast_free(get_peft_model(_sharing(model), config))
+
+
+def load_writing_copy(model: nn.Module, directory: Path, learns: bool = False) -> Any:
+    """Return a copy of a causal LM that writes as a saved writer does, and ``learns`` on; raises InputError if there is none."""
+    from peft import PeftModel
+
+    directory = writer_directory(directory)
+    if not (directory / FILE).is_file():
+        raise InputError(f"There is no writer in {directory}; give the directory that `cacheblend learn` has made.")
+    if not (directory / CONFIG).is_file():
+        raise InputError(f"The KV writer in {directory} has no LoRA, so there is nothing to go on from: leave it out.")
+    writing = PeftModel.from_pretrained(_sharing(model), str(directory), is_trainable=learns)
+    return _cast_free(writing if learns else writing.eval())
+
+
+def _sharing(model: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)
+
+
+def _cast_free(model: Any) -> Any:
+    # Autocast picks the dtype; peft's own cast would write every input once more, in fp32.
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False
+    return model
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return the LoRA's own parameters by name, not copied."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def save_writer(model: Any, directory: Path, fingerprint: ModelFingerprint, card: Mapping[str, Any]) -> None:
+    """Write a writer: peft's files, in bf16, and what it is for."""
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if ".lora_" in name}
+    model.save_pretrained(str(directory), state_dict=weights)
+    (directory / "README.md").unlink(missing_ok=True)  # peft's empty card
+    file = directory / CONFIG
+    config = {
+        **json.loads(file.read_text(encoding="utf-8")),
+        "base_model_name_or_path": None,  # a path of this machine's
+    }
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    describe(directory, fingerprint, card)

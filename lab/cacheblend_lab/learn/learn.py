@@ -1,0 +1,215 @@
+"""Makes a writer from end to end: reads texts, lets the model answer, trains, and saves it only if it is better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import torch
+
+from cacheblend_lab.learn.adapter import load_writing_copy, save_writer, writing_copy
+from cacheblend_lab.learn.answers import greedy
+from cacheblend_lab.learn.blend import BatchBlender
+from cacheblend_lab.learn.corpus import LearnCorpus, LearnTexts, read_corpus, with_answers
+from cacheblend_lab.learn.draws import Draws, DrawSettings
+from cacheblend_lab.learn.lesson import Lesson
+from cacheblend_lab.learn.training import LearnSettings, Say, Trained, Training
+from cacheblend_lab.tuning.saving import check_free, put_in_place, unfinished
+from cacheblend_rag import __version__
+from cacheblend_rag.blending.rope import NotRotaryError
+from cacheblend_rag.calibrate.measure import describe_machine
+from cacheblend_rag.engines.models import end_tokens, why_not_blendable
+from cacheblend_rag.engines.transformers.owner import LoadedModel, device_named, load_model
+from cacheblend_rag.engines.writer import KVWriter
+from cacheblend_rag.errors import ModelError
+from cacheblend_rag.homes import from_home
+
+_ANSWER_TOKENS: Final = 24
+_CONTEXT: Final = 768
+# By device: most tokens of a prompt and of a batch, questions to answer, requests to make up, held-out batches of a check.
+_SIZES: Final = {"cuda": (4096, 16384, 6000, 2500, 8), "cpu": (1536, 1536, 0, 200, 8)}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Says how much is done at once; None: as the device allows.
+
+    Attributes:
+        prompt_tokens: Most tokens of a prompt.
+        batch_tokens: Most tokens of a batch.
+        answers: Questions that the model answers itself beforehand; others keep the answers they came with.
+        requests: Questions to make up about documents.
+        looked: Held-out batches of a check.
+    """
+
+    prompt_tokens: int | None = None
+    batch_tokens: int | None = None
+    answers: int | None = None
+    requests: int | None = None
+    looked: int | None = None
+
+    def on(self, device: torch.device) -> tuple[int, int, int, int, int]:
+        """Return them all."""
+        usual = _SIZES["cuda" if device.type == "cuda" else "cpu"]
+        given = self.prompt_tokens, self.batch_tokens, self.answers, self.requests, self.looked
+        found = [own if own is not None else default for own, default in zip(given, usual, strict=True)]
+        return found[0], found[1], found[2], found[3], found[4]
+
+
+def learn(
+    model: Any,
+    output: Path,
+    documents: Sequence[Path | str],
+    questions: Sequence[Path | str] = (),
+    settings: LearnSettings | None = None,
+    sizes: Sizes | None = None,
+    *,
+    tokenizer: Any = None,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    start: Path | None = None,
+    note: str = "",
+    say: Say | None = None,
+) -> tuple[Trained, Path | None]:
+    """Train a writer for a model; the model stays as it is.
+
+    Args:
+        model: A directory, a hub name, a loaded model, or None for the bundled one.
+        output: A new directory for the writer. Beside it lies what an interrupted run goes on from.
+        documents: Files and directories.
+        questions: Files of questions with their passages.
+        settings: How to train; None: half an hour.
+        sizes: How much at once.
+        tokenizer: Of a loaded model.
+        device: As torch names it.
+        dtype: What the model computes in; None: bf16 on a GPU, fp32 on a CPU.
+        start: Directory of a writer of this model to go on from; None begins with one that changes nothing.
+        note: What the card is to say of the texts, such as their licences.
+        say: Told how it goes, in lines.
+
+    Returns:
+        What came of it, and the directory; None if the writer is not better, and so not saved.
+
+    Raises:
+        InputError: There is too little text, the output is there already, the settings are off, or no writer to start from.
+        ModelError: The model cannot be loaded or blended.
+    """
+    settings, say = settings or LearnSettings(minutes=30), say or (lambda line: None)
+    check_free(output := from_home(output))
+    place = device_named(device)
+    loaded = load_model(model, tokenizer, place, dtype or (torch.bfloat16 if place.type == "cuda" else None))
+    lesson, settings, origin = _lesson(loaded, start, settings)
+    prompt_tokens, batch_tokens, answers, requests, looked = (sizes or Sizes()).on(place)
+    window = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
+    draw = DrawSettings(min(prompt_tokens, window), batch_tokens, seed=settings.seed)
+    corpus = read_corpus(loaded.tokenizer, documents, questions, settings.seed, requests, say)
+    corpus = _answered(loaded, corpus, answers, batch_tokens, settings.seed, say)
+    drawn = [Draws(corpus, draw, place, held_out) for held_out in (False, True)]
+    state = output.with_name(f"{output.name}.training.pt")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    trained = Training(lesson, drawn[0], drawn[1], settings, state, say, looked, origin).run()
+    better = trained.best is not None and trained.share(trained.best) < 1
+    if better:
+        with unfinished(output) as directory:
+            card = card_of(loaded, corpus, settings, draw, trained, place, note, start)
+            save_writer(lesson.writing, directory, loaded.fingerprint, card)
+            put_in_place(directory, output)
+    state.unlink(missing_ok=True)
+    return trained, output if better else None
+
+
+def _blender(loaded: LoadedModel) -> BatchBlender:
+    why = why_not_blendable(loaded.model.config.get_text_config())
+    try:
+        if why is None:
+            return BatchBlender(loaded.model)
+    except NotRotaryError as error:
+        why = str(error)
+    raise ModelError(f"{loaded.fingerprint.name} cannot be blended, so there is no writer for it: {why}.")
+
+
+def _lesson(
+    loaded: LoadedModel, start: Path | None, settings: LearnSettings
+) -> tuple[Lesson, LearnSettings, dict[str, Any]]:
+    """Return what is to be learned, the settings with the rank of the writer that learns on, if there is one, and the origin."""
+    blender, origin = _blender(loaded), {"model": loaded.fingerprint.digest}
+    if start is None:
+        return Lesson(blender, writing_copy(loaded.model, settings.rank, settings.seed)), settings, origin
+    origin["start"] = KVWriter.read(start, loaded.fingerprint, loaded.directory).name.digest
+    writing = load_writing_copy(loaded.model, start, learns=True)
+    return Lesson(blender, writing), replace(settings, rank=writing.peft_config["default"].r), origin
+
+
+def _answered(
+    loaded: LoadedModel, corpus: LearnCorpus, most: int, batch_tokens: int, seed: int, say: Say
+) -> LearnCorpus:
+    """Let the model answer questions from a part of their passages."""
+    ends = end_tokens(loaded.model.config, getattr(loaded.model, "generation_config", None), loaded.tokenizer)
+    random = Random(seed)
+    found = []
+    if not most:
+        return corpus
+    for texts, share in ((corpus.train, 1.0), (corpus.held_out, 0.25)):
+        numbers = random.sample(range(len(texts.asked)), min(len(texts.asked), round(most * share)))
+        found.append(
+            with_answers(texts, _answers(loaded.model, corpus, texts, numbers, ends, 8 * batch_tokens, random))
+        )
+        say(f"{len(numbers):,} questions answered by the model itself")
+    return replace(corpus, train=found[0], held_out=found[1])
+
+
+def _answers(
+    model: Any,
+    corpus: LearnCorpus,
+    texts: LearnTexts,
+    numbers: Sequence[int],
+    ends: frozenset[int],
+    batch_tokens: int,
+    random: Random,
+) -> dict[int, tuple[int, ...]]:
+    prompts = []
+    for number in numbers:
+        asked = texts.asked[number]
+        prompt = list(random.choice(corpus.headers))
+        for passage in random.sample(asked.passages, len(asked.passages)):
+            prompt += [*passage[: max(0, _CONTEXT - len(prompt))], *corpus.separator]
+        prompts.append([*prompt[: -len(corpus.separator) or None], *asked.ids])
+    return dict(zip(numbers, greedy(model, prompts, _ANSWER_TOKENS, ends, batch_tokens), strict=True))
+
+
+def card_of(
+    loaded: LoadedModel,
+    corpus: LearnCorpus,
+    settings: LearnSettings,
+    draw: DrawSettings,
+    trained: Trained,
+    device: torch.device,
+    note: str,
+    start: Path | None,
+) -> dict[str, Any]:
+    """Return what `writer.json` says of how the writer was made."""
+    best = trained.best
+    assert best is not None
+    return {
+        "model": Path(loaded.fingerprint.name).name,
+        "texts": corpus.about,
+        "licences": note,
+        "held_out_kl": {
+            f"{ratio:g}": {"before": before, "after": after}
+            for ratio, before, after in zip(settings.ratios, trained.before, best.kl, strict=True)
+        },
+        "steps": best.step,
+        "seconds": round(best.seconds, 1),
+        "prompts": trained.prompts,
+        "tokens": trained.tokens,
+        "stopped": trained.stopped,
+        "curve": [asdict(point) for point in trained.curve],
+        "settings": {**asdict(settings), **asdict(draw)},
+        "machine": describe_machine(device),
+        "versions": {"cacheblend-rag": __version__, "peft": version("peft")},
+        **({} if start is None else {"started_from": KVWriter.read(start).card}),
+    }

@@ -1,0 +1,202 @@
+"""Keeps a training run in a directory: checkpoints, figures of every step; it goes on after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor, nn
+
+from cacheblend_lab.realm.model import load_weights, save_weights
+from cacheblend_rag.errors import InputError, StoreError
+
+METRICS: Final = "metrics.jsonl"
+_SETTINGS = "settings.json"
+_KEPT = 2
+_CLIP = 1.0
+_WARM_UP = 0.1
+
+Told = dict[str, float | int | str]
+Say = Callable[[float, int, str], None]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One optimisation.
+
+    Attributes:
+        number: Where it stands among the stages of a run, from 0.
+        name: What it is called in ``metrics.jsonl``.
+        steps: How many steps.
+        rate: The highest learning rate: it rises over the first tenth of the steps, and falls to 0 at the last.
+        loss: Of a step: the loss, and figures to keep.
+        parameters: What learns.
+        saved: Called after each checkpoint with the step.
+    """
+
+    number: int
+    name: str
+    steps: int
+    rate: float
+    loss: Callable[[int], tuple[Tensor | None, Told]]
+    parameters: Iterable[nn.Parameter]
+    saved: Callable[[int], None] = lambda step: None
+
+
+class RunDirectory:
+    """Keeps what a run must not lose. What it has written is whole: files are written aside and renamed."""
+
+    def __init__(self, path: Path):
+        """Use a directory."""
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.index = path / "index"
+
+    @contextmanager
+    def alone(self, settings: dict[str, Any]) -> Iterator[None]:
+        """Make the directory, keep other runs out of it, and see to it that an earlier run in it had the same settings.
+
+        Raises:
+            StoreError: Another run is at work in it, or it cannot be written.
+            InputError: It holds a run with other settings.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.path / "run.lock")
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise StoreError(f"Another run is at work in {self.path}. Wait for it, or use another --output.") from None
+        except OSError as error:
+            raise StoreError(f"{self.path} cannot be used: {error.strerror or error}.") from error
+        try:
+            self._same(settings)
+            for left in self.checkpoints.glob(".building*"):
+                shutil.rmtree(left)
+            yield
+        finally:
+            lock.release()
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the run in it; empty where there was none."""
+        file = self.path / _SETTINGS
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return found
+
+    def _same(self, settings: dict[str, Any]) -> None:
+        before = self.settings()
+        other = [name for name in settings if before.get(name) != settings[name]]
+        if before and other:
+            raise InputError(
+                f"{self.path} holds a run with other settings ({', '.join(other)}; {other[0]} was {before.get(other[0])!r}, is "
+                f"{settings[other[0]]!r}). To go on with that run, give the same; else use another --output."
+            )
+
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Keep the settings, once all that could be wrong with them has been looked at."""
+        write_aside(self.path / _SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+    def newest(self, number: int | None = None) -> tuple[int, int, Path] | None:
+        """Return stage, step and directory of the newest checkpoint, of one stage if ``number`` is given; None without one."""
+        found = sorted(self.checkpoints.glob("[0-9]*" if number is None else f"{number}-*"))
+        if not found:
+            return None
+        stage, step = found[-1].name.split("-")
+        return int(stage), int(step), found[-1]
+
+    def save(self, stage: int, step: int, model: nn.Module, parts: dict[str, Any]) -> None:
+        """Keep a checkpoint: the weights, and ``parts`` as state dicts. Older ones go, but for one."""
+        aside = self.checkpoints / ".building"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        save_weights(model, aside)
+        torch.save({name: part.state_dict() for name, part in parts.items()}, aside / "optimizer.pt")
+        aside.rename(self.checkpoints / f"{stage}-{step:08d}")
+        for old in sorted(self.checkpoints.glob("[0-9]*"))[:-_KEPT]:
+            shutil.rmtree(old)
+
+    def tell(self, row: Told) -> None:
+        """Append a line to the figures."""
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the figures of every step; half a line, left by a run that was killed, is none."""
+        file = self.path / METRICS
+        rows = []
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue
+        return rows
+
+    def forget_after(self, stage: int, step: int) -> None:
+        """Drop the figures of the steps from ``step`` on, which will be made again."""
+        kept = [row for row in self.metrics() if (row["stage"], row["step"]) < (stage, step)]
+        write_aside(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def train(run: RunDirectory, model: nn.Module, stage: Stage, save_every: int, seed: int, say: Say) -> None:
+    """Run a stage to its end, from its newest checkpoint on if there is one.
+
+    What a step draws depends on ``seed``, stage and step alone, so that steps after a checkpoint are the same when made again.
+
+    Args:
+        run: Where checkpoints are.
+        model: What they hold.
+        stage: What to do.
+        save_every: Steps between checkpoints; the last step has one, too.
+        seed: Of dropout.
+        say: Told of each step.
+    """
+    from transformers import get_linear_schedule_with_warmup
+
+    newest = run.newest()
+    if newest is not None and newest[0] > stage.number:
+        return
+    parameters = list(stage.parameters)
+    optimizer = torch.optim.AdamW(parameters, lr=stage.rate, weight_decay=0.01, fused=True)
+    schedule = get_linear_schedule_with_warmup(optimizer, round(_WARM_UP * stage.steps), stage.steps)
+    first = 0
+    if newest is not None:
+        load_weights(model, newest[2])
+    if newest is not None and newest[0] == stage.number:
+        first = newest[1]
+        kept = torch.load(newest[2] / "optimizer.pt", weights_only=True)
+        optimizer.load_state_dict(kept["optimizer"])
+        schedule.load_state_dict(kept["schedule"])
+    run.forget_after(stage.number, first)
+    model.train()
+    for step in range(first, stage.steps):
+        began = monotonic()
+        torch.manual_seed(seed * 1_000_003 + stage.number * 100_003 + step)
+        loss, told = stage.loss(step)
+        optimizer.zero_grad()
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(parameters, _CLIP)
+        optimizer.step()  # without a loss there is no gradient, and nothing moves
+        schedule.step()
+        figures = {"loss": loss.item()} if loss is not None else {}
+        run.tell({"stage": stage.number, "name": stage.name, "step": step, **figures, **told, "s": monotonic() - began})
+        say(step + 1, stage.steps, stage.name)
+        if (step + 1) % save_every == 0 or step + 1 == stage.steps:
+            run.save(stage.number, step + 1, model, {"optimizer": optimizer, "schedule": schedule})
+            stage.saved(step + 1)
+    model.eval()
+
+
+def write_aside(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(file)

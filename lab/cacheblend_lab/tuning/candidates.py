@@ -1,0 +1,97 @@
+"""Finds a question's candidates, which its relevance is computed against, by the index's or the student's vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+
+from cacheblend_lab.tuning.students import Both
+from cacheblend_lab.tuning.teacher import Judged
+from cacheblend_rag.retrieval.embedding import Embedder
+from cacheblend_rag.retrieval.index import ChunkIndex
+
+_NEVER = -1e4  # a log-likelihood or similarity that has no share in anything
+EMBEDDED: Final = 4
+"""Of a question's candidates, how many are embedded anew in a step."""
+
+
+class CandidateChunks(Protocol):
+    """Candidates of all questions."""
+
+    def of(self, rows: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the similarity of questions ``rows``, whose vectors are ``[rows, dim]``, to candidates, ``[rows, candidates]``.
+
+        And the reader's log p(y|z, x) of these, in the same places.
+        """
+
+
+class StoredCandidates:
+    """The vectors of all candidates, the null document's behind them, as the index has them.
+
+    Each vector is held once. A chunk of several windows counts with the one that is nearest to the question, as in a search.
+    """
+
+    def __init__(self, judged: Sequence[Judged], index: ChunkIndex, embedder: Embedder, device: torch.device):
+        """Read the chunks' vectors from the index; the null document is an empty text (REALM, section 3.4)."""
+        (null,) = embedder.texts([""])
+        windows = {"": null, **index.vectors.of(name for each in judged for name in each.chunks)}
+        first, start = {}, 0
+        for name, vectors in windows.items():
+            first[name] = start
+            start += len(vectors)
+        most = max(len(each.chunks) for each in judged) + 1
+        widest = max(map(len, windows.values()))
+        slots = np.full((len(judged), most, widest), -1)
+        reader = np.full((len(judged), most), -math.inf, np.float32)
+        for row, each in enumerate(judged):
+            for column, name in enumerate((*each.chunks, "")):
+                count = len(windows[name])
+                slots[row, column, :count] = range(first[name], first[name] + count)
+                reader[row, column] = each.logprobs[column]
+        self._table = torch.from_numpy(np.concatenate(list(windows.values()))).to(device)
+        self._slots = torch.from_numpy(slots).to(device)
+        # A question with fewer candidates than others: its empty places have neither relevance nor likelihood.
+        self._reader = torch.from_numpy(np.maximum(reader, _NEVER)).to(device)
+
+    def of(self, rows: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`CandidateChunks`."""
+        slots = self._slots[rows]
+        similar = torch.einsum("qd,qcwd->qcw", vectors, self._table[slots.clamp_min(0)])
+        return similar.masked_fill(slots < 0, _NEVER).amax(-1), self._reader[rows]
+
+
+class LearnedCandidates:
+    """Candidates that the student embeds anew in each step, so that the gradient reaches them.
+
+    Of each question's: the one its reader likes best, and some others, drawn; all that are drawn in a step are candidates of
+    each of its questions. One that was not judged for a question is as good as no chunk at all.
+    """
+
+    def __init__(self, judged: Sequence[Judged], index: ChunkIndex, embedder: Embedder, student: Both, seed: int):
+        """Cut the chunks into what ``embedder`` reads at once."""
+        self._judged, self._student = judged, student
+        names = dict.fromkeys(name for each in judged for name in each.chunks)
+        self._windows = {"": [""], **{name: embedder.windows(index.chunk(name).text) for name in names}}
+        self._drawn = np.random.default_rng(seed)
+
+    def of(self, rows: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`CandidateChunks`."""
+        asked = [self._judged[row] for row in rows.tolist()]
+        names = list(dict.fromkeys(["", *(name for each in asked for name in self._drawn_of(each))]))
+        owner = torch.tensor([at for at, name in enumerate(names) for _ in self._windows[name]], device=vectors.device)
+        windows = self._student.encode_chunks([text for name in names for text in self._windows[name]])
+        similar = vectors @ windows.T
+        best = similar.new_full((len(asked), len(names)), _NEVER)
+        relevance = best.scatter_reduce(1, owner.expand(len(asked), -1), similar, "amax")
+        known = [dict(zip(each.chunks, each.logprobs, strict=False)) for each in asked]
+        reader = [[of.get(name, each.logprobs[-1]) for name in names] for of, each in zip(known, asked, strict=True)]
+        return relevance, torch.tensor(reader, device=vectors.device).clamp_min(_NEVER)
+
+    def _drawn_of(self, each: Judged) -> list[str]:
+        liked = max(range(len(each.chunks)), key=each.logprobs.__getitem__)
+        rest = [name for at, name in enumerate(each.chunks) if at != liked]
+        return [each.chunks[liked], *self._drawn.permutation(rest)[: EMBEDDED - 1].tolist()]

@@ -1,0 +1,141 @@
+"""Reads the questions a retriever is tuned with, finds the chunks that answer them, and splits them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from cacheblend_lab.rows import Skipped, read_rows
+from cacheblend_rag.calibrate.metrics import normalize
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.homes import from_home
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.retrieval.index import ChunkIndex
+
+FORMAT = (
+    'A row is {"question": "...", "answers": ["..."]}; a file of LlamaIndex\'s EmbeddingQAFinetuneDataset is read, too.'
+)
+MIN_QUESTIONS = 40
+_SHARES = (0.6, 0.15)  # to learn from, and to stop by; the rest is held out
+
+
+@dataclass(frozen=True)
+class TuningQuestion:
+    """A question of known answer, or of known chunks.
+
+    Attributes:
+        text: The question.
+        answers: Acceptable answers; none where only the chunks are known.
+        relevant: Ids of the chunks that answer it; none where they are not known: then those that hold an answer count.
+        group: Questions of one group (about one thing) are on the same side of a split.
+    """
+
+    text: str
+    answers: tuple[str, ...] = ()
+    relevant: frozenset[str] = frozenset()
+    group: str = ""
+
+    def answered_by(self, chunk: Chunk) -> bool:
+        """Say whether a chunk counts as found: it is a relevant one or, where none are known, it holds an answer."""
+        if self.relevant:
+            return chunk.id in self.relevant
+        text = f" {normalize(chunk.text)} "
+        return any(f" {normalize(answer)} " in text for answer in self.answers)
+
+
+@dataclass(frozen=True)
+class TuningQuestionFile:
+    """Holds a file's questions, and the rows that cannot be used."""
+
+    questions: list[TuningQuestion]
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Questions to learn from, to stop by, and to judge by; no group is in two of them."""
+
+    train: list[TuningQuestion]
+    dev: list[TuningQuestion]
+    held_out: list[TuningQuestion]
+
+
+def read_questions(file: Path, index: ChunkIndex) -> TuningQuestionFile:
+    """Read JSON lines (or a JSON array) of questions with answers, or LlamaIndex's ``EmbeddingQAFinetuneDataset``.
+
+    Raises:
+        InputError: The file cannot be read, or none of its rows can be used.
+    """
+    found = read_rows(from_home(file))
+    if len(found.rows) == 1 and {"queries", "relevant_docs"} <= found.rows[0][1].keys():
+        read = _llama_index(file.name, found.rows[0][1], index)
+    elif {"queries", "corpus", "relevant_docs"} <= {where.removeprefix("row ") for where, _ in found.rows}:
+        parts = {where.removeprefix("row "): row for where, row in found.rows}
+        read = _llama_index(file.name, parts, index)
+    else:
+        read = TuningQuestionFile([], list(found.skipped))
+        for where, row in found.rows:
+            try:
+                read.questions.append(_question(row))
+            except (TypeError, ValueError, KeyError) as error:
+                why = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
+                read.skipped.append(Skipped(file.name, where, why))
+    if not read.questions:
+        because = f" ({read.skipped[0].where}: {read.skipped[0].why})" if read.skipped else ""
+        raise InputError(f"{file} has no question that can be used{because}. {FORMAT}")
+    return read
+
+
+def _question(row: Mapping[str, Any]) -> TuningQuestion:
+    given = row["answers"] if "answers" in row else row["answer"]
+    answers = [given] if isinstance(given, str) else list(given)
+    if not isinstance(row["question"], str) or not all(isinstance(answer, str) for answer in answers):
+        raise TypeError("question and answers must be strings")
+    kept = tuple(answer.strip() for answer in answers if normalize(answer))
+    if not row["question"].strip() or not kept:
+        raise ValueError("the question or its answer is empty")
+    return TuningQuestion(row["question"].strip(), kept, group=str(row.get("group", "")))
+
+
+def _llama_index(name: str, data: Mapping[str, Any], index: ChunkIndex) -> TuningQuestionFile:
+    """Read an ``EmbeddingQAFinetuneDataset``: its nodes are the chunks with the same text, or those they lie in or hold."""
+    chunks = list(index.chunks())
+    texts: Mapping[str, str] = data.get("corpus", {})
+    found: dict[str, frozenset[str]] = {
+        node: frozenset(c.id for c in chunks if text.strip() in c.text or c.text in text)
+        for node, text in texts.items()
+        if text.strip()
+    }
+    read = TuningQuestionFile([])
+    for number, question in data["queries"].items():
+        nodes = data["relevant_docs"].get(number, ())
+        relevant = frozenset[str]().union(*(found.get(node, frozenset()) for node in nodes))
+        if relevant:
+            read.questions.append(TuningQuestion(question, (), relevant, group=str(min(nodes))))
+        else:
+            read.skipped.append(Skipped(name, f"query {number}", "none of its nodes is a chunk of the index"))
+    return read
+
+
+def split_questions(questions: Sequence[TuningQuestion], seed: int) -> Split:
+    """Split by groups, drawn by ``seed``: 60% to learn from, 15% to stop by, 25% held out.
+
+    Raises:
+        InputError: Too few questions to say anything.
+    """
+    groups: dict[str, list[TuningQuestion]] = {}
+    for question in questions:
+        groups.setdefault(question.group or question.text, []).append(question)
+    if len(questions) < MIN_QUESTIONS or len(groups) < 8:
+        raise InputError(
+            f"{len(questions)} questions in {len(groups)} groups are too few to tune with and to judge by; give at least "
+            f"{MIN_QUESTIONS} in 8, or let the reader write them: --generate 500."
+        )
+    names = sorted(groups)
+    Random(seed).shuffle(names)
+    first, second = (round(len(names) * share) for share in (_SHARES[0], sum(_SHARES)))
+    parts = (names[:first], names[first:second], names[second:])
+    return Split(*([question for name in part for question in groups[name]] for part in parts))

@@ -1,0 +1,155 @@
+"""Trains a query encoder on what the reader likes, and stops when questions kept apart find no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cacheblend_lab.tuning.candidates import CandidateChunks, LearnedCandidates, StoredCandidates
+from cacheblend_lab.tuning.judging import Searched, ranks, recall, reciprocal
+from cacheblend_lab.tuning.losses import LOSSES, Loss, loss_of
+from cacheblend_lab.tuning.questions import TuningQuestion
+from cacheblend_lab.tuning.rehearsal import Rehearsal
+from cacheblend_lab.tuning.students import PARTS, STUDENTS, Both, Part, Student
+from cacheblend_lab.tuning.teacher import Judged
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.retrieval.embedding import Embedder
+from cacheblend_rag.retrieval.index import ChunkIndex
+
+Progress = Callable[[float, int, str], None]
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Says how to train.
+
+    Attributes:
+        loss: See :mod:`cacheblend_lab.tuning.losses`.
+        part: What is tuned; see :mod:`cacheblend_lab.tuning.students`.
+        epochs: Most rounds over the questions; None: as many as suit the part.
+        patience: Rounds without a better MRR of the questions kept apart, after which to stop.
+        batch: Questions in a step; None: as many as suit the part.
+        temperature: What cosine similarities are divided by to be f(x, z).
+        seed: Of the order of questions.
+    """
+
+    loss: Loss = "marginal"
+    part: Part = "adapter"
+    epochs: int | None = None
+    patience: int = 3
+    batch: int | None = None
+    temperature: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that are out of range."""
+        if self.loss not in LOSSES:
+            raise InputError(f"There is no loss {self.loss!r}; choose {', '.join(LOSSES)}.")
+        if self.part not in PARTS:
+            raise InputError(f"{self.part!r} cannot be tuned; choose {', '.join(PARTS)}.")
+        if min(self.rounds, self.patience, self.size) < 1 or self.temperature <= 0:
+            raise InputError("epochs, patience and batch must be at least 1, and temperature above 0.")
+
+    @property
+    def rounds(self) -> int:
+        """Most rounds over the questions."""
+        return STUDENTS[self.part].epochs if self.epochs is None else self.epochs
+
+    @property
+    def size(self) -> int:
+        """Questions in a step."""
+        return STUDENTS[self.part].batch if self.batch is None else self.batch
+
+
+@dataclass(frozen=True)
+class Point:
+    """Says how far training is: its step, mean loss since the last point, and how dev questions find their chunks."""
+
+    step: int
+    loss: float | None
+    recall_at_5: float
+    mrr: float
+
+
+class Lessons:
+    """Steps of training: some questions each, against their candidates."""
+
+    def __init__(
+        self,
+        student: Student,
+        judged: Sequence[Judged],
+        index: ChunkIndex,
+        embedder: Embedder,
+        settings: TrainSettings,
+    ):
+        """Make ready to train ``student`` in place."""
+        self._student, self._settings = student, settings
+        self._device = torch.device(str(student.model.device))
+        self._candidates: CandidateChunks
+        if isinstance(student, Both):
+            self._candidates = LearnedCandidates(judged, index, embedder, student, settings.seed)
+        else:
+            self._candidates = StoredCandidates(judged, index, embedder, self._device)
+        self._texts = [each.question.text for each in judged]
+        self._optimiser = torch.optim.AdamW(student.parameters(), lr=student.rate(0.0), weight_decay=0.01)
+
+    def step(self, rows: Sequence[int], done: float) -> float:
+        """Learn from the questions ``rows``, of which share of all steps is ``done``; return their mean loss."""
+        vectors = self._student.encode([self._texts[row] for row in rows])
+        relevance, reader = self._candidates.of(torch.tensor(rows, device=self._device), vectors)
+        loss = loss_of(self._settings.loss, relevance / self._settings.temperature, reader)
+        self._optimiser.param_groups[0]["lr"] = self._student.rate(done)
+        self._optimiser.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self._student.parameters(), 1.0)
+        self._optimiser.step()
+        return float(loss.detach())
+
+
+def train(
+    student: Student,
+    judged: Sequence[Judged],
+    dev: Sequence[TuningQuestion],
+    index: ChunkIndex,
+    embedder: Embedder,
+    settings: TrainSettings,
+    progress: Progress,
+) -> list[Point]:
+    """Train ``student`` in place; it ends as it was at its best point (at the start, if nothing was better).
+
+    Returns:
+        The curve, the first point being the start.
+    """
+    torch.manual_seed(settings.seed)
+    lessons = Lessons(student, judged, index, embedder, settings)
+    searched: Searched = Rehearsal(index, dev, embedder, student) if isinstance(student, Both) else index
+    curve = [_point(student, dev, searched, 0, None)]
+    best, kept, step = 0, student.state(), 0
+    steps = settings.rounds * -(-len(judged) // settings.size)
+    for epoch in range(settings.rounds):
+        progress(epoch, settings.rounds, "")
+        losses = []
+        for number, rows in enumerate(torch.split(torch.randperm(len(judged)), settings.size)):
+            losses.append(lessons.step(rows.tolist(), step / steps))
+            step += 1
+            if student.documents:  # whose steps are long
+                progress(epoch + (number + 1) * settings.size / len(judged), settings.rounds, "")
+        curve.append(_point(student, dev, searched, step, float(np.mean(losses))))
+        if curve[-1].mrr > curve[best].mrr:
+            best, kept = len(curve) - 1, student.state()
+        elif len(curve) - 1 - best >= settings.patience:
+            break
+    student.model.load_state_dict(kept)
+    student.model.eval()
+    progress(settings.rounds, settings.rounds, "")
+    return curve
+
+
+def _point(student: Student, dev: Sequence[TuningQuestion], searched: Searched, step: int, loss: float | None) -> Point:
+    if isinstance(searched, Rehearsal):
+        searched.embed()
+    found = ranks(searched, dev, student.vectors([question.text for question in dev]))
+    return Point(step, loss, float(np.mean(recall(found, 5))), float(np.mean(reciprocal(found))))

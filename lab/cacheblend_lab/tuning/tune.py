@@ -1,0 +1,294 @@
+"""Tunes a retriever from end to end: judges, trains, compares before and after, and saves only what is better."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from cacheblend_lab.scoring import can_score
+from cacheblend_lab.tuning.card import example, write_card
+from cacheblend_lab.tuning.estimate import estimate_checking, estimate_embedding, estimate_training, timed, total
+from cacheblend_lab.tuning.judging import Gain, Vectors, gain, gains, ranks
+from cacheblend_lab.tuning.out_of_domain import DocstringTask
+from cacheblend_lab.tuning.questions import Split, TuningQuestion, split_questions
+from cacheblend_lab.tuning.result import TuneResult
+from cacheblend_lab.tuning.saving import check_free, put_in_place, unfinished, write_model, write_report
+from cacheblend_lab.tuning.students import STUDENTS, Student
+from cacheblend_lab.tuning.teacher import Judged, Teacher
+from cacheblend_lab.tuning.training import TrainSettings, train
+from cacheblend_rag import __version__
+from cacheblend_rag.calibrate.metrics import exact_match, f1
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import CacheBlendError, InputError
+from cacheblend_rag.homes import from_home
+from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.retrieval.embedding import Embedder
+from cacheblend_rag.retrieval.index import ChunkIndex
+
+MOST_LOST: Final = 0.01
+"""How much recall@5 a retriever may lose out of domain: one point. Before that, weights go back until MRR loses no more."""
+_ROUNDING: Final = 1e-9  # of shares that are counted: 299 - 295 of 400 are a point
+_SHARES: Final = (1.0, 0.75, 0.5, 0.35, 0.25)  # of what was learned, to be kept
+_SHORT = SamplingParams(max_tokens=32, stop=("\n",))
+
+Progress = Callable[[float, int, str], None]
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """Says what to tune, and how.
+
+    Attributes:
+        training: How to train.
+        candidates: Chunks that the reader judges for each question, beside no chunk at all.
+        seed: Of the split.
+        answers: Most held-out questions to answer before and after; 0 for none.
+        elsewhere: Passages of the task out of domain.
+    """
+
+    training: TrainSettings = field(default_factory=TrainSettings)
+    candidates: int = 16
+    seed: int = 0
+    answers: int = 200
+    elsewhere: int = 400
+
+    def __post_init__(self) -> None:
+        """Refuse values that are out of range."""
+        if self.candidates < 2 or self.answers < 0 or self.elsewhere < 1:
+            raise InputError("Give at least 2 candidates, 1 passage elsewhere, and 0 or more answers.")
+
+
+def tune(
+    pipeline: RagPipeline,
+    questions: Sequence[TuningQuestion],
+    output: Path,
+    settings: TuneSettings | None = None,
+    progress: Callable[[str], Progress] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> TuneResult:
+    """Tune the encoder of a pipeline's index by what helps its reader.
+
+    Neither the index nor a chunk's KV changes; what embeds documents, too, is tried on a copy. What the reader makes of each
+    question is kept in a file beside ``output``, from which an interrupted run goes on.
+
+    Args:
+        pipeline: Index and reader; it must use the index's own embedding model.
+        questions: See :func:`split_questions`.
+        output: A new directory for the query encoder.
+        settings: What to do.
+        progress: Given the name of a part, returns what is called with how much of it is done.
+        say: Told first how long it will take.
+
+    Raises:
+        InputError: The engine cannot score, the output is there already, or there are too few questions.
+        StoreError: Something cannot be written.
+    """
+    settings = settings or TuneSettings()
+    output = from_home(output)
+    check_free(output)
+    if not can_score(pipeline.engine) and any(question.answers for question in questions):
+        raise InputError(
+            f"{type(pipeline.engine).__name__} cannot score answers; tune with TransformersEngine or VLLMEngine."
+        )
+    run = _TuneRun(pipeline, output, settings, progress or (lambda name: lambda done, total, at: None))
+    return run.tune(questions, say or (lambda text: None))
+
+
+class _TuneRun:
+    def __init__(
+        self, pipeline: RagPipeline, output: Path, settings: TuneSettings, progress: Callable[[str], Progress]
+    ):
+        self._pipeline, self._output, self._settings, self._progress = pipeline, output, settings, progress
+        self._index = pipeline.chunks
+        self._embedder = self._index.load_embedder()
+        self._seconds: dict[str, float] = {}
+
+    def tune(self, questions: Sequence[TuningQuestion], say: Callable[[str], None]) -> TuneResult:
+        split = split_questions(questions, self._settings.seed)
+        base = self._embedder.questions([question.text for question in split.held_out])
+        begin = time.perf_counter()
+        file = self._output.with_name(f"{self._output.name}.scores.jsonl")
+        engine, count = self._pipeline.engine, self._settings.candidates
+        with Teacher(engine, self._index, self._pipeline.instruction, count, file) as teacher:
+            vectors = self._embedder.questions([question.text for question in split.train])
+            say(self._estimate(split, teacher, vectors))
+            judged = teacher.judge(split.train, vectors, self._progress("Judging"))
+        self._took("judging", begin)
+        begin = time.perf_counter()
+        training = self._settings.training
+        student = STUDENTS[training.part](self._embedder.model)
+        start = student.state()
+        curve = train(student, judged, split.dev, self._index, self._embedder, training, self._progress("Training"))
+        kept = self._step_back(student, start)
+        self._took("training", begin)
+        with unfinished(self._output) as directory:
+            about = {"embedding": self._embedder.name, "documents": student.documents}
+            write_model(student.model, directory, about)
+            with self._tuned(student, directory) as tuned:
+                after = ranks(tuned, split.held_out, student.vectors([question.text for question in split.held_out]))
+                groups = [question.group for question in split.held_out]
+                held_out = gains(ranks(self._index, split.held_out, base), after, groups)
+                shown = example(judged, self._index, tuned, training.temperature)
+                held_out |= self._answers(split.held_out, tuned)  # which closes it
+            elsewhere = self._out_of_domain(student)
+            saved, why = verdict(held_out["recall_at_5"], elsewhere["recall_at_5"])
+            counts = {"train": len(split.train), "dev": len(split.dev), "held_out": len(split.held_out)}
+            result = TuneResult(
+                self._output if saved else None,
+                student.documents,
+                why,
+                held_out,
+                elsewhere,
+                counts,
+                judge_reader(judged, self._index),
+                curve,
+                shown,
+                self._seconds,
+                {**self._describe(), "kept": kept},
+            )
+            if saved:
+                write_report(directory, {**about, **result.to_dict()})
+                write_card(directory, result)
+                put_in_place(directory, self._output)
+        return result
+
+    def _step_back(self, student: Student, start: dict[str, Any]) -> float:
+        """Give up as much of what was learned as it takes to lose little elsewhere; return the share that is kept.
+
+        Measured on other passages than the verdict's.
+        """
+        task = DocstringTask(self._embedder, self._settings.elsewhere, others=True)
+        before = task.ranks(self._embedder.questions(task.questions))
+        learned = student.state()
+        for kept in _SHARES:
+            student.model.load_state_dict(learned)
+            student.step_back(start, 1 - kept)
+            after = self._elsewhere(student, task, others=True).ranks(student.vectors(task.questions))
+            if gains(before, after, [""] * len(before))["mrr"].difference >= -MOST_LOST:  # finer than recall
+                break
+        return kept
+
+    def _elsewhere(self, student: Student, task: DocstringTask, *, others: bool) -> DocstringTask:
+        """Give the task as the student sees it: with passages that it embeds itself, if it does."""
+        if not student.documents:
+            return task
+        return DocstringTask(Embedder(self._embedder.name, student.model), self._settings.elsewhere, others=others)
+
+    @contextmanager
+    def _tuned(self, student: Student, directory: Path) -> Iterator[ChunkIndex]:
+        """Give the index as it will be asked: by another query encoder, or a copy that is embedded anew."""
+        if not student.documents:
+            with ChunkIndex(self._index.directory, None, directory) as index:
+                yield index
+            return
+        begin = time.perf_counter()
+        show, documents = self._progress("Embedding"), self._index.documents()
+        config = replace(self._index.config, embedding=str(directory))
+        with TemporaryDirectory(prefix="cacheblend-tuned-") as place, ChunkIndex(place, config) as index:
+            for number, document in enumerate(documents):
+                show(number, len(documents), "")
+                index.add(document.path, document.digest, self._index.chunks_of(document.path))
+            self._took("embedding", begin)
+            yield index
+
+    def _estimate(self, split: Split, teacher: Teacher, vectors: Vectors) -> str:
+        """Do a little of each part; say how long all of it will take at the most."""
+        quiet, settings, training = self._progress("Trying"), self._settings, self._settings.training
+        teacher.judge(split.train[:1], vectors[:1], quiet)  # the first one warms up
+        judging = timed(lambda: teacher.judge(split.train[1:2], vectors[1:2], quiet)) * len(split.train)
+        learning = estimate_training(split, vectors, self._index, self._embedder, training)
+        documents = STUDENTS[training.part].documents
+        searches = 3 + len(_SHARES) if documents else 2
+        checking = estimate_checking(self._embedder, settings.elsewhere, searches)
+        parts = [("judging", judging), ("at most training", learning), ("checking elsewhere", checking)]
+        if documents:
+            parts.append(("embedding", estimate_embedding(self._index, self._embedder)))
+        if answers := min(settings.answers, len(split.held_out)):
+            answering = timed(lambda: _first_line(self._pipeline, split.held_out[0].text)) * 2 * answers
+            parts.append(("answering", answering))
+        return (
+            f"{len(split.train)} questions to judge with {settings.candidates} chunks each, {len(split.dev)} to stop by, "
+            f"{len(split.held_out)} held out: up to {total(parts)}"
+        )
+
+    def _took(self, part: str, begin: float) -> None:
+        self._seconds[part] = time.perf_counter() - begin
+
+    def _describe(self) -> dict[str, Any]:
+        engine = self._pipeline.engine
+        stats, training = self._index.stats(), self._settings.training
+        return {
+            **asdict(self._settings),
+            "training": {**asdict(training), "epochs": training.rounds, "batch": training.size},
+            "version": __version__,
+            "reader": engine.fingerprint.name,
+            "embedding": self._embedder.name,
+            "store": str(self._index.directory),
+            "chunks": stats.chunks,
+        }
+
+    def _answers(self, questions: Sequence[TuningQuestion], tuned: ChunkIndex) -> dict[str, Gain]:
+        """Answer held-out questions as `cacheblend ask` would, before and after."""
+        asked = [question for question in questions if question.answers][: self._settings.answers]
+        if not asked:
+            return {}
+        begin = time.perf_counter()
+        show = self._progress("Answering")
+        with self._pipeline.over(tuned) as other:
+            said = []
+            for number, question in enumerate(asked):
+                show(number, len(asked), "")
+                said.append([_first_line(each, question.text) for each in (self._pipeline, other)])
+        self._took("answering", begin)
+        groups = [question.group for question in asked]
+        found = {}
+        for name, score in (("em", exact_match), ("f1", f1)):
+            before, after = (
+                [score(pair[side], question.answers) for pair, question in zip(said, asked, strict=True)]
+                for side in (0, 1)
+            )
+            found[name] = gain(before, after, groups)
+        return found
+
+    def _out_of_domain(self, student: Student) -> dict[str, Gain]:
+        begin = time.perf_counter()
+        task = DocstringTask(self._embedder, self._settings.elsewhere)
+        after = self._elsewhere(student, task, others=False)
+        found = task.ranks(self._embedder.questions(task.questions)), after.ranks(student.vectors(task.questions))
+        self._took("out of domain", begin)
+        return gains(*found, [""] * len(task.questions))
+
+
+def judge_reader(judged: Sequence[Judged], index: ChunkIndex) -> dict[str, float]:
+    """Return the share of questions with a right chunk among their candidates, and of these, how often the reader prefers one.
+
+    It does where the answer is likelier behind a right chunk than behind any other, and than behind none.
+    """
+    found = preferred = 0
+    for each in judged:
+        right = [each.question.answered_by(index.chunk(name)) for name in each.chunks]
+        found += any(right)
+        best = max(range(len(each.logprobs)), key=each.logprobs.__getitem__)
+        preferred += best < len(right) and right[best]
+    return {"right_chunk_among_candidates": found / len(judged), "prefers_it": preferred / max(1, found)}
+
+
+def verdict(held_out: Gain, out_of_domain: Gain) -> tuple[bool, str]:
+    """Say whether a tuned query encoder is to be saved, by its recall@5, and why."""
+    if not held_out.sure:
+        return False, "not better, not saved: on questions held out the gain in recall@5 may be chance"
+    if out_of_domain.difference < -MOST_LOST - _ROUNDING:
+        return False, "not saved: better on questions held out, but it loses more than a point out of domain"
+    return True, "better on questions held out, and no worse out of domain"
+
+
+def _first_line(pipeline: RagPipeline, question: str) -> str:
+    try:
+        return pipeline.ask(question, _SHORT).answer.split("\n")[0].strip()
+    except CacheBlendError as error:
+        raise InputError(f"The question {question!r:.80} cannot be answered: {error}") from error

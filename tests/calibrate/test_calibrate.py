@@ -1,0 +1,401 @@
+"""Calibration: what it measures is what a blend does, and the profile follows from it by the documented rules."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from cacheblend_lab.frontier.weights import coarser
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from cacheblend_rag.blending.fusor import fuse
+from cacheblend_rag.blending.policies import highest, policy
+from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
+from cacheblend_rag.calibrate import calibration
+from cacheblend_rag.calibrate.calibration import calibrate
+from cacheblend_rag.calibrate.candidates import Candidate, estimate_compute, examine_layers, layer_values
+from cacheblend_rag.calibrate.compared import ANSWER_TOKENS, PromptMeasurement, decoded
+from cacheblend_rag.calibrate.judge import Judge
+from cacheblend_rag.calibrate.ledger import Ledger, key_of
+from cacheblend_rag.calibrate.prompts import CalibrationPrompt
+from cacheblend_rag.calibrate.rounding import rounded_weights
+from cacheblend_rag.calibrate.search import LOOK, Search
+from cacheblend_rag.calibrate.standard import Standard
+from cacheblend_rag.engines.transformers.owner import usable_attention
+from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+from tests.blending.prompts import Scored
+
+pytestmark = pytest.mark.slow
+
+HEADER = (3, 4, 5)
+LAYERS = 4
+
+
+def subject(initializer_range: float = 0.15) -> TransformersSubject:
+    return TransformersSubject(ModelRunner(llama(initializer_range)))
+
+
+def llama(initializer_range: float = 0.15) -> LlamaForCausalLM:
+    """A model whose chunks depend on each other: larger weights than usual, so that attention is not uniform."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=initializer_range,
+    )
+    return usable_attention(LlamaForCausalLM(config).eval())
+
+
+def prompt(seed: int, chunks: int = 3, tokens: int = 20) -> TokenizedPrompt:
+    generator = torch.Generator().manual_seed(seed)
+    ids, spans = list(HEADER), []
+    for index in range(chunks):
+        chunk = torch.randint(6, 64, (tokens,), generator=generator).tolist()
+        spans.append(ChunkSpan(Chunk(f"{seed}-{index}", "", tuple(chunk)), len(ids), len(ids) + tokens))
+        ids += chunk
+    return TokenizedPrompt((*ids, *torch.randint(6, 64, (5,), generator=generator).tolist()), tuple(spans))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return subject()
+
+
+@pytest.fixture(scope="module")
+def measurement(model):
+    return PromptMeasurement(model, model.detect_rope(), HEADER, prompt(0), end_token=None)
+
+
+def test_recomputing_everything_has_no_divergence(measurement):
+    assert measurement.kl(FuseOptions(policy("full-recompute"), 1.0)) == pytest.approx(0, abs=1e-9)
+    assert measurement.kl(FuseOptions(policy("full-reuse"), 0.0)) > 1e-3
+
+
+def test_deviation_is_that_of_the_tokens_behind_the_exact_prefix(measurement):
+    assert measurement.deviation.shape == (LAYERS, 2 * 20)  # the first chunk stands right behind the header
+    layer_0, later = measurement.deviation[0], measurement.deviation[1:]
+    assert float(layer_0.max()) < 1e-6 * float(later.mean())
+
+
+@pytest.mark.parametrize("layer", [1, 2, 3])
+def test_a_blend_chooses_by_the_deviation_that_calibration_computed(model, measurement, layer):
+    target = model.target(prompt(0).token_ids, model.detect_rope())
+    result = fuse(measurement._plan, target, FuseOptions(policy("hkvd"), 0.2, BlendSchedule((layer,), (1.0,))))
+    first = measurement._plan.stale[0].start
+    assert (
+        result.recomputed.tolist() == (first + highest(measurement.deviation[layer], 8).nonzero().squeeze(1)).tolist()
+    )
+
+
+def test_given_scores_choose_as_the_check_layer_does(measurement):
+    by_layer = measurement.kl(FuseOptions(policy("hkvd"), 0.2, BlendSchedule((1,), (1.0,))))
+    assert by_layer == pytest.approx(measurement.kl(FuseOptions(Scored(measurement.deviation[1]), 0.2)), rel=1e-3)
+
+
+def test_the_answer_ends_at_the_end_token(model):
+    rope, first = model.detect_rope(), prompt(0)
+    free = PromptMeasurement(model, rope, HEADER, first, end_token=None)
+    assert len(free._answer) == len(free._truth) == ANSWER_TOKENS
+    assert PromptMeasurement(model, rope, HEADER, first, end_token=free._answer[0])._answer == free._answer[:1]
+
+
+def test_all_tokens_of_the_answer_are_compared_as_they_are_decoded_one_by_one(model):
+    rope, first = model.detect_rope(), prompt(0)
+    measured = PromptMeasurement(model, rope, HEADER, first, end_token=None, probe=PROBE)
+    found = measured.compare(FuseOptions(policy("static"), 0.2))
+    target = model.target(first.token_ids, rope)
+    fuse(measured._plan, target, FuseOptions(policy("static"), 0.2))
+    blended = [model.logits(target)]
+    blended += [decoded(model, target, [token])[0] for token in measured._answer[:-1]]
+    want = [int(a.argmax()) == int(b.argmax()) for a, b in zip(measured._truth, blended, strict=True)]
+    assert list(found.agrees) == want
+    assert 0 < sum(want) < ANSWER_TOKENS
+    assert [int(logits.argmax()) for logits in measured._truth] == measured._answer
+
+
+def test_a_continuation_takes_the_place_of_the_answer(model):
+    follows = (7, 8, 9, 10)
+    measured = PromptMeasurement(model, model.detect_rope(), HEADER, prompt(0), None, continuation=follows)
+    assert measured.compare(FuseOptions(policy("full-recompute"), 1.0)).agrees == (True,) * 4
+    logits, _ = model.full_prefill([*prompt(0).token_ids, *follows[:-1]])
+    torch.testing.assert_close(measured._truth[-1], logits, rtol=1e-4, atol=1e-4)
+
+
+def words(ids) -> str:
+    return " ".join(map(str, ids))
+
+
+def test_with_a_judge_a_blend_gives_an_answer_of_its_own(model):
+    rope, first, nobody = model.detect_rope(), prompt(0), Judge("em", ("nothing",), 6, False, words)
+    answer = PromptMeasurement(model, rope, HEADER, first, None, judge=nobody)._answer
+    assert len(answer) == 6
+    judge = replace(nobody, answers=(words(answer),))
+    measured = PromptMeasurement(model, rope, HEADER, first, None, judge=judge)
+    assert measured.score() == 1
+    assert measured.compare(FuseOptions(policy("full-recompute"), 1.0)).loss == 0
+    target, blended = model.target(first.token_ids, rope), []
+    fuse(measured._plan, target, FuseOptions(policy("full-reuse"), 0.0))
+    logits = model.logits(target)
+    while len(blended) < 6:
+        blended.append(int(logits.argmax()))
+        logits = decoded(model, target, blended[-1:])[0]
+    found = measured.compare(FuseOptions(policy("full-reuse"), 0.0))
+    assert found.loss == float(blended != answer) == 1  # or this would show nothing
+    parts = next(i for i in range(6) if blended[i] != answer[i])
+    assert found.agrees == (True,) * parts + (False,)
+    assert len(found.kl) == parts + 1
+    keys = {key_of(first, (), each) for each in (None, nobody, judge, replace(judge, metric="f1"))}
+    assert len(keys) == 4
+
+
+def test_a_judge_takes_the_first_line_of_an_answer_as_an_evaluation_does():
+    judge = Judge("em", ("Paris",), 8, True, lambda ids: "".join(("\n", " Paris", "!\n", "Rome")[i] for i in ids))
+    assert not (judge.ends([0, 0]) or judge.ends([0, 0, 1]))
+    assert judge.ends([0, 0, 1, 2])
+    assert judge.score([0, 0, 1, 2]) == judge.score([1, 2, 3]) == 1
+
+
+def test_a_calibration_by_answers_that_is_stopped_goes_on_where_it_was():
+    model, ledger = subject(initializer_range=0.001), Ledger()
+    judge = Judge("f1", ("nothing",), 3, True, words)
+    rope = model.detect_rope()
+    given = []
+    for each in map(prompt, range(LOOK + 2)):
+        answer = PromptMeasurement(model, rope, HEADER, each, None, judge=judge)._answer
+        given.append(CalibrationPrompt(each, judge=replace(judge, answers=(words(answer),))))
+
+    def go(progress=None):
+        standard = Standard.as_good_by("f1", 0.7, 0.9)
+        return calibrate(model, rope, HEADER, given, standard, probe=PROBE, ledger=ledger, progress=progress)
+
+    def stop(done: float, total: int, text: str) -> None:
+        if text.startswith("prompt") and not text.endswith("full recompute"):
+            raise KeyboardInterrupt
+
+    stopped = go(stop)
+    assert (stopped.stopped, stopped.standard.full) == (True, 1.0)
+    whole = go()
+    assert whole.verdict == "shown"
+    assert not whole.stopped
+    assert whole.chosen is not None
+    assert "F1 no more than 30.0% below full recompute's 100.0%" in whole.why
+
+
+PROBE = tuple(range(6, 26))
+
+
+def test_compute_counts_every_pass(model):
+    first = prompt(0)
+    measured = PromptMeasurement(model, model.detect_rope(), HEADER, first, None, probe=PROBE)
+    total = len(first.token_ids)
+    assert (measured.stale_tokens, measured.forced_tokens) == (40, 5)
+    want = {"static": 8 + 5, "static-query": 8 + 5 + 5, "hkvd": 8 + 5 + 40 * 2 / LAYERS}
+    for name, tokens in want.items():
+        each = Candidate(name, 0.2, BlendSchedule((2,), (1.0,)))
+        found = measured.compare(FuseOptions(policy(name), 0.2, each.schedule))
+        assert found.compute == pytest.approx(tokens / total)
+        assert estimate_compute(each, LAYERS, 40 / total, 5 / total) == pytest.approx(found.compute)
+
+
+def test_a_ranked_blend_in_calibration_is_the_engines_own(model):
+    measured = PromptMeasurement(model, model.detect_rope(), HEADER, prompt(0), end_token=None, probe=PROBE)
+    target = model.target(prompt(0).token_ids, model.detect_rope())
+    result = fuse(measured._plan, target, FuseOptions(policy("static"), 0.2))
+    static = torch.cat([span.static_deviation() for span in measured._plan.stale])
+    assert torch.equal(static, measured.static)
+    first = measured._plan.stale[0].start
+    assert result.recomputed.tolist() == (first + highest(static, 8).nonzero().squeeze(1)).tolist()
+
+
+def run(model, prompts: int, standard: Standard | None = None, **options):
+    given = [CalibrationPrompt(prompt(seed)) for seed in range(prompts)]
+    return calibrate(model, model.detect_rope(), HEADER, given, standard, probe=PROBE, **options)
+
+
+def test_a_model_of_noise_is_not_blended_and_the_profile_says_so(model):
+    steps: list[str] = []
+    found = run(model, 2, progress=lambda done, total, text: steps.append(text))
+    assert (found.verdict, found.chosen, found.profile.reuse) == ("do not blend", None, "prefix")
+    assert found.profile.text is None
+    assert "do not blend" in found.why or "not blended" in found.why
+    assert "299" in found.why
+    assert [x.layer for x in found.layers] == [1, 2, 3]
+    assert not found.layers[2].offered  # a deeper check costs more than it saves
+    assert {each.policy for each in found.measured} == {"full-reuse", "static", "query", "static-query", "hkvd"}
+    assert all(each.agreement.low <= each.agreement.value <= each.agreement.high for each in found.measured)
+    assert steps
+    json.dumps(asdict(found))
+
+
+def test_on_few_prompts_the_least_that_holds_is_taken_and_marked():
+    model = subject(initializer_range=0.001)  # whose chunks hardly depend on each other
+    found = run(model, 2)
+    assert (found.verdict, found.profile.reuse) == ("not shown", "chunks")
+    assert (found.profile.policy, found.profile.ratio) == ("static", 0.01)
+    assert found.profile.calibrated["verdict"] == "not shown"
+    assert found.profile.text is not None
+    assert found.profile.text.left_out == 1.0  # 1% of 40 tokens is none of them
+
+
+def test_a_margin_is_the_profile_and_the_words_name_the_least_that_holds():
+    found = run(subject(initializer_range=0.001), 2, margin=2)
+    assert (found.profile.policy, found.profile.ratio) == ("static", 0.03)
+    assert found.profile.calibrated["why"].endswith("the least that does is static 1%")
+    assert found.chosen is not None
+    assert found.chosen.complete
+
+
+def test_with_enough_prompts_even_full_reuse_is_believed_where_it_holds():
+    model = subject(initializer_range=0.001)
+    standard = Standard(0.7, 0.9)
+    found = run(model, standard.needed, standard)
+    assert (found.verdict, found.profile.ratio) == ("shown", 0.0)
+    assert found.chosen is not None
+    assert found.chosen.agreement.low >= 0.7
+
+
+def test_prompts_without_stale_kv_are_refused(model):
+    with pytest.raises(InputError, match="two chunks"):
+        calibrate(model, model.detect_rope(), HEADER, [CalibrationPrompt(prompt(0, chunks=1))])
+
+
+def test_a_layer_behind_a_window_that_hides_the_context_is_blind():
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.15,
+        sliding_window=2,
+    )
+    model = TransformersSubject(ModelRunner(usable_attention(MistralForCausalLM(config).eval())))
+    rope = model.detect_rope()
+    measured = [PromptMeasurement(model, rope, HEADER, prompt(seed), None, probe=PROBE) for seed in range(2)]
+    layers = examine_layers([layer_values(each) for each in measured], LAYERS)
+    # A token sees one before it: layer by layer one more token of each chunk of 20 can deviate.
+    assert [each.visible for each in layers] == pytest.approx([1 / 20, 2 / 20, 3 / 20])
+    found = calibrate(model, rope, HEADER, [CalibrationPrompt(prompt(seed)) for seed in range(2)], probe=PROBE)
+    tried = [each for each in found.measured if each.policy == "hkvd"]
+    assert all(each.ratio <= 0.1 for each in tried)
+    whole = examine_layers([layer_values(PromptMeasurement(subject(), rope, HEADER, prompt(0), None))], LAYERS)
+    assert all(each.visible == 1 for each in whole)
+
+
+def test_looks_are_at_the_first_prompts_alone(model):
+    found = run(model, LOOK + 2)
+    assert all(each.prompts >= LOOK for each in found.measured)
+    assert not any(each.complete for each in found.measured)
+
+
+def test_what_was_measured_is_not_measured_again_and_ends_alike(model, tmp_path, monkeypatch):
+    file = tmp_path / "kept" / "ledger.jsonl"
+    first = run(model, 3, ledger=Ledger(file))
+    monkeypatch.setattr(calibration, "PromptMeasurement", None)  # nothing can be measured any more
+    assert run(model, 3, ledger=Ledger(file)) == first
+    monkeypatch.undo()
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:-4], lines[-4][:20], *lines[-3:]]))
+    assert run(model, 3, ledger=Ledger(file)) == first
+    with pytest.raises(InputError, match="cannot be used"):
+        Ledger(file / "below-a-file")
+
+
+def test_what_another_version_has_kept_otherwise_is_measured_anew_and_one_line_says_so(model, tmp_path):
+    file = tmp_path / "ledger.jsonl"
+    first = run(model, 3, ledger=Ledger(file))
+    lines = [json.loads(line) for line in file.read_text().splitlines() if "blend: " in line]
+    for *_, value in lines:
+        del value["loss"]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.warns(UserWarning, match="another version") as said:
+        assert run(model, 3, ledger=Ledger(file)) == first
+    assert len(said) == 1
+    assert run(model, 3, ledger=Ledger(file)) == first  # and kept as this version does
+
+
+def test_a_calibration_that_is_stopped_takes_the_best_so_far_and_goes_on_later():
+    model, ledger, said = subject(initializer_range=0.001), Ledger(), []
+
+    def stop(done: float, total: int, text: str) -> None:
+        said.append((done, total))
+        if text.startswith("prompt"):
+            raise KeyboardInterrupt
+
+    stopped = run(model, LOOK + 2, Standard(0.7, 0.9), progress=stop, ledger=ledger)
+    assert (stopped.stopped, stopped.verdict) == (True, "not shown")
+    assert stopped.chosen is not None
+    assert stopped.why.startswith("stopped before its end: ")
+    assert all(done < total for done, total in said)
+    whole = run(model, LOOK + 2, Standard(0.7, 0.9), ledger=ledger)
+    assert whole == run(model, LOOK + 2, Standard(0.7, 0.9))
+    assert not whole.stopped
+
+
+def test_stopped_while_it_only_looks_at_the_rest_a_calibration_keeps_what_was_shown(monkeypatch):
+    model = subject(initializer_range=0.001)
+    want = run(model, LOOK + 2, Standard(0.7, 0.9))
+    assert want.verdict == "shown"
+
+    def stop(_: Search) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "look_at_rest", stop)
+    assert run(model, LOOK + 2, Standard(0.7, 0.9), everything=True) == want
+
+
+def test_stopped_before_anything_is_known_there_is_no_profile(model):
+    def stop(done: float, total: int, text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, 2, progress=stop)
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_weights_are_rounded_while_they_are_used_and_then_are_as_they_were(bits):
+    model = llama()
+    ids = torch.tensor([prompt(0).token_ids])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rounded_copy = coarser(model, [f"{bits}-bit"])[f"{bits}-bit"]
+    with torch.no_grad(), rounded_weights(model, bits):
+        got = model(input_ids=ids).logits
+    torch.testing.assert_close(got, rounded_copy(input_ids=ids).logits)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    broken = next(each for each in model.modules() if isinstance(each, torch.nn.Linear))
+    with pytest.raises(RuntimeError), rounded_weights(model, bits):
+        broken(torch.zeros(1, 3))  # of no such width
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_standard_is_what_coarser_weights_lose_on_the_same_prompts():
+    own = llama(initializer_range=0.06)
+    model = TransformersSubject(ModelRunner(own))
+
+    @torch.no_grad()
+    def logits(ids, last):
+        with rounded_weights(own, 3):
+            return own(input_ids=torch.tensor([ids])).logits[0, -last:]
+
+    found = run(model, 4, Standard.as_near_as(3), coarser=logits)
+    rope = model.detect_rope()
+    measured = [PromptMeasurement(model, rope, HEADER, prompt(seed), None, probe=PROBE) for seed in range(4)]
+    kl = [value for each in measured for value in each.by_weights(logits).kl]
+    assert found.standard.most_kl == pytest.approx(sum(kl) / len(kl), rel=1e-6)
+    assert found.chosen is not None
+    assert found.chosen.kl <= found.standard.most_kl
+    assert found.profile.calibrated["standard"]["bits"] == 3
+    assert "weights of 3 bits" in found.why
+    cheaper = [each for each in found.measured if 0 < each.compute < found.chosen.compute and each.ratio]
+    assert all(each.kl > found.standard.most_kl for each in cheaper)

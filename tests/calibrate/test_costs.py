@@ -1,0 +1,122 @@
+"""Tests what the loading controller reckons with, fitted and kept."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+
+import pytest
+
+from cacheblend_rag.blending.controller import Arm, Load, Located
+from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
+from cacheblend_rag.blending.profile import load_costs, save_costs
+from cacheblend_rag.calibrate.compute import fit_compute
+from cacheblend_rag.calibrate.costs import measure_costs, measure_remote
+from cacheblend_rag.calibrate.diagnose import estimate
+from cacheblend_rag.calibrate.storage import plan_tiers
+from cacheblend_rag.calibrate.workbench import Workbench
+from cacheblend_rag.store import open_store, record_tiers
+from tests.blending.families import BLENDED, make_model
+from tests.blending.prompts import Scene, engine_for
+
+
+@pytest.mark.parametrize(
+    "cost", [ComputeCost(0.01, 1e-3, 1e-6), ComputeCost(0.0, 1e-3, 0.0), ComputeCost(0.5, 0.0, 1e-6)]
+)
+def test_a_fit_finds_the_cost_that_made_the_times(cost: ComputeCost) -> None:
+    fitted = fit_compute({n: cost.seconds(n, n) for n in (32, 256, 1024)})
+    for tokens, context in ((100, 1000), (512, 512), (32, 4096)):
+        assert fitted.seconds(tokens, context) == pytest.approx(cost.seconds(tokens, context), rel=1e-3)
+
+
+def test_a_part_that_would_be_negative_is_left_out() -> None:
+    fitted = fit_compute({32: 0.05, 256: 0.3, 1024: 0.9})  # a shorter time for each token of a longer prompt
+    assert fitted.per_pair_s == 0
+    assert fitted.seconds(256, 256) == pytest.approx(0.3, rel=0.3)
+
+
+def test_a_model_so_small_that_its_length_does_not_show_has_a_cost_all_the_same() -> None:
+    fitted = fit_compute({3: 0.0031, 31: 0.0024, 127: 0.0022})
+    assert fitted.per_token_s == fitted.per_pair_s == 0
+    assert fitted.seconds(100, 100) == pytest.approx(0.0025, rel=0.1)
+
+
+@pytest.mark.slow
+def test_measured_costs_are_kept_by_model_and_device(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
+    engine = engine_for(make_model(BLENDED["llama"]()), Scene())
+    found = measure_costs(Workbench.of(engine), tmp_path)
+    assert (found.layers, set(found.tiers)) == (engine.num_layers, {"ram", "disk"})
+    assert found.tiers["disk"].latency_s > 0
+    assert found.compute.seconds(512, 512) >= found.compute.seconds(1, 512) > 0  # a tiny model: the length may not show
+    digest = engine.fingerprint.digest
+    assert load_costs(digest, "cpu") is None
+    file = save_costs(found, digest, "cpu")
+    assert load_costs(digest, "cpu") == found
+    assert load_costs(digest, "cuda:0") is None
+    file.write_text('{"layers": 3}', encoding="utf-8")
+    assert load_costs(digest, "cpu") is None  # and the log says why
+
+
+def test_tiers_on_other_machines_are_measured_by_name_and_left_as_they_were(tmp_path, redis_url: str) -> None:
+    record_tiers(tmp_path, f"ram://,{redis_url}?timeout=30s")
+    engine = engine_for(make_model(BLENDED["llama"]()), Scene())
+    found = measure_costs(Workbench.of(engine), tmp_path)
+    assert set(found.tiers) == {"ram", "redis"}
+    redis = found.tiers["redis"]
+    assert redis.latency_s > 0
+    assert redis.at_once > 1
+    assert list(open_store(redis_url).entries()) == []
+
+
+def test_a_tier_that_does_not_answer_has_no_cost(tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    assert measure_remote(open_store(f"redis://127.0.0.1:{port}").tiers[0]) is None
+
+
+def test_the_plan_says_for_each_tier_what_to_expect_and_which_is_cheap_enough() -> None:
+    load = Load([Located(500, 1000, "")] * 4, 50, 0.1)  # 4,000 bytes; 25 ms of recomputing
+    tiers = {"ram": TierCost(0.0, 1e9), "disk": TierCost(0.0, 4000 / 0.02)}
+    plan = plan_tiers(load, Costs(1000, ComputeCost(0.0, 1e-4, 0.0), tiers))
+    assert plan.cheapest == "disk"  # 20 ms hide behind 25
+    assert plan.prefill_s == pytest.approx(0.205)
+    ram, disk = plan.tiers
+    assert (ram.tier, ram.used, disk.tier, disk.used) == ("ram", 4, "disk", 4)
+    assert disk.load_s == pytest.approx(0.02)
+    slow = plan_tiers(load, Costs(1000, ComputeCost(0.0, 1e-4, 0.0), {"disk": TierCost(0.0, 1.0)}))
+    assert (slow.cheapest, slow.tiers[0].used) == (None, 0)
+
+
+def test_costs_of_one_device_do_not_take_anothers_place(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path))
+    known = {
+        name: Costs(4, ComputeCost(0, rate, 0), {"ram": TierCost(0, 1)})
+        for name, rate in (("cpu", 1.0), ("cuda:1", 2.0))
+    }
+    for name, costs in known.items():
+        save_costs(costs, "abc", name)
+    assert {name: load_costs("abc", name) for name in known} == known
+
+
+def test_an_engine_that_was_not_measured_begins_with_the_embedded_ones_costs(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path))
+    embedded, own = (Costs(4, ComputeCost(0, rate, 0), {"ram": TierCost(0, 1)}) for rate in (1.0, 2.0))
+    assert load_costs("abc", "cuda", "vllm") is None
+    save_costs(embedded, "abc", "cuda:0")
+    assert load_costs("abc", "cuda", "vllm") == embedded
+    save_costs(own, "abc", "cuda", "vllm")
+    assert load_costs("abc", "cuda", "vllm") == own
+    assert load_costs("abc", "cuda:0") == embedded
+
+
+def test_doctors_estimate_is_what_the_loading_controller_expects_of_that_prompt() -> None:
+    compute, layers, rate = ComputeCost(0.02, 1e-5, 1e-9), 32, 1e9
+    spans = [Located(512, 512 << 17, "anywhere")] * 6
+    for asked in (None, 0):  # a policy that watches the question runs it once more
+        load = Load(spans, 32, 0.5, asked=asked)
+        placed = [replace(span, tier="disk", exact=not number) for number, span in enumerate(spans)]
+        arm = Arm(replace(load, spans=placed), Costs(layers, compute, {"disk": TierCost(0.0, rate)}), (True,) * 6)
+        found = estimate(load, compute, layers, rate)
+        assert found.blend_s == pytest.approx(arm.seconds(0.5))
+        assert (found.prompt_tokens, found.load_s) == (3104, pytest.approx(6 * 512 * (1 << 17) / rate))
