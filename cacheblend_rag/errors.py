@@ -1,33 +1,49 @@
-"""Defines the errors a user can meet; their message is shown as it is: what was wrong, and what to do about it."""
+"""Defines the errors that a user can see. Each message is shown unchanged, and names the problem and the remedy."""
 
 from __future__ import annotations
 
 
 class CacheBlendError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base class of every error that the library raises on purpose.
+
+    Example::
+
+        try:
+            store = open_store("~/kv")
+        except CacheBlendError as error:
+            sys.exit(error.exit_code)
+    """
 
     exit_code = 1
 
 
 class InputError(CacheBlendError):
-    """A file, a flag or an argument that cannot be used as given."""
+    """Reports a file, a flag or an argument that cannot be used as given.
+
+    Example::
+
+        try:
+            chunk = make_chunk(text, engine.tokenizer)
+        except InputError as error:
+            print(f"skipped: {error}")
+    """
 
     exit_code = 2
 
 
 class PromptTooLongError(InputError):
-    """Prompt plus requested completion exceed the model's context window."""
+    """Reports that the prompt plus the requested completion exceed the model's context window."""
 
 
 class UnknownChunkError(InputError):
-    """A chunk id that the engine has never been given."""
+    """Reports a chunk id that is not registered with the engine."""
 
 
 class AlteredChunkError(InputError):
-    """A retrieved chunk stands in the prompt altered, so that its stored KV is of no use.
+    """Reports a retrieved chunk that was altered in the prompt, so that its stored KV cannot be used.
 
     Attributes:
-        chunk_id: The chunk.
+        chunk_id: Id of the chunk.
     """
 
     def __init__(self, message: str, chunk_id: str):
@@ -36,45 +52,71 @@ class AlteredChunkError(InputError):
 
 
 class StoreError(CacheBlendError):
-    """The KV store cannot do what was asked: full disk, no write permission, foreign contents."""
+    """Reports that the KV store cannot carry out an operation: full disk, no write permission, foreign contents.
+
+    Example::
+
+        try:
+            engine.precompute(chunks)
+        except StoreError as error:
+            print(f"The KV was not stored: {error}")
+    """
 
     exit_code = 3
 
 
 class StoreMismatchError(StoreError):
-    """A store that was written for another model or with other settings."""
+    """Reports a store that was written for another model or with other settings."""
 
 
 class DamagedKVError(StoreError):
-    """A stored KV entry failed its checks. Always handled as a miss; it reaches a user only through `verify`."""
+    """Reports that a stored KV entry failed its checks.
+
+    The library always treats the entry as a miss; only `verify` shows the damage to a user.
+    """
 
 
 class StoreUnavailableError(StoreError):
-    """A tier does not answer, or its medium cannot be read now: a timeout, a refused connection, a server's 5xx, ESTALE.
+    """Reports a tier that cannot be read now: a timeout, a refused connection, a server's 5xx, ESTALE.
 
-    It says nothing about what is stored. For the prompt at hand it is a miss, and nothing is deleted for it.
+    The stored entries may be intact. The current prompt counts a miss, and no entry is deleted.
     """
 
 
 class UnknownCodecError(StoreUnavailableError):
-    """An entry in a format or a codec that this version does not know; it stays for those who do."""
+    """Reports an entry in a format or a codec that this version cannot read. The entry is not deleted."""
 
 
 class UnknownKeyError(StoreUnavailableError):
-    """An encrypted entry without the key that it takes; it stays for those who have it."""
+    """Reports an encrypted entry whose key is missing. The entry is not deleted."""
 
 
 class ModelError(CacheBlendError):
-    """A model that cannot be loaded or used."""
+    """Reports a model that cannot be loaded or used.
+
+    Example::
+
+        try:
+            engine = TransformersEngine("path/to/model")
+        except ModelError as error:
+            print(error)
+    """
 
     exit_code = 4
 
 
 class ServerError(CacheBlendError):
-    """A `cacheblend serve` that does not answer, is not what it should be, or refuses.
+    """Reports that a `cacheblend serve` does not answer, serves another model than expected, or refuses a request.
 
     Attributes:
-        status: HTTP status of its answer; None without one.
+        status: HTTP status of the server's answer; None if the server did not answer.
+
+    Example::
+
+        try:
+            answer = RemoteEngine("http://localhost:8000/v1").generate("Who sailed first?")
+        except ServerError as error:
+            print(error.status, error)
     """
 
     exit_code = 5
@@ -85,5 +127,5 @@ class ServerError(CacheBlendError):
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, without its full stop; its class's name where it says nothing."""
+    """Return the first line of an error's message, without its full stop; the class name if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""Finds the home directory that a path begins at."""
+"""Expands a home directory at the beginning of a path."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from cacheblend_rag.errors import InputError
 
 
 def from_home(path: Path | str) -> Path:
-    """Return a path with the home directory that a ``~`` at its beginning means.
+    """Return ``path`` with a leading ``~`` or ``~user`` replaced by the home directory.
 
     Raises:
-        InputError: It is not known: there is no such user, or HOME is not set.
+        InputError: The home directory is not known: the user does not exist, or HOME is not set.
     """
     try:
         return Path(path).expanduser()

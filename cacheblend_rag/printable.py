@@ -1,4 +1,4 @@
-"""Makes foreign text fit for a terminal and a log, where it may steer one, or forge lines; and numbers fit for people."""
+"""Escapes foreign text that could control a terminal or forge a log line, and formats sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import traceback
 from logging import LogRecord
 
-# C0 and C1 but tab and line break, DEL; separators of lines, marks that reorder what is shown; halves of a character.
+# C0 and C1 except tab and line break, DEL, line separators, marks that reorder the displayed text, lone surrogates.
 _STEERING = re.compile(
     "\r(?!\n)|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff]"
 )
@@ -16,12 +16,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` with what would steer a terminal spelled as ``\u001b``: the same text within JSON."""
+    r"""Return ``text`` with terminal control characters escaped, as ``\u001b``. JSON decodes the escapes again."""
     return _STEERING.sub(_spelled, text)
 
 
 def in_one_line(text: str) -> str:
-    """Do the same with tabs and line breaks, too: for a name within a line."""
+    """Return ``text`` with control characters, tabs and line breaks escaped, to be shown as a name within a line."""
     return _BREAKING.sub(_spelled, printable(text))
 
 
@@ -30,7 +30,10 @@ def _spelled(found: re.Match[str]) -> str:
 
 
 def hide_values(record: LogRecord) -> None:
-    """Take out of a log record what may be a user's text: all values but numbers, and what an error says; its kind stays."""
+    """Remove from a log record all values except numbers, and the message of an error; keep its class and traceback.
+
+    The removed text may come from a user.
+    """
     if record.exc_info and (error := record.exc_info[1]) is not None:
         if said := str(error):
             record.msg = str(record.msg).replace(said, _HIDDEN)
@@ -47,7 +50,7 @@ def _number_or_hidden(value: object) -> object:
 
 
 def size(nbytes: float | None) -> str:
-    """Return a number of bytes as people read it."""
+    """Return a number of bytes as text with a unit, as ``1.5 GiB``; ``-`` for None."""
     if nbytes is None:
         return "-"
     value, unit = float(nbytes), 0

@@ -1,6 +1,6 @@
-"""Defines what goes over the wire beside OpenAI's own fields: request options and chunk bodies.
+"""Defines the request options and chunk bodies that client and server exchange in addition to OpenAI's own fields.
 
-What is reported of an answer is :class:`~cacheblend_rag.blending.outcome.PromptOutcome`.
+:class:`~cacheblend_rag.blending.outcome.PromptOutcome` defines the additional fields of an answer.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import checked_id
 
 TOKENIZER_PROBE = "Ships' logs: 1911, naïve café — 東京 🙂\n\n\tif x != y:  return  # end\n<|im_end|></s>"
-"""Client and server encode this text; equal token ids mean that they use the same tokenizer."""
+"""Text that both client and server encode. Equal token ids mean that client and server use the same tokenizer."""
 
 MAX_TEXTS = 4096
 MAX_HOLDER = 200
-MAX_METADATA = 1 << 16  # bytes of one chunk's as JSON: they count in no quota
+MAX_METADATA = 1 << 16  # bytes of one chunk's metadata as JSON; no quota counts metadata
 
 
 class StrictModel(BaseModel):
-    """Refuses fields that it does not know."""
+    """Refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -34,9 +34,9 @@ ChunkId = Annotated[str, AfterValidator(checked_id)]
 
 
 class SpanBody(StrictModel):
-    """A chunk in a prompt of token ids: positions ``start`` (inclusive) to ``end`` (exclusive).
+    """Places a chunk in a prompt of token ids: positions ``start`` (inclusive) to ``end`` (exclusive).
 
-    ``text`` lets the server store the chunk if it has never seen it, and the id is that of the text.
+    The server uses ``text`` to store a chunk that is not registered yet, if the id is the content hash of ``text``.
     """
 
     id: ChunkId = Field(min_length=1, max_length=512)
@@ -46,12 +46,13 @@ class SpanBody(StrictModel):
 
 
 class NamedChunks(StrictModel):
-    """Says which chunks a request names, and where they stand.
+    """Lists the chunks that a request names, and their positions.
 
     Attributes:
-        chunk_ids: Registered chunks. Those whose text does not stand in the prompt are put in front of the last user message
-            (chat) or of the prompt (completions), in this order.
-        spans: For a prompt of token ids: where its chunks stand.
+        chunk_ids: Ids of registered chunks. The server inserts each chunk whose text is not in the prompt before the
+            last user
+            message (chat) or before the prompt (completions), in this order.
+        spans: Positions of the chunks in a prompt of token ids.
     """
 
     chunk_ids: tuple[ChunkId, ...] = Field(default=(), max_length=MAX_TEXTS, fail_fast=True)
@@ -60,9 +61,9 @@ class NamedChunks(StrictModel):
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Holds what a request asks for beside OpenAI's fields, all of it optional: blend options, and what :class:`NamedChunks` has.
+    """Holds the optional fields of a request that OpenAI's API does not have: blend settings and :class:`NamedChunks`.
 
-    Each of ``chunk_ids`` is there once.
+    ``chunk_ids`` has no duplicates.
     """
 
     settings: BlendSettings
@@ -74,7 +75,7 @@ def read_options(extra: Mapping[str, Any] | None) -> RequestOptions:
     """Read ``cacheblend`` and ``chunk_ids`` from the fields of a request that OpenAI's API does not have.
 
     Raises:
-        InputError: They cannot be read; the message names the field.
+        InputError: A field cannot be read. The message names the field.
     """
     extra = extra or {}
     given = extra.get("cacheblend") or {}
@@ -96,14 +97,14 @@ def read_options(extra: Mapping[str, Any] | None) -> RequestOptions:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first thing wrong with a body, in one line, without its value."""
+    """Return the first validation error as one line, with the field's name and without its value."""
     detail = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part) for part in detail["loc"])
     return f"{place}: {detail['msg']}" if place else str(detail["msg"])
 
 
 class ChunkBody(StrictModel):
-    """A text that is already cut. Without ``id`` and ``token_ids`` they are made from the text."""
+    """Holds the text of one chunk. The server derives a missing ``id`` or missing ``token_ids`` from the text."""
 
     text: str = Field(min_length=1)
     id: str | None = Field(default=None, min_length=1, max_length=512)
@@ -112,7 +113,7 @@ class ChunkBody(StrictModel):
 
 
 class PrecomputeBody(StrictModel):
-    """The body of ``POST /v1/chunks``: ``texts`` or ``chunks``, and the ``holder`` that they are registered for."""
+    """Holds the body of ``POST /v1/chunks``: ``texts`` or ``chunks``, and the ``holder`` to register the chunks for."""
 
     texts: tuple[str, ...] = Field(default=(), max_length=MAX_TEXTS, fail_fast=True)
     chunks: tuple[ChunkBody, ...] = Field(default=(), max_length=MAX_TEXTS, fail_fast=True)
@@ -120,18 +121,20 @@ class PrecomputeBody(StrictModel):
 
 
 class PageQuery(BaseModel):
-    """The query of ``GET /v1/chunks``: how many chunks, behind which id."""
+    """Holds the query of ``GET /v1/chunks``: at most ``limit`` chunks, with ids after ``after``."""
 
     limit: int = Field(default=100, ge=1, le=1000)
     after: str | None = None
 
 
 class DeleteQuery(BaseModel):
-    """The query of ``DELETE /v1/chunks``, besides ``id``.
+    """Holds the query of ``DELETE /v1/chunks`` without the parameter ``id``.
 
     Attributes:
-        all: Whether every registered chunk is meant.
-        holder: Who lets go of the chunks, which stay where others hold them; without it they go, whoever holds them.
+        all: Whether to delete every registered chunk.
+        holder: Client that releases the chunks; the server retains chunks that other holders have registered. Without a
+            holder
+            the server deletes the chunks, whoever holds them.
     """
 
     all: bool = False
@@ -142,10 +145,10 @@ Q = TypeVar("Q", bound=BaseModel)
 
 
 def read_query(model: type[Q], query: Mapping[str, str]) -> Q:
-    """Read the query of a request.
+    """Read the query of a request into ``model``.
 
     Raises:
-        InputError: A value that is not allowed.
+        InputError: A value is not allowed.
     """
     try:
         return model.model_validate(dict(query))
@@ -154,21 +157,21 @@ def read_query(model: type[Q], query: Mapping[str, str]) -> Q:
 
 
 class ModelInfo(BaseModel):
-    """Tells a client what it must know of the model: the ``model`` field of ``GET /v1/chunks/stats``.
+    """Describes the model to a client: the ``model`` field of ``GET /v1/chunks/stats``.
 
     Attributes:
-        name: What the server's operator called it.
-        served_as: Names it answers to in requests; the first is the usual one.
+        name: Name that the server's operator gave to the model.
+        served_as: Names of the model in requests; the first is the usual name.
         fingerprint: Identity of weights and dtype.
-        tokenizer: Directory, hub name, or a name of this package's: ``"bundled"``, ``"smollm2"``.
+        tokenizer: Directory, hub name, or a name that this package defines: ``"bundled"``, ``"smollm2"``.
         tokenizer_probe: Token ids of :data:`TOKENIZER_PROBE`, special tokens parsed.
-        header_ids: Tokens in front of every chunk when its KV is computed.
+        header_ids: Tokens in front of every chunk when the KV of the chunk is computed.
         context_window: Most tokens of prompt and completion together.
         blended: Whether the model passed the parity gate.
-        reason: Why not.
+        reason: Reason why the model did not pass the parity gate.
         num_layers: Number of transformer layers.
-        profile: The blend options that a request leaves open; without what calibration has measured.
-        controlled: Whether there is a loading controller to choose a ratio of ``"auto"``: costs that were measured.
+        profile: Defaults of the blend options that a request does not set, without calibration results.
+        controlled: Whether costs were measured, so that a loading controller can choose the ratio for ``"auto"``.
     """
 
     name: str

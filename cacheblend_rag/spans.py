@@ -1,8 +1,8 @@
-"""Tells OpenTelemetry of a request: spans, through the API's global tracer.
+"""Reports requests to OpenTelemetry as spans, through the global tracer of OpenTelemetry's API.
 
-Where no SDK is set up nothing is recorded, and a span costs microseconds; without the API's package there are none. None
-holds what a document, a prompt, an answer or an error says: they have numbers, names of tiers and policies, and reasons in our
-own words.
+Without an SDK no span is recorded, and a span costs microseconds. Without the API's package no spans are created. Spans
+hold numbers, names of tiers and policies, and reasons that this library words: no text of a document, a prompt, an
+answer or an error message.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 try:
     from opentelemetry import context, propagate, trace
-except ImportError:  # a bare image of torch and transformers
+except ImportError:  # for example in an image with torch and transformers only
     _told = False
 else:
     _told = True
-    _tracer = trace.get_tracer("cacheblend_rag")  # finds the provider when one is set, be that before or after
+    _tracer = trace.get_tracer("cacheblend_rag")  # finds the provider even if a provider is set later
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span
 
 Side = Literal["internal", "client", "server"]
-"""Which side of a request a span is: of one within a process, or of one between two."""
+"""Kind of a span: work inside a process, or the client's or the server's side of a request between two processes."""
 _T = TypeVar("_T")
 _END: Any = object()
 
 
 class _Silent:
-    """Stands for a span where the API is missing."""
+    """Replaces a span if OpenTelemetry's API is not installed."""
 
     def is_recording(self) -> bool:
         """Return False."""
@@ -44,9 +44,9 @@ class _Silent:
 
 
 def begin(name: str, side: Side = "internal", parent: Context | None = None, begun: float | None = None) -> Span:
-    """Begin a span, called as ``cacheblend.generate``, as a part of ``parent``, by default of the span that is current.
+    """Begin a span with a name such as ``cacheblend.generate``, as a child of ``parent`` (None: of the current span).
 
-    ``begun`` is when it began, by ``time.perf_counter``; None is now.
+    ``begun`` is the start time by ``time.perf_counter``; None means now.
     """
     if not _told:
         return cast("Span", _Silent())
@@ -55,7 +55,7 @@ def begin(name: str, side: Side = "internal", parent: Context | None = None, beg
 
 
 def part(of: Span, name: str, begun: float, ended: float, **attributes: Any) -> Span:
-    """Add a span of what ran from ``begun`` to ``ended``, by ``time.perf_counter``, as a part of another; return it."""
+    """Add a child of the span ``of`` that ran from ``begun`` to ``ended`` (``time.perf_counter``); return the child."""
     made = begin(name, parent=trace.set_span_in_context(of) if _told else None, begun=begun)
     made.set_attributes(attributes)
     made.end(_since_epoch(ended))
@@ -64,7 +64,7 @@ def part(of: Span, name: str, begun: float, ended: float, **attributes: Any) -> 
 
 @contextmanager
 def span(name: str) -> Iterator[Span]:
-    """Have a span for what runs inside."""
+    """Run a ``with`` block inside a new span."""
     made = begin(name)
     with current(made):
         yield made
@@ -73,7 +73,7 @@ def span(name: str) -> Iterator[Span]:
 
 @contextmanager
 def current(of: Span) -> Iterator[None]:
-    """Have a span be current for what runs inside; an error ends it, marked, but without its message."""
+    """Make a span current during a ``with`` block. An error ends and marks the span, without the error's message."""
     try:
         with _inside(of):
             yield
@@ -96,7 +96,7 @@ def _inside(of: Span) -> Iterator[None]:
 
 
 def failed(of: Span, error: BaseException) -> None:
-    """Note how a span ended. That the reader of a stream went away is no error."""
+    """Record an error's class on a span. GeneratorExit and cancellation do not set the error status."""
     name = type(error).__name__
     of.set_attribute("error.type", name)
     if _told and isinstance(error, Exception):
@@ -104,14 +104,15 @@ def failed(of: Span, error: BaseException) -> None:
 
 
 def recording() -> bool:
-    """Say whether anybody records the span that is current."""
+    """Return whether the current span is being recorded."""
     return _told and trace.get_current_span().is_recording()
 
 
 def headers(of: Span | None = None) -> dict[str, str]:
-    """Return the headers that let another process's spans be parts of this one, or of the one that is current.
+    """Return the HTTP headers that make another process's spans children of ``of`` (None: of the current span).
 
-    They are W3C's ``traceparent`` and ``tracestate``, or what ``OTEL_PROPAGATORS`` says; none without a trace.
+    The headers are W3C's ``traceparent`` and ``tracestate``, or those that ``OTEL_PROPAGATORS`` selects. Without a
+    trace the result is empty.
     """
     carrier: dict[str, str] = {}
     if _told:
@@ -120,7 +121,7 @@ def headers(of: Span | None = None) -> dict[str, str]:
 
 
 def within(of: Span, items: Iterator[_T]) -> Generator[_T, None, None]:
-    """Yield ``items`` with a span being current while each is made, and not while it is used; the span ends behind them."""
+    """Yield ``items`` with the span current while each item is produced, not while it is used; end the span last."""
     try:
         while True:
             with _inside(of):
@@ -138,7 +139,7 @@ def within(of: Span, items: Iterator[_T]) -> Generator[_T, None, None]:
 
 
 async def awithin(of: Span, items: AsyncIterator[_T]) -> AsyncGenerator[_T, None]:
-    """Do the same for an asynchronous iterator."""
+    """Yield the items of an asynchronous iterator as :func:`within` does."""
     try:
         while True:
             with _inside(of):

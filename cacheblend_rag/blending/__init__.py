@@ -1,1 +1,1 @@
-"""Blends, for every engine: what to reuse, which tokens to recompute, and the passes that do it (paper section 4)."""
+"""Blends prompts for every engine: reuses stored KV, selects and recomputes stale tokens (paper section 4)."""

@@ -1,8 +1,7 @@
 """Decides which stored KV to load, and how much to recompute meanwhile: the loading controller (paper section 5.1).
 
-Recomputing hides behind loading. So with the device given, the ratio can rise until recomputing takes as long as loading; with
-the ratio given, KV may lie on the cheapest device that loads as fast as it recomputes. And where a device is too slow, computing
-some of its chunks in place, or all of the prompt, is sooner than waiting for it. Pure functions over :class:`Costs`.
+Recomputing runs while stored KV loads, so the ratio can rise until recomputing takes as long as loading. If a device is
+too slow, computing some of its chunks in place, or the whole prompt, is sooner than loading. All functions are pure.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import FuseOptions, ResolvedSettings, TextRatio, raised
 
 SPENT = 0.05
-"""How much later than the soonest the first token may come for the sake of computing more tokens: below what anybody notices."""
+"""Share of extra time to first token allowed in exchange for more recomputed tokens; users do not notice 5%."""
 HICCUP_S = 0.05
-"""What a read may always be late by: on a busy machine any may be, and that says nothing about the next one."""
+"""Seconds that any read may be late: on a busy machine a late read says nothing about the next read."""
 GAIN = 1.1
-"""How many times sooner a blend must be expected, where nobody has said that there is to be one."""
+"""Factor by which a blend must be expected to be faster, unless the user asked for a blend."""
 _BISECTIONS = 30
 _MOST_CHOICES = 256
 
 
 @dataclass(frozen=True)
 class Located:
-    """Says where the KV of one stored span of a prompt is now.
+    """Says where the KV of one stored span of a prompt lies.
 
     Attributes:
-        tokens: How many tokens it has.
-        nbytes: Size of what is stored of their KV.
-        tier: Name of the tier it is read from.
-        exact: Whether it was computed in just this context, so that nothing of it is recomputed.
+        tokens: Number of tokens in the span.
+        nbytes: Size of the stored KV of these tokens.
+        tier: Name of the tier that holds the KV.
+        exact: Whether the KV was computed in this very context, so that no token of the span is recomputed.
     """
 
     tokens: int
@@ -51,18 +50,19 @@ class Load:
     """Describes a prompt as the controller sees it.
 
     Attributes:
-        spans: What is stored, in the prompt's order.
-        forced: Tokens without stored KV.
-        least: The lowest ratio: what the model needs for good answers.
-        most: The highest that helps.
-        dense: Share of the layers that a dense pass of all stale tokens goes through; 0 for a policy without one.
-        asked: Tokens that the question's own pass runs besides those without KV (what the engine computes behind a blend); None
-            for a policy without one.
-        before: Tokens in front of all these that have their KV already (an engine's own prefix cache).
-        waits_s: Seconds until a blend can begin: others run before it. An ordinary prefill takes turns with them.
-        behind: Tokens of ``forced`` behind the last chunk, which a dense pass leaves out.
-        header: What chunks are computed behind, if it is stored: it is used with any of them, and never alone.
-        front: Tokens of ``forced`` in front of the first stale span; no pass that measures anything runs them again.
+        spans: Stored spans, in the prompt's order.
+        forced: Number of tokens without stored KV.
+        least: Lowest ratio: the ratio that the model needs for good answers.
+        most: Highest ratio that still helps.
+        dense: Share of the layers that a dense pass of all stale tokens goes through; 0 without a dense pass.
+        asked: Number of tokens behind the blend that the question's own pass runs besides the tokens without KV; None
+            for a policy without such a pass.
+        before: Number of tokens in front of all spans that have KV already (an engine's own prefix cache).
+        waits_s: Seconds until a blend can begin, because other blends run first. An ordinary prefill takes turns with
+            them.
+        behind: Number of ``forced`` tokens behind the last chunk; a dense pass leaves them out.
+        header: Header that chunks are computed behind, if its KV is stored. It is used with any chunk, and never alone.
+        front: Number of ``forced`` tokens in front of the first stale span; no measuring pass runs them again.
     """
 
     spans: Sequence[Located]
@@ -79,7 +79,7 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens of the prompt have no KV yet."""
+        """Return the number of prompt tokens that have no KV yet."""
         header = 0 if self.header is None else self.header.tokens
         return self.forced + header + sum(span.tokens for span in self.spans)
 
@@ -94,11 +94,11 @@ class Decision:
     """Says how to serve a prompt.
 
     Attributes:
-        used: For each span whether its stored KV is used; the others are computed in place.
-        ratio: Of the used spans that are not exact.
+        used: For each span, whether its stored KV is used; the other spans are computed in place.
+        ratio: Recompute ratio for the used spans that are not exact.
         seconds: Expected time to first token.
-        load_s: Of it, what loading alone takes.
-        compute_s: What computing alone takes.
+        load_s: Expected time of loading alone.
+        compute_s: Expected time of computing alone.
         prefill_s: Expected time of an ordinary prefill, for comparison.
     """
 
@@ -117,16 +117,16 @@ class Decision:
 
 @dataclass(frozen=True)
 class Terms:
-    """Holds what the controller must know besides a prompt's plan; it travels with a request to where its plan is made.
+    """Holds the controller's inputs besides a prompt's plan; they travel with a request to the process that plans.
 
     Attributes:
-        costs: Of model and tiers, as they are now.
+        costs: Current costs of the model and the tiers.
         dense: See :class:`Load`.
-        asks: Whether the policy watches the question's own pass.
-        dense_unranked: As ``dense``, of the policy that chooses where a chunk has no static deviation; None if that is the same
-            one.
-        asks_unranked: Whether that one watches the question.
-        more_unranked: How many times the ratio that one takes.
+        asks: Whether the policy measures the question's attention in a pass of its own.
+        dense_unranked: Value of ``dense`` for the policy that chooses when a chunk has no static deviation; None if
+            that is the same policy.
+        asks_unranked: Value of ``asks`` for that other policy.
+        more_unranked: Factor by which that other policy raises the ratio.
     """
 
     costs: Costs
@@ -140,13 +140,13 @@ class Terms:
     def of(cls, costs: Costs | None, profile: ModelProfile, settings: ResolvedSettings, num_layers: int) -> Self | None:
         """Return the terms of a blend by ``settings`` of a model with ``profile``.
 
-        None where the controller decides nothing: the settings say how to blend, or the costs that decide are not known.
+        Return None where the controller decides nothing: the settings say how to blend, or the costs are unknown.
         """
         if costs is None or not (costs.calibrated if settings.ratio == "auto" else settings.only_if_sooner):
             return None
         first = policy(settings.policy)
         dense = profile.dense_share(first, num_layers, settings.check_layers)
-        if not first.needs_static or settings.ratio != "auto":  # a fixed ratio asks nothing of the chunks themselves
+        if not first.needs_static or settings.ratio != "auto":  # a fixed ratio does not depend on the chunks
             return cls(costs, dense, first.needs_attention)
         second = policy(first.without_static)
         unranked = profile.dense_share(second, num_layers, settings.check_layers)
@@ -154,21 +154,21 @@ class Terms:
         return cls(costs, dense, first.needs_attention, unranked, second.needs_attention, more)
 
     def wants_static(self, ratio: float | TextRatio) -> bool:
-        """Say whether :func:`control` asks for the chunks' static deviations."""
+        """Return whether :func:`control` needs the chunks' static deviations."""
         return self.dense_unranked is not None or isinstance(ratio, TextRatio)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Holds what the controller has decided of a prompt, for whoever blends it.
+    """Holds the controller's decision about a prompt, for the engine that blends the prompt.
 
     Attributes:
-        in_place: Where the chunks end, in the prompt, that are computed although they are stored.
-        ratio: The lowest ratio to blend the others by.
-        words: What was decided and expected, to go behind the plan's reason.
+        in_place: End positions of the stored chunks that are computed in place.
+        ratio: Lowest ratio to blend the other chunks by.
+        words: Decision and expected times, appended to the plan's reason.
         expected_s: Expected time to first token.
-        most_wait_s: How long to wait for stored KV in all before it is computed in place: as long as loading should take, and
-            then as long as doing without it takes. So waiting costs at most twice what it could have.
+        most_wait_s: Longest total wait for stored KV before it is computed in place: the expected loading time plus the
+            time of doing without that KV. So waiting costs at most twice the necessary time.
     """
 
     in_place: frozenset[int]
@@ -178,22 +178,23 @@ class Choice:
     most_wait_s: float | None = None
 
     def applied_to(self, plan: BlendPlan) -> BlendPlan:
-        """Return the plan that does what was decided, and says so in its reason."""
+        """Return the plan that follows the decision and states it in its reason."""
         unused = [span for span in _chunks_of(plan) if span.end in self.in_place]
         return (
             plan.without(unused, plan.reason + self.words) if unused else replace(plan, reason=plan.reason + self.words)
         )
 
     def limits(self, options: FuseOptions) -> FuseOptions:
-        """Return options with the ratio and the longest wait that were decided."""
+        """Return ``options`` with the ratio raised to the decision's and with its longest wait."""
         return replace(options, ratio=raised(options.ratio, self.ratio), most_wait_s=self.most_wait_s)
 
 
 def decide(load: Load, costs: Costs) -> Decision:
-    """Return how to serve a prompt soonest; of what is about as soon, that which leaves the fewest tokens stale.
+    """Return how to serve a prompt soonest; among nearly equal choices, the choice that leaves the fewest tokens stale.
 
-    Tried are: all stored KV; all but the spans whose loading costs most for what it spares, one more each time; none; of few
-    spans every number from each tier. Tiers whose cost is not known count as free: what is loaded from them will tell.
+    The candidates are: all stored KV; all spans except the ones whose loading costs most for the computing it saves,
+    with one more left out each time; no stored KV; and, for few spans, every number of spans from each tier. Tiers of
+    unknown cost count as free: loading from them measures their cost.
     """
     arms = [Arm(load, costs, used) for used in _choices(load, costs)]
     limit = (1 + SPENT) * min(arm.seconds(load.least) for arm in arms)
@@ -207,17 +208,17 @@ def decide(load: Load, costs: Costs) -> Decision:
 def choose(
     plan: BlendPlan, terms: Terms, settings: ResolvedSettings, ratio: float | TextRatio, waits_s: float = 0.0
 ) -> Choice:
-    """Return what :func:`control` decides for a ratio of ``"auto"``, and :func:`blend_or_not` for a quality."""
+    """Return the choice of :func:`control` for a ratio of ``"auto"``, and of :func:`blend_or_not` for a quality."""
     if settings.ratio == "auto":
         return control(plan, terms, ratio, waits_s)
     return blend_or_not(plan, terms, settings.ratio, waits_s)
 
 
 def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: float = 0.0) -> Choice:
-    """Return what to use of ``plan`` to be soonest, and the lowest ratio to blend it by; positions before its start cost nothing.
+    """Return which stored KV of ``plan`` gives the soonest first token, and the lowest ratio to blend by.
 
-    ``ratio`` is the lowest that the model needs, or the rule that says so of the chunks that are used; ``waits_s``: see
-    :class:`Load`.
+    Positions before the plan's start cost nothing. ``ratio`` is the lowest ratio that the model needs, or the rule that
+    computes it from the used chunks; ``waits_s``: see :class:`Load`.
     """
     spans = _chunks_of(plan)
     wanted = plan.candidates if terms.wants_static(ratio) else ()
@@ -231,12 +232,12 @@ def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: fl
         if not isinstance(ratio, TextRatio):
             return min(1.0, more * ratio)
         kept = [static[s.start] for s, use in zip(spans, used, strict=True) if use and s.start in static]
-        # Where a chunk has none, the blend cannot tell either.
+        # If a chunk has no static deviation, the blend cannot compute the ratio from the text either.
         return min(1.0, more * (ratio.least if (joined := joined_static(kept)) is None else ratio.choose(joined)))
 
     load = _load(plan, terms, least([True] * len(spans)), waits_s)
     found = decide(load, terms.costs)
-    while (needed := least(found.used)) > found.ratio:  # without some chunks, the rest may need more
+    while (needed := least(found.used)) > found.ratio:  # the remaining chunks may need a higher ratio
         load = replace(load, least=needed)
         found = decide(load, terms.costs)
     at_hand = tuple(use and span.tier == "ram" for span, use in zip(load.spans, found.used, strict=True))
@@ -254,9 +255,10 @@ def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: fl
 
 
 def blend_or_not(plan: BlendPlan, terms: Terms, ratio: float, waits_s: float = 0.0) -> Choice:
-    """Return whether to blend all that is stored by ``ratio``, or to use the exact prefix alone and compute the rest.
+    """Return whether to blend all stored chunks by ``ratio``, or to use the exact prefix alone and compute the rest.
 
-    A blend is chosen where it is expected to be clearly sooner (:data:`GAIN`); it costs accuracy, and the other way none.
+    Blend only if the blend is expected to be faster by the factor :data:`GAIN`: a blend costs accuracy, the exact
+    prefix does not.
     """
     load = _load(plan, terms, ratio, waits_s)
     blend, exact = (
@@ -300,7 +302,7 @@ def _chunks_of(plan: BlendPlan) -> list[StoredSpan]:
 
 
 class Arm:
-    """Reckons with the use of some spans' stored KV, and the computing of the others."""
+    """Estimates the times of a prompt that uses the stored KV of some spans and computes the other spans."""
 
     def __init__(self, load: Load, costs: Costs, used: tuple[bool, ...]):
         self._load, self._costs, self.used = load, costs, used
@@ -315,26 +317,29 @@ class Arm:
         self.load_s, self._first_s, self._checked_s = (_load_s(kept, costs, n) for n in (costs.layers, 1, checked))
 
     def stale(self, ratio: float) -> float:
-        """Return how many tokens are left with the KV of another context."""
+        """Return how many tokens stay stale at ``ratio``."""
         return (1 - ratio) * self._stale
 
     def compute_s(self, ratio: float) -> float:
-        """Return the time of computing alone."""
+        """Return the seconds of computing alone."""
         return sum(self._passes_s(ratio))
 
     def seconds(self, ratio: float) -> float:
-        """Return the time to first token: all overlaps but the first layer's loading or the last one's computation."""
+        """Return the time to first token.
+
+        Loading and computing overlap, except for the first layer's loading or the last layer's computation.
+        """
         question, dense, sparse = self._passes_s(ratio)
         if not any(self.used):
             return sparse + min(sparse, self._load.waits_s)
-        if question:  # which reads all layers, so that no later pass waits for any
+        if question:  # the question's pass reads all layers, so no later pass waits for a load
             seen = max(self._first_s + question, self.load_s + question / self._costs.layers)
             return self._load.waits_s + seen + dense + sparse
-        begin = max(dense, self._checked_s) if dense else self._first_s  # a dense pass needs no stale KV before it ends
+        begin = max(dense, self._checked_s) if dense else self._first_s  # a dense pass needs no stale KV until its end
         return self._load.waits_s + max(begin + sparse, self.load_s + sparse / self._costs.layers)
 
     def _passes_s(self, ratio: float) -> tuple[float, float, float]:
-        """Return what the question's own pass, the dense and the sparse pass take."""
+        """Return the seconds of the question's own pass, of the dense pass and of the sparse pass."""
         compute, context, asked = self._costs.compute, self._load.context, self._load.asked
         question = dense = apart = 0.0
         front = 0
@@ -347,7 +352,7 @@ class Arm:
         return question, dense, apart + compute.seconds(chosen, context, self._placed)
 
     def highest_ratio(self, limit: float) -> float:
-        """Return the highest ratio allowed whose time is within ``limit``."""
+        """Return the highest allowed ratio whose time to first token is within ``limit`` seconds."""
         low, high = self._load.least, max(self._load.least, self._load.most)
         if self.seconds(high) <= limit:
             return high
@@ -358,7 +363,7 @@ class Arm:
 
 
 def _load_s(spans: Sequence[Located], costs: Costs, layers: int) -> float:
-    """Return the seconds until the first ``layers`` layers of ``spans`` are there; tiers are read one after the other."""
+    """Return the seconds until the first ``layers`` layers of ``spans`` are loaded. Tiers are read one by one."""
     total = 0.0
     for tier in {span.tier for span in spans} & set(costs.tiers):
         there = [span for span in spans if span.tier == tier]
@@ -368,7 +373,7 @@ def _load_s(spans: Sequence[Located], costs: Costs, layers: int) -> float:
 
 
 def _choices(load: Load, costs: Costs) -> list[tuple[bool, ...]]:
-    """Return which spans to use: all, then one less each time by price, and none; where they are few, any number of each kind."""
+    """Return the sets of spans to try: all, one less each time by price, none; for few spans any number of a kind."""
 
     def price(index: int) -> float:
         span = load.spans[index]
@@ -385,7 +390,7 @@ def _choices(load: Load, costs: Costs) -> list[tuple[bool, ...]]:
 
 
 def _parts_of_kinds(spans: Sequence[Located]) -> list[list[list[int]]]:
-    """Return for each kind of span (its tier, and whether it is exact) which of it may be used: the longest or shortest."""
+    """Return the subsets to try for each kind (tier, exact or not): the longest or the shortest spans of the kind."""
     kinds: dict[tuple[str, bool], list[int]] = {}
     for index in sorted(range(len(spans)), key=lambda i: spans[i].tokens):
         kinds.setdefault((spans[index].tier, spans[index].exact), []).append(index)

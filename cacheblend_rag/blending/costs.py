@@ -1,7 +1,8 @@
-"""Holds what loading and computing cost on this machine, for the loading controller (paper section 5).
+"""Holds the costs of loading and computing on this machine, for the loading controller (paper section 5).
 
-``cacheblend store calibrate`` measures the costs and keeps them among the user's files, named by model, device and engine. Before
-that, an engine knows what the parity gate's own passes took. While an engine runs, what real prompts take keeps both current.
+``cacheblend store calibrate`` measures the costs and saves them among the user's files, named by model, device and
+engine. Before calibration, an engine estimates them from the times of the parity gate's own passes. While an engine
+runs, the times of real prompts update both kinds of costs.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.events import TierReads
 
 _WEIGHT = 0.2
-"""Of the newest observation in the exponentially weighted average: some ten prompts decide."""
+"""Weight of the newest observation in the exponentially weighted average: about ten prompts decide."""
 _MOST_STEP = 4.0
-"""One observation counts as at most so many times slower or faster than expected: a hiccup is no new device."""
+"""Most times slower or faster than expected that one observation counts: one slow read does not mean a new device."""
 _ATTENTION = 2.0
-"""How many times longer attention takes than the products with the weights, for as many operations."""
+"""Factor by which attention takes longer than the products with the weights, for the same number of operations."""
 _PLACING = 0.01
 """Cost of placing a stored token, as a share of the cost of computing one."""
 
 
 @dataclass(frozen=True)
 class TierCost:
-    """Says what reading from one tier costs.
+    """Holds the cost of reading from one tier.
 
     Attributes:
         latency_s: Seconds until a read's first byte.
-        bytes_per_s: Rate of all reads together from then on.
-        at_once: How many reads wait for their first byte side by side.
+        bytes_per_s: Total rate of all reads after their first byte.
+        at_once: Number of reads that can wait for their first byte at the same time.
 
     Raises:
-        InputError: A number that no device has.
+        InputError: A number is out of range.
     """
 
     latency_s: float
@@ -46,22 +47,23 @@ class TierCost:
             raise InputError(f"{self} describes no device: latency from 0, rate above 0, at least 1 read at once.")
 
     def seconds(self, nbytes: float, reads: int) -> float:
-        """Return the time ``reads`` reads of ``nbytes`` together take."""
+        """Return the seconds for ``reads`` reads of ``nbytes`` bytes in total."""
         return ceil(reads / self.at_once) * self.latency_s + nbytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """Says what a pass of some tokens through all layers costs, and placing what is stored of the others.
+    """Holds the cost of a pass of some tokens through all layers, and of placing the stored KV of other tokens.
 
     Attributes:
         fixed_s: Seconds of a pass of no tokens: launching, reading the weights.
-        per_token_s: Seconds a token.
-        per_pair_s: Seconds for each of ``tokens * context`` pairs; a causal pass computes half of them, which this allows for.
-        per_placed_s: Seconds for each stored token: to rotate its keys and to write its KV where it is attended to.
+        per_token_s: Seconds per token.
+        per_pair_s: Seconds for each of ``tokens * context`` pairs. A causal pass computes half of the pairs; the number
+            allows for that.
+        per_placed_s: Seconds for each stored token: rotating its keys and writing its KV into the KV cache.
 
     Raises:
-        InputError: One is negative, or all but the last are 0.
+        InputError: A number is negative or not finite, or all except ``per_placed_s`` are 0.
     """
 
     fixed_s: float
@@ -75,18 +77,19 @@ class ComputeCost:
             raise InputError(f"{self} describes no model: a pass takes time, and none of its parts is negative.")
 
     def seconds(self, tokens: float, context: float, placed: int = 0) -> float:
-        """Return the time of ``tokens`` tokens in a prompt of ``context``, of which ``placed`` are stored; none take none."""
+        """Return the seconds to compute ``tokens`` tokens in a prompt of ``context``, with ``placed`` stored tokens."""
         passed = self.fixed_s + tokens * (self.per_token_s + self.per_pair_s * context) if tokens else 0.0
         return passed + placed * self.per_placed_s
 
     @classmethod
     def of_model(cls, pass_s: float, token_s: float, config: Any) -> Self:
-        """Return the cost of a model by what short passes took, and by its shape (a Hugging Face ``config``).
+        """Return the cost of a model from the times of short passes and from its shape (a Hugging Face ``config``).
 
         Args:
-            pass_s: Seconds of a pass of next to no tokens.
+            pass_s: Seconds of a pass of almost no tokens.
             token_s: Seconds that each token adds to a pass, in a short prompt.
-            config: Says how much attention costs beside the weights: ``hidden_size``, ``num_hidden_layers`` and the like.
+            config: Shape of the model, to estimate the cost of attention relative to the weights: ``hidden_size``,
+                ``num_hidden_layers`` and related fields.
         """
         hidden = float(config.hidden_size)
         heads = float(config.num_attention_heads)
@@ -97,7 +100,8 @@ class ComputeCost:
             getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 4 * hidden
         )
         weights = hidden * (2 * attended * (1 + shared) + 3 * inner * experts)
-        # Two products a pair of tokens, half of which a causal pass makes, by code that is slower than that of the weights.
+        # Attention takes two products per pair of tokens. A causal pass makes half of them, by code that is slower than
+        # the code for the weights.
         return cls(pass_s, token_s, _ATTENTION * token_s * attended / weights, _PLACING * token_s)
 
     def scaled(self, factor: float) -> ComputeCost:
@@ -107,13 +111,13 @@ class ComputeCost:
 
 @dataclass(frozen=True)
 class Computed:
-    """Says what the computing of one prompt, or of one step of an engine, took.
+    """Holds the time of computing one prompt, or one step of an engine.
 
     Attributes:
-        tokens: How many went through all layers; of a pass through some of them, that share.
-        context: Length of the prompt they stand in.
-        seconds: Without what was waited for stored KV.
-        placed: How many tokens of stored KV were placed.
+        tokens: Number of tokens that went through all layers; a pass through some layers counts by its share.
+        context: Length of the prompt that the tokens belong to.
+        seconds: Time without the waits for stored KV.
+        placed: Number of tokens whose stored KV was placed.
     """
 
     tokens: float
@@ -124,7 +128,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """Says what a run took, to correct the costs by: each computation, its reads by tier, the seconds that it waited for them."""
+    """Holds one run's times, to correct the costs: computations, reads by tier, and seconds waited for reads."""
 
     computed: Sequence[Computed] = ()
     reads: Mapping[str, TierReads] = field(default_factory=dict)
@@ -137,9 +141,10 @@ class Costs:
 
     Attributes:
         layers: Number of the model's layers: loading and computing overlap layer by layer.
-        compute: Of computing.
-        tiers: Of loading, by tier.
-        calibrated: Whether ``store calibrate`` measured them; else short passes did, and nothing is known of tiers at first.
+        compute: Cost of computing.
+        tiers: Cost of loading, by tier.
+        calibrated: Whether ``store calibrate`` measured the costs. Otherwise they come from short passes, and no tier's
+            cost is known at first.
     """
 
     layers: int
@@ -149,11 +154,11 @@ class Costs:
 
     @classmethod
     def of_model(cls, pass_s: float, token_s: float, config: Any) -> Self:
-        """Return the costs before any are calibrated; see :meth:`ComputeCost.of_model`."""
+        """Return the costs before calibration; see :meth:`ComputeCost.of_model`."""
         return cls(int(config.num_hidden_layers), ComputeCost.of_model(pass_s, token_s, config), {}, calibrated=False)
 
     def after(self, measured: MeasuredCost) -> Costs:
-        """Return the costs corrected by what a run took."""
+        """Return the costs corrected by the times of one run."""
         costs = self
         for took in measured.computed:
             costs = costs.computed(took)
@@ -162,15 +167,16 @@ class Costs:
         return costs
 
     def computed(self, took: Computed) -> Costs:
-        """Return the costs after a computation."""
+        """Return the costs corrected by one computation."""
         drift = _drift(took.seconds, self.compute.seconds(took.tokens, took.context, took.placed))
         return replace(self, compute=self.compute.scaled(drift))
 
     def loaded(self, tier: str, reads: TierReads, waited_s: float) -> Costs:
-        """Return the costs after reads from ``tier``, for which the computation waited ``waited_s``.
+        """Return the costs corrected by reads from ``tier``, for which the computation waited ``waited_s``.
 
-        Reads that hide behind the computation have it as a rival for the processor, and time to spare: what nobody waited for
-        does not make a device slow. A tier unknown so far is known from then on.
+        Reads that run beside the computation compete with it for the processor and have time to spare. So only reads
+        that the computation waited for can make a tier's cost rise. A tier that was unknown gets a cost from its first
+        reads.
         """
         known = self.tiers.get(tier)
         if known is None:
@@ -185,10 +191,10 @@ class Costs:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return the costs of which ``data`` is what :func:`dataclasses.asdict` gives.
+        """Return the costs from ``data``, the result of :func:`dataclasses.asdict`.
 
         Raises:
-            InputError: They are not such data.
+            InputError: ``data`` is malformed.
         """
         try:
             tiers = {str(name): TierCost(**tier) for name, tier in data["tiers"].items()}
@@ -200,7 +206,7 @@ class Costs:
 
 
 def _drift(seconds: float, expected: float) -> float:
-    """Return by which factor to correct an expectation after one observation."""
+    """Return the factor by which to correct an expected time after one observation."""
     if not (seconds > 0 and expected > 0):
         return 1.0
     seen = min(max(seconds / expected, 1 / _MOST_STEP), _MOST_STEP)

@@ -1,16 +1,14 @@
-"""Blends one prompt: place → front → dense pass → select → sparse pass, written once for every engine (paper section 4).
+"""Blends one prompt: place → front → dense pass → select → sparse pass, written once for all engines (paper section 4).
 
-1. *Place*: stored KV goes to its positions, layer by layer, just before the layer is computed.
-2. *Front*: tokens without stored KV in front of the first stale chunk see no stale KV. Where a policy measures anything, they run
-   once, through all layers, before it does; no later pass runs them again.
+1. *Place*: stored KV is written to its positions, layer by layer, just before the layer is computed.
+2. *Front*: tokens without stored KV in front of the first stale chunk see no stale KV. If the policy measures anything,
+   these tokens run once, through all layers, before the measurement; no later pass runs them again.
 3. *Dense pass*: all tokens behind the front run up to the check layer, where fresh KV is compared with stored KV.
 4. *Select*: the policy chooses the tokens to recompute; with several check layers the set narrows (gradual filtering).
-5. *Sparse pass*: the chosen tokens and everything without stored KV run through all layers, from layer 0.
+5. *Sparse pass*: the chosen tokens and all tokens without stored KV run through all layers, from layer 0.
 
-The passes are the model's own forward at given positions; the causal mask they use is ``kv_position <= query_position``.
-
-Which tokens are candidates, chosen and computed is kept in host memory: the device is asked for what was measured alone, once
-per selection, and never waited for otherwise.
+The passes are the model's own forward at given positions; their causal mask is ``kv_position <= query_position``.
+Host memory holds which tokens are candidates, chosen and computed: the fusor waits for the device once per selection.
 """
 
 from __future__ import annotations
@@ -39,31 +37,31 @@ _log = logging.getLogger(__name__)
 
 
 class OtherRankError(Exception):
-    """Says that another tensor-parallel rank could not go on, so that none does."""
+    """Says that another tensor-parallel rank failed, so that every rank stops."""
 
     def __init__(self) -> None:
         super().__init__("another rank failed; its log says why")
 
 
 class Awaited(Protocol):
-    """Stands for stored KV that other machines and devices are to deliver."""
+    """Stands for stored KV that other machines or devices deliver."""
 
     @property
     def ready(self) -> bool:
-        """Return whether it is there."""
+        """Return whether the stored KV has arrived."""
 
 
 @dataclass
 class Segment:
-    """Says what a blend is about to do: part of a pass, or to wait for the device.
+    """Describes the next step of a blend: a part of a pass, or a wait.
 
     Attributes:
-        kind: Of the pass; ``"fetch"`` waits for what the device has measured, and computes nothing; so does ``"load"``, for
-            stored KV.
-        tokens: How many are left in this pass.
-        share: Of the layers that they go through.
-        done: How many of them have been run since, once the blend has gone on.
-        awaited: What is waited for, of ``"load"``.
+        kind: Kind of the pass. ``"fetch"`` waits for the values that the device has measured, ``"load"`` waits for
+            stored KV; both compute nothing.
+        tokens: Number of tokens left in this pass.
+        share: Share of the layers that these tokens go through.
+        done: Number of tokens that have run, set once the blend has gone on.
+        awaited: Stored KV that a ``"load"`` segment waits for.
     """
 
     kind: Literal["front", "question", "dense", "sparse", "fetch", "load"]
@@ -78,14 +76,14 @@ Segments = Generator[Segment, int | None, None]
 
 @dataclass(frozen=True)
 class FuseResult:
-    """Holds what became of the positions of a blend, and those recomputed of tokens with stored KV, ascending, in host memory."""
+    """Holds a blend's outcome, and the recomputed positions of tokens with stored KV, ascending, in host memory."""
 
     recomputed: torch.Tensor
     outcome: PromptOutcome
 
 
 def fuse(plan: BlendPlan, target: BlendTarget, options: FuseOptions) -> FuseResult:
-    """Do all of :func:`fuse_stepwise` at once."""
+    """Run all steps of :func:`fuse_stepwise` at once."""
     steps = fuse_stepwise(plan, target, options)
     while True:
         try:
@@ -98,13 +96,14 @@ def fuse(plan: BlendPlan, target: BlendTarget, options: FuseOptions) -> FuseResu
 def fuse_stepwise(
     plan: BlendPlan, target: BlendTarget, options: FuseOptions
 ) -> Generator[Segment, int | None, FuseResult]:
-    """Build the KV cache of the prompt of ``plan``, which uses stored KV, in ``target``; keep the last position's logits there.
+    """Build the KV cache of a prompt in ``target`` by ``plan``, which uses stored KV, up to the last position's logits.
 
-    Yields before every segment of a pass, so that an engine can do other work in between; it may send the segment's most tokens.
+    Yields before every segment of a pass, so that an engine can do other work in between. The engine may send the
+    largest number of tokens for the segment.
 
     Raises:
-        UnusableSpanError: Stored KV is damaged, cannot be read now, or is late; the KV cache is unusable and the plan must be
-            made anew.
+        UnusableSpanError: Stored KV is damaged, cannot be read now, or is late. The KV cache is unusable, and a new
+            plan must be made.
         OtherRankError: Loading or placing KV failed on another tensor-parallel rank.
         InputError: A check layer lies outside the model.
     """
@@ -118,13 +117,13 @@ def fuse_stepwise(
             for layer, width in fusor.checks:
                 yield from fusor.check(layer, width)
             yield from fusor.recompute()
-        finally:  # where it was given up, what comes next may be given its memory
+        finally:  # after a cancelled blend, other work may reuse the memory of this blend
             fusor.placer.settle()
     return fusor.result()
 
 
 class _Fusor:
-    """Does one blend, step by step. ``keep`` says of each candidate whether it is still to be recomputed."""
+    """Does one blend, step by step. ``_keep`` says for each candidate whether it is still to be recomputed."""
 
     def __init__(self, plan: BlendPlan, target: BlendTarget, options: FuseOptions):
         self._plan, self._began = plan, time.perf_counter()
@@ -132,19 +131,19 @@ class _Fusor:
         watched = target.shows_attention
         wants_static = possible(policy, True, watched).needs_static or isinstance(ratio, TextRatio)
         self._candidates = _candidates(plan, plan.static_deviation() if wants_static else None)
-        # Where one rank cannot read a static deviation, none may use it: all must select the same tokens.
+        # If one rank cannot read a static deviation, no rank may use any: all ranks must select the same tokens.
         self._unranked = wants_static and not target.agree(self._candidates.static is not None)
         if isinstance(ratio, TextRatio):
             static = None if self._unranked else self._candidates.static
             ratio = ratio.least if static is None else ratio.choose(static)
         wanted, policy, self._gave_way = policy, possible(policy, not self._unranked, watched), ""
-        self._name = wanted.name  # at ratio 0 and 1 none chooses, so none gives way
+        self._name = wanted.name  # at ratio 0 and 1 no policy chooses, so no other policy is named
         if policy is not wanted and 0 < ratio < 1:
             ratio, self._name = min(1.0, ratio * policy.effort / wanted.effort), policy.name
             self._gave_way = gave_way(wanted, policy, ratio, self._unranked)
         self._target, self._policy, self._ratio = target, policy, ratio
         self._forced = _forced(plan, self._candidates.positions)
-        # Where the engine itself computes the question, its attention is wanted all the same.
+        # The attention of the question is measured even if the engine itself computes the question.
         self._behind = torch.arange(plan.num_tokens, plan.num_tokens + plan.behind)
         total = len(self._candidates.positions)
         self._count = round(ratio * total)
@@ -177,7 +176,7 @@ class _Fusor:
         self._recomputed, self._computed, self._selection = self._forced[:0], 0, 0.0
 
     def _select(self, candidates: Candidates, count: int) -> torch.Tensor:
-        """Let the policy choose; raise InputError for a mask that is none, which a policy of anybody's may return."""
+        """Return the mask of tokens that the policy chooses; raise InputError if a policy returns a malformed mask."""
         mask = self._policy.select(candidates, count)
         if mask.dtype != torch.bool or mask.shape != candidates.positions.shape:
             raise InputError(
@@ -193,7 +192,7 @@ class _Fusor:
         share: float,
         run: Callable[[torch.Tensor], object],
     ) -> Segments:
-        """Hand ``positions`` to ``run``, segment by segment, as much at a time as the engine allows and the target takes."""
+        """Call ``run`` with ``positions``, segment by segment: as many at a time as the engine and the target allow."""
         while len(positions):
             segment = Segment(kind, len(positions), share)
             most = yield segment
@@ -206,10 +205,10 @@ class _Fusor:
             positions = positions[len(part) :]
 
     def compute_front(self) -> Segments:
-        """Run the tokens in front of the first stale chunk through all layers: their KV is that of a full prefill."""
+        """Run the tokens in front of the first stale chunk through all layers; their KV equals a full prefill's."""
         if not len(self._front):
             return
-        if self.checks:  # a check wants its layer's stored KV by itself
+        if self.checks:  # a check needs its layer's stored KV separately
             self.placer.before_layer(self.checks[-1][0])
         self.placer.place_rest()
         yield from self._run(
@@ -217,14 +216,14 @@ class _Fusor:
         )
 
     def watch_question(self) -> Segments:
-        """Measure the question's attention over stored KV, if the policy needs it; select, if nothing else is needed."""
+        """Measure the question's attention over stored KV, if the policy needs it; select if no check follows."""
         if not self._watches:
             return
-        # Text between the chunks is run, too: without it the question would attend to slots that nothing was written to.
+        # The pass includes the text between the chunks: otherwise the question would attend to unwritten slots.
         between = int((self._forced <= self._candidates.positions[-1]).sum())
         asked = torch.cat([self._forced, self._behind])
         watch = self._target.attention(int(asked[between]), self.placer.before_layer)
-        if not self.checks:  # a check wants its layer's stored KV by itself
+        if not self.checks:  # a check needs its layer's stored KV separately
             self.placer.place_rest()
         yield from self._run("question", asked, 1.0, watch.run)
         seen = Fetch(self._target.all_reduce(watch.mean()))
@@ -234,7 +233,7 @@ class _Fusor:
             self._keep = self._select(self._candidates, self._count)
 
     def check(self, layer: int, width: float) -> Segments:
-        """Run a dense pass of what is kept so far up to ``layer``; keep ``width`` times the ratio of it, as the policy says."""
+        """Run a dense pass of the remaining tokens up to ``layer``; keep ``ratio * width`` of all candidates."""
         running = self._candidates.at(self._keep)
         between = self._forced[self._forced < self._candidates.positions[-1]]
         positions = _merge(running.positions, between)
@@ -249,7 +248,7 @@ class _Fusor:
         fresh = _tokens_at(join_tokens(parts), torch.isin(positions, running.positions))
         stale = _tokens_at(self.placer.stale(layer, len(self._keep)), self._keep)
         measured = Fetch(self._target.all_reduce(kv_deviation(fresh, stale)))
-        if layer == self.checks[-1][0]:  # to be waited for along with what is measured
+        if layer == self.checks[-1][0]:  # one wait covers both the placing and the measured values
             self.placer.place_rest()
         yield Segment("fetch")
         wanted = min(round(self._ratio * width * len(self._candidates.positions)), len(running.positions))
@@ -259,18 +258,18 @@ class _Fusor:
         self._keep[kept] = True
 
     def recompute(self) -> Segments:
-        """Run a sparse pass of the chosen tokens and the forced set through all layers."""
+        """Run a sparse pass of the chosen tokens and all tokens without stored KV through all layers."""
         self._recomputed = self._candidates.positions[self._keep]
         positions = _merge(self._recomputed, self._forced)
         self.placer.place_rest()
         yield from self._run(
             "sparse", positions, 1.0, lambda part: self._target.forward(part, self.placer.before_layer)
         )
-        self.placer.before_layer(self._target.num_layers - 1)  # also where nothing is computed
+        self.placer.before_layer(self._target.num_layers - 1)  # needed if no token is computed
         self._computed = len(self._front) + len(positions)
 
     def result(self) -> FuseResult:
-        """Return what was done."""
+        """Return the recomputed positions and the outcome."""
         plan, loader = self._plan, self.loader
         unranked = [] if not self._unranked else [span.chunk.id for span in plan.stale if span.chunk is not None]
         outcome = replace(
@@ -296,7 +295,7 @@ def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:
 
 
 class _Placer:
-    """Places each layer once, when the first pass reaches it; later passes find it as the earlier ones left it."""
+    """Places each layer once, when the first pass reaches it. Later passes use the layer as earlier passes left it."""
 
     def __init__(self, loader: LayerLoader, target: BlendTarget, remember: set[int], trace: Trace | None):
         self._loader, self._target, self._remember, self._trace = loader, target, remember, trace
@@ -305,16 +304,16 @@ class _Placer:
         self._await: Callable[[int], None] | None = None
 
     def place_rest(self) -> None:
-        """Begin to place all layers that are left at once, where their KV and the target allow it."""
-        if self._await is not None:  # all is on its way
+        """Begin to place all remaining layers at once, if their KV and the target allow it."""
+        if self._await is not None:  # all layers are under way
             return
         stored, waiting, begin = None, None, time.perf_counter()
         try:
             if (stored := self._loader.rest(self._next)) is not None:
                 waiting = self._target.place_layers(stored)
-        except Exception as error:  # layer by layer less memory is enough
+        except Exception as error:  # placing layer by layer needs less memory
             _log.warning("Stored KV is placed layer by layer: %s: %s", type(error).__name__, error)
-        # One rank that read layer by layer would wait for the others' votes.
+        # A rank that reads layer by layer would wait for the votes of the others.
         if self._target.agree(waiting is not None) and waiting is not None and stored is not None:
             self._await, self._target.placed = waiting, True
             self._loader.brought(stored)
@@ -323,11 +322,11 @@ class _Placer:
                 name = f"layers {self._next} to {self._target.num_layers - 1}"
                 self._trace.add("loading", name, begin, tier="ram", bytes=stored.layer_bytes * layers)
             self._next = self._target.num_layers
-        elif waiting is not None:  # what has begun must not come later than what is computed
+        elif waiting is not None:  # the KV that is under way must arrive before the computed KV
             waiting(self._target.num_layers - 1)
 
     def settle(self) -> None:
-        """Let whatever the device is given from now on come behind the KV that is on its way."""
+        """Let all later work on the device wait for the KV that is under way."""
         if self._await is not None:
             self._await(self._target.num_layers - 1)
 
@@ -344,13 +343,13 @@ class _Placer:
         try:
             placed = self._loader.layer(layer)
             if placed is None:
-                return  # nothing is stored for it, on no rank
+                return  # no rank has stored KV for this layer
             if layer in self._remember:
                 placed = placed.moved()
             self._target.place(layer, placed.kv, placed.positions, placed.move)
             if layer in self._remember:
                 self._stale[layer] = LayerKV(*(t[:, placed.stale_from :] for t in placed.kv))
-        except Exception as error:  # whatever it is: a rank that went alone would leave the others waiting for it
+        except Exception as error:  # any exception: the other ranks would wait for a rank that stops alone
             failure = error
         if self._target.agree(failure is None):
             return
@@ -360,12 +359,12 @@ class _Placer:
         raise UnusableSpanError if damage else OtherRankError
 
     def stale(self, layer: int, tokens: int) -> LayerKV:
-        # The prompt's last token is no candidate where its logits are wanted, though a stored chunk may end with it.
+        # The prompt's last token is no candidate if its logits are wanted, though a stored chunk may end with it.
         return LayerKV(*(t[:, :tokens] for t in self._stale.pop(layer)))
 
 
 def _checks(schedule: BlendSchedule, num_layers: int) -> list[tuple[int, float]]:
-    # A check at layer 0 would always see zero: its KV depends on the token and its position alone.
+    # A check at layer 0 would always measure zero: the KV of layer 0 depends only on the token and its position.
     if not schedule.check_layers or not all(0 < layer < num_layers for layer in schedule.check_layers):
         raise InputError(
             f"check_layers is {list(schedule.check_layers)}; this model's KV deviation can be checked at layers 1 to "
@@ -389,7 +388,7 @@ def _forced(plan: BlendPlan, candidates: torch.Tensor) -> torch.Tensor:
 
 
 def _tokens_at(kv: LayerKV, mask: torch.Tensor) -> LayerKV:
-    """Return the tokens that ``mask``, ``[tokens]`` in host memory, says: a mask on the device would have to be waited for."""
+    """Return the tokens at ``mask``, ``[tokens]`` in host memory: a mask on the device would force a wait for it."""
     if bool(mask.all()):
         return kv
     tokens = sent(mask.nonzero().squeeze(1), kv.k.device)

@@ -1,13 +1,15 @@
-"""Checks that blending this model, with these libraries, computes what the model itself computes: the parity gate.
+"""Checks that blending this model, with these libraries, computes the same as the model itself: the parity gate.
 
-Every model passes it before it is blended. It compares logits with the model's own full prefill in three blends of a prompt of
-random tokens: one recomputed whole (ratio 1), and two whose stored KV is exact although it was computed at other positions, one
-reused whole and one blended, so that rotation, placement, masks and both passes must be right for the logits to agree. They may
-differ by a few times what the model's own prefill differs by at other positions, where only rounding does; so may, layer by
-layer, the KV that these blends leave, since a deep model's logits hide what one layer does. Where a layer has a short sliding
-window, a fourth blend is of a prompt longer than that. Where a tier stores KV by a codec that changes numbers, a blend of
-decoded KV must predict almost what one of exact KV predicts. The gate also reports the first-token KL divergence of an ordinary
-15% blend, which says how much the approximation costs on meaningless text; that part judges nothing.
+Every model passes the gate before it is blended. The gate compares logits with the model's own full prefill in three
+blends of a prompt of random tokens. The first blend recomputes all tokens (ratio 1). The other two use stored KV that
+is exact although it was computed at other positions: one reuses all of it, one recomputes a part. So rotation,
+placement, masks and both passes must be right for the logits to agree. The logits may differ by a few times the
+difference that the model's own prefill shows at other positions, where only rounding differs. The same limit holds,
+layer by layer, for the KV that these blends leave, since a deep model's logits hide errors of one layer. If a layer has
+a short sliding window, a fourth blend uses a prompt longer than the window. If a tier stores KV by a codec that changes
+numbers, a blend of decoded KV must predict almost the same as a blend of exact KV. The gate also reports the
+first-token KL divergence of an ordinary 15% blend, the cost of the approximation on meaningless text; this number has
+no limit.
 """
 
 from __future__ import annotations
@@ -30,27 +32,29 @@ from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.store.codec import LOSSY, through
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
-# Logit difference that can count as equal, as a multiple of the logits' standard deviation: kernels may sum in another
-# order for another shape, nothing more.
+# Logit difference that counts as equal, as a multiple of the logits' standard deviation: kernels may only sum in
+# another order for another shape.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 3e-1}
-# Instead, as many times what rounding does to this model's logits, but not less than a quarter of it, for that is one
-# measurement, nor more than twice: rounding may send tokens of a mixture of experts elsewhere.
+# The limit is `_ROUNDINGS` times the measured effect of rounding on this model's logits, within `_LEAST` to `_MOST`
+# times the tolerance: the effect is one measurement, and rounding may send tokens of a mixture of experts to other
+# experts.
 _ROUNDINGS, _LEAST, _MOST = 6, 0.25, 2
-# The same for the KV of a layer, as a share of its norm; another token's is off by more than 1.
+# Bounds of the limit for the KV of a layer, as a share of its norm; the KV of another token is off by more than 1.
 _KV_LEAST, _KV_MOST = 0.1, 0.5
 _CHUNK, _CHUNKS, _GAP, _QUESTION, _OFFSET = 16, 3, 2, 6, 37
 CODEC_LIMIT: Final = 0.01
-"""Most KL divergence, in nats, between what a blend of exact KV predicts and one of decoded KV, in the median over questions."""
-# A token that a mixture of experts sends elsewhere moves one question far, and rounding does as much: hence the median.
+"""Largest KL divergence allowed, in nats, between blends of exact and of decoded KV: the median over questions."""
+# Number of questions. A token that a mixture of experts sends to another expert changes one question much, and so can
+# rounding: hence the median.
 _QUESTIONS: Final = 5
-# Tokens of a pass that fill a GPU: fewer take no less time.
+# Tokens of a pass that fill a GPU: a pass of fewer tokens takes no less time.
 _FILLED: Final = 512
-# Longest sliding window that the gate looks past: a prompt that is longer costs seconds on a CPU.
+# Longest sliding window that the gate tests beyond: a longer prompt costs seconds on a CPU.
 _WINDOW = 512
 
 
 class GateSubject(Protocol):
-    """Lets the gate (and calibration) work with an engine's model."""
+    """Gives the gate (and calibration) access to an engine's model."""
 
     num_layers: int
     vocab_size: int
@@ -58,16 +62,16 @@ class GateSubject(Protocol):
 
     @property
     def window(self) -> int | None:
-        """Return the tokens in the smallest sliding window of a layer; None without any."""
+        """Return the size in tokens of the smallest sliding window of a layer; None if no layer has one."""
 
     def fits(self, tokens: int) -> bool:
-        """Return whether there is room for a prompt of ``tokens``."""
+        """Return whether memory has room for a prompt of ``tokens`` tokens."""
 
     def detect_rope(self) -> Rope:
         """Measure the model's rotation; raises NotRotaryError."""
 
     def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
-        """Return the last token's logits ``[vocab]`` and all KV of an ordinary prefill, positions shifted by ``offset``."""
+        """Return the last token's logits ``[vocab]`` and all KV of a prefill at positions shifted by ``offset``."""
 
     def target(self, token_ids: Sequence[int], rope: Rope) -> BlendTarget:
         """Return a target for one prompt."""
@@ -76,7 +80,7 @@ class GateSubject(Protocol):
         """Return the last token's logits ``[vocab]`` after a blend."""
 
     def kv(self, target: BlendTarget) -> Sequence[LayerKV]:
-        """Return each layer's KV of the whole prompt, as a blend left it."""
+        """Return each layer's KV of the whole prompt after a blend."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,12 @@ class GateReport:
 
     Attributes:
         passed: Whether the model may be blended.
-        reason: Why not, in words; empty if passed.
+        reason: Why the model may not be blended, in words; empty if passed.
         errors: Largest logit difference of each check, in standard deviations of the logits.
         first_token_kl: KL divergence, in nats, of the first token's distribution: full prefill against a 15% blend.
-        limit: The largest difference allowed.
-        codecs: What :func:`check_codecs` found of the tiers' codecs.
-        pass_s: Seconds of a pass of next to no tokens, as the gate's own prefills took them; 0 where none was made.
+        limit: Largest allowed logit difference.
+        codecs: Result of :func:`check_codecs` for the tiers' codecs.
+        pass_s: Seconds of a pass of almost no tokens, as the gate's own prefills took; 0 if no prefill ran.
         token_s: Seconds that each token adds to a pass.
     """
 
@@ -108,7 +112,7 @@ def run_gate(subject: GateSubject, codecs: Collection[str] = ()) -> tuple[GateRe
     """Run the gate for a model whose KV tiers store by ``codecs``.
 
     Returns:
-        Its report and, if the model rotates its keys in a known way, how.
+        The report, and the rotation of the model's keys where it is known, else None.
     """
     if subject.num_layers < 2:
         return GateReport(False, "a model of one layer has nothing to blend"), None
@@ -118,24 +122,24 @@ def run_gate(subject: GateSubject, codecs: Collection[str] = ()) -> tuple[GateRe
         return _with_codecs(report, check_codecs(subject, rope, codecs)) if report.passed else report, rope
     except NotRotaryError as error:
         return GateReport(False, str(error)), None
-    except Exception as error:  # whatever a foreign forward raises: it cannot be driven this way
+    except Exception as error:  # any exception of a foreign forward: the gate cannot run it
         return GateReport(
             False, f"its forward cannot be run at given positions ({type(error).__name__}: {error})"
         ), None
 
 
 def check_codecs(subject: GateSubject, rope: Rope, codecs: Collection[str]) -> dict[str, float]:
-    """Compare blends of chunks of random tokens whose KV was stored by ``codecs`` with blends of their exact KV.
+    """Compare blends of KV stored by ``codecs`` with blends of exact KV, for chunks of random tokens.
 
-    All of it is reused and nothing computed anew, which shows most of what a codec does.
+    Both blends reuse all stored KV and recompute none, which shows most of a codec's effect.
 
     Returns:
-        Of each codec that changes numbers, the KL divergence that :data:`CODEC_LIMIT` is for.
+        For each codec that changes numbers, the KL divergence that :data:`CODEC_LIMIT` bounds.
     """
     if LOSSY not in codecs:
         return {}
     prompts = [_Prompt(subject, rope, _CHUNK, question) for question in range(_QUESTIONS)]
-    exact = prompts[0].alone()  # the prompts differ in their questions alone
+    exact = prompts[0].alone()  # only the questions of the prompts differ
     want = [subject.logits(prompt.blend(exact, 0.0)) for prompt in prompts]
     kvs = [ChunkKV([through(LOSSY, layer) for layer in kv.layers], kv.start) for kv in exact]
     got = [subject.logits(prompt.blend(kvs, 0.0)) for prompt in prompts]
@@ -153,7 +157,7 @@ def _with_codecs(report: GateReport, found: dict[str, float]) -> GateReport:
 
 
 class _Prompt:
-    """Chunks of random tokens with gaps between them and a question, and what is blended of it."""
+    """Holds chunks of random tokens with gaps between them and a question, and blends the chunks' KV."""
 
     def __init__(self, subject: GateSubject, rope: Rope, chunk: int, question: int = 0):
         self._subject, self._rope, self._chunk = subject, rope, chunk
@@ -164,7 +168,7 @@ class _Prompt:
             generator.manual_seed(question)
             self.ids[-_QUESTION:] = torch.randint(0, subject.vocab_size, (_QUESTION,), generator=generator).tolist()
         self._starts = [i * (chunk + _GAP) for i in range(_CHUNKS)]
-        self._seconds: dict[int, float] = {}  # the least of a prefill, by its number of tokens
+        self._seconds: dict[int, float] = {}  # shortest time of a prefill, by its number of tokens
 
     def _prefill(self, token_ids: Sequence[int], offset: int = 0) -> tuple[torch.Tensor, ChunkKV]:
         begin = time.perf_counter()
@@ -175,9 +179,10 @@ class _Prompt:
         return logits, kv
 
     def cost(self) -> tuple[float, float]:
-        """Return the seconds of a pass of no tokens and those of a token, by the prefills that were made."""
+        """Return the seconds of a pass of no tokens and the seconds per token, from the prefills so far."""
         (few, few_s), (many, many_s) = min(self._seconds.items()), max(self._seconds.items())
-        # A device that is not filled by this many tokens takes as long for one: what a token costs then is a guess.
+        # A device that is not filled by this many tokens takes as long for one token: then the cost per token is a
+        # guess.
         token_s = max((many_s - few_s) / max(1, many - few), few_s / _FILLED)
         return max(0.0, few_s - few * token_s), token_s
 
@@ -196,26 +201,26 @@ class _Prompt:
         return self._prefill(self.ids, _OFFSET)
 
     def alone(self) -> list[ChunkKV]:
-        """Return each chunk's KV, computed by itself."""
+        """Return each chunk's KV, computed without the rest of the prompt."""
         whole = [self._prefill(self.ids[s : s + self._chunk])[1] for s in self._starts]
         return [cut(kv, 0, self._chunk) for kv in whole]
 
     def in_context(self) -> list[ChunkKV]:
-        """Return each chunk's KV out of the full prefill at other positions."""
+        """Return each chunk's KV, taken from the full prefill at other positions."""
         return [cut(self.elsewhere[1], s, s + self._chunk, _OFFSET) for s in self._starts]
 
     def blend(self, kvs: Sequence[ChunkKV], ratio: float) -> BlendTarget:
-        """Blend ``kvs``."""
+        """Blend the prompt with the chunks' KV ``kvs`` and return its target."""
         spans = tuple(StoredSpan(s, s + self._chunk, kv) for s, kv in zip(self._starts, kvs, strict=True))
         target = self._subject.target(self.ids, self._rope)
         fuse(BlendPlan(len(self.ids), (), spans, (), "gate"), target, FuseOptions(policy("hkvd"), ratio))
         return target
 
     def wrong_layer(self, got: Sequence[LayerKV]) -> str | None:
-        """Say which layer's KV is not that of the full prefill, if one is not.
+        """Return which layer's KV differs from the full prefill, in words; None if no layer does.
 
-        A chunk's is off by what most of its tokens are off by: rounding sends a token to another expert now and then. Values
-        need no rotation, so that theirs at other positions show what rounding does to this layer.
+        The error of a chunk is the median over its tokens: rounding sends single tokens to other experts. Values need
+        no rotation, so the difference of values at other positions measures the rounding in a layer.
         """
         least = _KV_LEAST * TOLERANCE[self._subject.dtype]
         chunks = [slice(s, s + self._chunk) for s in self._starts]
@@ -252,18 +257,18 @@ def _compare(subject: GateSubject, rope: Rope) -> GateReport:
         errors[name] = _error(subject.logits(done), prompt.full[0])
         if (layer := prompt.wrong_layer(subject.kv(done))) is not None:
             wrong[name] = layer
-        if not errors[name] <= limit:  # logits are the same on every rank, so all of them ask on, or none
+        if not errors[name] <= limit:  # logits are the same on every rank, so all ranks ask more questions, or none
             others = [prompt.asking(question) for question in range(1, _QUESTIONS)]
             more = [_error(subject.logits(each.blend(kvs, ratio)), each.full[0]) for each in others]
-            errors[name] = float(torch.tensor([errors[name], *more]).median())  # no number, if one of them is none
+            errors[name] = float(torch.tensor([errors[name], *more]).median())  # NaN if one error is NaN
 
     compare("ratio 1 equals the full prefill", prompt, alone, 1.0)
     compare("exact KV from other positions, reused", prompt, prompt.in_context(), 0.0)
     compare("exact KV from other positions, blended", prompt, prompt.in_context(), 0.3)
     kl = first_token_kl(prompt.full[0], subject.logits(prompt.blend(alone, 0.15)))
     window = subject.window or 0
-    chunk = window // _CHUNKS + _CHUNK  # so that the prompt is longer than the window by three of the chunks above
-    # The prompt above looks past a window of less than half its length.
+    chunk = window // _CHUNKS + _CHUNK  # the prompt is longer than the window by about three chunks of `_CHUNK` tokens
+    # The prompt above already tests a window of less than half its length.
     if prompt_tokens(_CHUNK) <= 2 * window and window <= _WINDOW and subject.fits(prompt_tokens(chunk)):
         past = _Prompt(subject, rope, chunk)
         compare("exact KV from other positions, past a window", past, past.in_context(), 0.3)
@@ -280,7 +285,7 @@ def first_token_kl(want: torch.Tensor, got: torch.Tensor) -> float:
 
 
 def _relative(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Return how far each token's ``[kv_heads, tokens, dim]`` are off, as a share of their norm, ``[tokens]`` in host memory."""
+    """Return each token's error relative to its norm, ``[tokens]`` in host memory, for ``[kv_heads, tokens, dim]``."""
     want = want.float().transpose(0, 1).flatten(1)
     off = (got.float().transpose(0, 1).flatten(1) - want).norm(dim=1)
     share: torch.Tensor = off / want.norm(dim=1).clamp_min(1e-6)
@@ -292,5 +297,5 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def cut(kv: ChunkKV, start: int, end: int | None = None, offset: int = 0) -> ChunkKV:
-    """Return tokens of a prefill that was shifted by ``offset``, in host memory, as a store hands them out."""
+    """Return tokens of a prefill that was shifted by ``offset``, in host memory, in the form that a store returns."""
     return ChunkKV([type(x)(x.k[:, start:end].cpu(), x.v[:, start:end].cpu()) for x in kv.layers], start + offset)

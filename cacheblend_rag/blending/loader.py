@@ -1,4 +1,4 @@
-"""Loads stored KV layer by layer, behind the computation (paper section 5: loading overlaps recomputation)."""
+"""Loads stored KV layer by layer while the computation runs (paper section 5: loading overlaps recomputation)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from cacheblend_rag.store.kv import LayerKV
 
 @dataclass(frozen=True)
 class PlacedLayer:
-    """Holds one layer's stored KV for a set of spans, on the compute device, and what moves it to the prompt's positions.
+    """Holds one layer's stored KV for some spans, on the compute device, and its move to the prompt's positions.
 
     Attributes:
         kv: ``[kv_heads, tokens, head_dim]``, the spans one after another, keys as they were stored.
-        move: What the keys still need; None for nothing.
-        positions: ``[tokens]``, where they belong.
-        stale_from: Index of the first token that belongs to a stale span; those before it are exact.
+        move: Rotation that the keys still need; None for no rotation.
+        positions: ``[tokens]``, prompt positions of the tokens.
+        stale_from: Index of the first token that belongs to a stale span; earlier tokens are exact.
     """
 
     kv: LayerKV
@@ -36,15 +36,15 @@ class PlacedLayer:
     stale_from: int
 
     def moved(self) -> PlacedLayer:
-        """Return it with its keys moved."""
+        """Return the layer with its keys moved."""
         return replace(self, kv=moved(self.kv, self.move), move=None)
 
 
 class LayerLoader:
-    """Delivers the layers of a plan's spans in order: the next ones are read and copied meanwhile.
+    """Delivers the layers of a plan's spans in order; the next layers are read and copied meanwhile.
 
-    Exact spans are delivered for every layer; stale ones from ``stale_from_layer`` on, since a dense pass computes the
-    layers below it afresh. Use as a context manager.
+    Exact spans are delivered for every layer. Stale spans are delivered from ``stale_from_layer`` on, since a dense
+    pass computes the layers below. Use as a context manager.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LayerLoader:
         whole: bool = False,
         most_wait_s: float | None = None,
     ):
-        """Start reading at once; see :class:`~cacheblend_rag.blending.settings.FuseOptions` for the last two."""
+        """Start reading at once; see :class:`~cacheblend_rag.blending.settings.FuseOptions` for ``whole`` and the wait."""
         self._exact, self._all = tuple(exact), (*exact, *stale)
         self._rope, self._stale_from_layer, self._num_layers = rope, stale_from_layer, num_layers
         self._reads = reads_of(self._spans, num_layers, device, trace, whole)
@@ -74,12 +74,12 @@ class LayerLoader:
 
     @property
     def reads(self) -> Mapping[str, TierReads]:
-        """Return what was read so far, by tier."""
+        """Return the reads so far, by tier."""
         return self._reads.meter.taken()
 
     @property
     def loads(self) -> tuple[ChunkLoad, ...]:
-        """Return what was loaded so far, span by span."""
+        """Return the loads so far, span by span."""
         return tuple(
             self._load_of(span, layers) for span, layers in zip(self._all, self._layers, strict=True) if layers
         )
@@ -94,29 +94,32 @@ class LayerLoader:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Stop reading. Where the blend has failed, nobody waits for reads that have begun: they may be what is late."""
+        """Stop reading. After a failed blend, do not wait for reads that have begun: a late read may be the reason."""
         self._reads.close(wait=error is None)
 
     @property
     def ready(self) -> bool:
-        """Return whether all that is stored is in host memory."""
+        """Return whether all stored KV is in host memory."""
         return self._reads.ready()
 
     @property
     def overdue(self) -> bool:
-        """Return whether it is not, and has been read for longer than the computation may wait."""
+        """Return whether reading has exceeded the longest allowed wait and is not finished."""
         most = self._most_wait_s
         return most is not None and time.perf_counter() - self._began > most and not self.ready
 
     def too_late(self, waited_s: float | None = None) -> UnusableSpanError:
-        """Return what to raise for all that lies where reads are under way; ``waited_s`` is from the start on, if not given."""
+        """Return the error to raise for all spans in tiers that are still being read.
+
+        ``waited_s`` is the time that the computation has waited; the time since the start if None.
+        """
         reads = self._reads.meter.under_way()
         spans = (span for span in self._all if span.kv.tier in (reads or {span.kv.tier}) and span.kv.tier != "ram")
         waited = time.perf_counter() - self._began if waited_s is None else waited_s
         return UnusableSpanError(*spans, late=True, reads=reads, waited_s=waited)
 
     def layer(self, index: int) -> PlacedLayer | None:
-        """Return layer ``index``, waiting for it if need be; None if the plan has nothing stored for it.
+        """Return layer ``index``, waiting for it if need be; None if the plan has nothing stored for this layer.
 
         Call once for each layer, in ascending order.
 
@@ -132,25 +135,25 @@ class LayerLoader:
         except NotYetError as error:
             raise self.too_late(self.wait_s + time.perf_counter() - begin) from error
         self.wait_s += time.perf_counter() - begin
-        for span in range(len(parts)):  # the exact ones stand first, and are always among them
+        for span in range(len(parts)):  # exact spans stand first, and every layer includes them
             self._layers[span] += 1
         kv = self._reads.joined(index, parts)
         self.loaded_bytes += kv.k.nbytes + kv.v.nbytes
         count = kv.k.shape[1]
-        # The exact prefix stands where it was computed: it is not rotated, so it keeps its bits.
+        # The exact prefix stays at the positions it was computed at: it is not rotated, so its bits stay unchanged.
         fixed = self._exact_tokens
         move = None if count == fixed else self._rope.move(index, self._rotations, first=fixed)
         return PlacedLayer(kv, move, self._positions[:count], fixed)
 
     def expect_rest(self, first: int) -> None:
-        """Copy nothing from layer ``first`` on ahead of its use, where :meth:`rest` may bring all of it."""
+        """Copy no layer from ``first`` on ahead of its use, where :meth:`rest` may copy all of these layers at once."""
         if self._reads.in_place:
             self._reads.until = first
 
     def rest(self, first: int) -> StoredLayers | None:
-        """Return what is left from layer ``first`` on, if nothing of it must be read; :meth:`layer` is not to be called for it.
+        """Return the remaining layers from ``first`` on, if none of them must be read; then do not call :meth:`layer`.
 
-        None where it is not in page-locked memory, or where layers differ in what they want.
+        Return None if the KV is not in page-locked memory, or if layers use different spans.
         """
         spans = self._all if first >= self._stale_from_layer else ()
         if not self._reads.in_place or (self._all and not spans):

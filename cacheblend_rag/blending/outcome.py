@@ -1,4 +1,4 @@
-"""Records what became of a prompt: one record from the fusor to the wire, the spans and the frameworks' metadata."""
+"""Records the outcome of a prompt: one record for the fusor, the wire, the spans and the frameworks' metadata."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class ChunkLoad:
     """Says where the stored KV of one chunk in a prompt came from.
 
     Attributes:
-        chunk_id: The chunk; empty for the header.
+        chunk_id: Id of the chunk; empty for the header.
         tier: Name of the tier.
-        nbytes: Size of what was read: layers that a dense pass computes afresh are not.
-        seconds: Time in which at least one of its reads ran, beside the computation; 0 from RAM, where nothing is read.
+        nbytes: Number of bytes read, without the layers that a dense pass computes.
+        seconds: Time in which at least one of the chunk's reads ran, beside the computation; 0 from RAM, where nothing
+            is read.
     """
 
     chunk_id: str
@@ -36,20 +37,27 @@ class ChunkLoad:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one request.
+    """Holds the token counts of one request.
 
-    ``prompt_tokens = reused_tokens + recomputed_tokens + (text and missing chunks)``; what was not reused was computed:
-    ``computed_tokens = prompt_tokens - reused_tokens``.
+    ``prompt_tokens = reused_tokens + recomputed_tokens + (text and missing chunks)``; tokens that were not reused were
+    computed: ``computed_tokens = prompt_tokens - reused_tokens``.
 
     Attributes:
         prompt_tokens: Tokens in the prompt.
         reused_tokens: Prompt tokens whose stored KV was used as it is (the exact prefix included).
         recomputed_tokens: Tokens with stored KV that the selection policy chose to recompute.
-        computed_tokens: Prompt tokens that went through all layers: text, missing chunks and recomputed ones.
+        computed_tokens: Prompt tokens that went through all layers: text, missing chunks and recomputed tokens.
         completion_tokens: Tokens generated.
-        selection_tokens: What choosing the recomputed tokens cost besides: tokens of dense passes and of the question's pass over
-            stored KV, times the share of layers they went through. 0 for `static`.
-        kept_tokens: Those of the reused tokens whose KV the engine's prefix cache had, of an earlier prompt that begins alike.
+        selection_tokens: Additional cost of choosing the recomputed tokens: tokens of dense passes and of the
+            question's pass over stored KV, times the share of layers they went through. 0 for `static`.
+        kept_tokens: Reused tokens whose KV the engine's prefix cache had from an earlier prompt with the same
+            beginning.
+
+    Example:
+        Print how many prompt tokens were reused::
+
+            usage = engine.generate("Who is the captain?").usage
+            print(f"{usage.reused_tokens} of {usage.prompt_tokens} prompt tokens reused")
     """
 
     __pydantic_config__: ClassVar = _KNOWN
@@ -65,31 +73,41 @@ class Usage:
 
 @dataclass(frozen=True)
 class PromptOutcome:
-    """Says what became of a prompt. A fact added here reaches the wire, answers, spans and metadata by itself.
+    """Records the outcome of a prompt; a field added here reaches the wire, answers, spans and metadata by itself.
 
-    The fusor fills in what it knows; who knows more completes it with :func:`dataclasses.replace`.
+    The fusor fills in the fields it knows; other components add theirs with :func:`dataclasses.replace`.
 
     Attributes:
         mode: ``"blend"`` if stored KV was used anywhere in the prompt, else ``"prefill"``.
-        reason: Why that mode, in words.
+        reason: Why the engine chose this mode, in words.
         usage: Token counts.
         missing: Ids of chunks whose KV was not in the store (computed in place, then written back).
-        in_place: Ids of chunks that were computed although their KV is stored: the controller expected that to be sooner.
-        own_missing: Id of the first chunk, where a KV writer's KV of it may be stored, but not the model's own, which it takes
-            (computed in place, then written back).
-        unranked: Ids of chunks for which static deviations were wanted, for policy or ratio, while one of them had none.
-        policy: What chose the tokens to recompute; None for a prefill, and where a model's exact prefix alone is reused.
-        ratio: Which share of the candidates it chose; None where ``policy`` is.
+        in_place: Ids of chunks that were computed although their KV is stored, since the controller expected computing
+            to be sooner.
+        own_missing: Id of the first chunk, if its exact reuse needs the model's own KV and at most a KV writer's KV is
+            stored (computed in place, then written back).
+        unranked: Ids of the stale chunks, if the policy or the ratio needed static deviations and a chunk had none.
+        policy: Name of the policy that chose the tokens to recompute; None for a prefill, and if a model reuses only
+            its exact prefix.
+        ratio: Share of the candidates that the policy chose; None if ``policy`` is None.
         load_s: Seconds the computation waited for stored KV.
         blend_s: Seconds from a blend's first segment to its last, other requests' steps in between included.
-        loaded_bytes: Bytes of stored KV read; of several ranks, on the first.
+        loaded_bytes: Bytes of stored KV read; with several ranks, on the first rank.
         loads: Where the stored KV of each chunk came from, in a blend.
-        reads: What reading took, by tier other than RAM.
-        prefill_s: Seconds that computing all behind what the engine had kept was expected to take; None for a model that is not
+        reads: Bytes, number and time of the reads, by tier other than RAM.
+        prefill_s: Expected seconds to compute all tokens behind the engine's prefix cache; None for a model that is not
             blended.
-        expected_s: Seconds to the first token that the controller expected; None where it decided nothing.
-        fingerprint: Identity of the model that answered; empty where nobody said.
-        calibrated: Whether calibration has chosen how the model is blended; else nobody has looked how near a blend comes.
+        expected_s: Seconds to the first token that the controller expected; None if the controller decided nothing.
+        fingerprint: Identity of the model that answered; empty if unknown.
+        calibrated: Whether calibration has chosen how the model is blended; otherwise the accuracy of a blend is
+            unmeasured.
+
+    Example:
+        Print why an engine did not blend; a :class:`Generation` is a PromptOutcome::
+
+            generation = engine.generate("Who is the captain?")
+            if generation.mode == "prefill":
+                print(generation.reason)
     """
 
     __pydantic_config__: ClassVar = _KNOWN
@@ -115,21 +133,21 @@ class PromptOutcome:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return every fact by its name, as JSON values; those of the usage lie in a dict of their own."""
+        """Return every field by its name, as JSON values; the usage is a dict of its own."""
         found: dict[str, Any] = _adapter().dump_python(self, mode="json")
         return found
 
     def to_params(self) -> dict[str, Any]:
-        """Return the facts as they travel, the usage's beside the others; :meth:`from_params` reads them."""
+        """Return the fields in the wire format, the usage's fields beside the others; :meth:`from_params` reads it."""
         facts = self.facts
         return {**facts.pop("usage"), **facts}
 
     @staticmethod
     def from_params(params: Any) -> PromptOutcome:
-        """Read what :meth:`to_params` gave.
+        """Read the result of :meth:`to_params`.
 
         Raises:
-            InputError: A fact is unknown, malformed or missing; the message names it.
+            InputError: A field is unknown, malformed or missing; the message names it.
         """
         from pydantic import ValidationError
 

@@ -1,4 +1,4 @@
-"""Splits a prompt by what the KV store has, and records how its KV came about: only by this may it serve a later prompt."""
+"""Splits a prompt by its stored KV, and records how its KV was computed, to decide which later prompt may reuse it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class StoredSpan:
     """Holds stored KV for the prompt positions ``start`` (inclusive) to ``end`` (exclusive); no chunk means the header.
 
-    The entry's tokens before ``skip`` and behind ``skip + end - start`` are not wanted.
+    The span leaves out the entry's tokens before ``skip`` and from ``skip + end - start`` on.
     """
 
     start: int
@@ -38,23 +38,23 @@ class StoredSpan:
     skip: int = 0
 
     def layer(self, index: int) -> LayerKV:
-        """Read one layer of the wanted tokens; raises as :meth:`StoredKV.layer` does."""
+        """Read one layer of the span's tokens; raises the same errors as :meth:`StoredKV.layer`."""
         return self.cut(self.kv.layer(index))
 
     def cut(self, whole: LayerKV) -> LayerKV:
-        """Return the wanted tokens of a layer of the whole entry."""
+        """Return the span's tokens of ``whole``, a layer of the whole entry."""
         count = self.end - self.start
         if count == whole.k.shape[1]:
             return whole
         return LayerKV(*(t[:, self.skip : self.skip + count] for t in whole))
 
     def static_deviation(self) -> torch.Tensor | None:
-        """Return that of the wanted tokens; see :meth:`StoredKV.static_deviation`."""
+        """Return the static deviation of the span's tokens; see :meth:`StoredKV.static_deviation`."""
         static = self.kv.static_deviation()
         return None if static is None else static[self.skip : self.skip + self.end - self.start]
 
     def within(self, start: int, end: int) -> StoredSpan | None:
-        """Return the part between two positions, or None if there is none."""
+        """Return the part of the span between two positions, or None if the part is empty."""
         low, high = max(start, self.start), min(end, self.end)
         if (low, high) == (self.start, self.end):
             return self
@@ -62,7 +62,7 @@ class StoredSpan:
 
 
 def counted(spans: Sequence[StoredSpan], firsts: Sequence[int]) -> torch.Tensor:
-    """Return ``firsts``, a number for each span's first token, counted on within the span: ``[tokens]``, span after span."""
+    """Return ``[tokens]``, span after span: each span counts up by one per token from its number in ``firsts``."""
     counts = np.fromiter((span.end - span.start for span in spans), np.int64, len(spans))
     begins = np.array(firsts, np.int64) - (np.cumsum(counts) - counts)
     return torch.from_numpy(np.repeat(begins, counts) + np.arange(counts.sum()))
@@ -73,16 +73,17 @@ class BlendPlan:
     """Says how the positions of a prompt get their KV.
 
     Attributes:
-        num_tokens: Length of the prompt, or of the part of it that is to be filled.
+        num_tokens: Length of the prompt, or of the part of the prompt to fill.
         exact: Spans that form a gap-free prefix computed in exactly this context: used as they are.
         stale: Spans of chunks computed elsewhere: moved, then partly recomputed.
         missing: Chunks in the prompt without stored KV: computed in place.
-        in_place: Chunks with stored KV that are computed in place all the same, since that is sooner.
-        own_missing: The first chunk, where it would be exact if the model's own KV of it were stored beside a KV writer's.
+        in_place: Chunks with stored KV that are computed in place, since computing is sooner than loading.
+        own_missing: The first chunk, if it would be exact but the model's own KV of it is not stored beside a KV
+            writer's.
         reason: The plan in words.
-        start: Positions before it hold KV already (an engine's own prefix cache).
+        start: Positions before ``start`` hold KV already (an engine's own prefix cache).
         needs_logits: Whether the last position's logits are wanted, so that it must be computed.
-        behind: Tokens of the prompt behind ``num_tokens``, which the engine computes itself.
+        behind: Number of prompt tokens behind ``num_tokens``, which the engine computes itself.
     """
 
     num_tokens: int
@@ -98,17 +99,17 @@ class BlendPlan:
 
     @property
     def exact_tokens(self) -> int:
-        """Return the length of the exact prefix, with what is there already."""
+        """Return the length of the exact prefix, including the positions before ``start``."""
         return self.exact[-1].end if self.exact else self.start
 
     def tell(self, trace: Trace, begin: float) -> None:
-        """Tell a trace that this was planned from ``begin`` until now, and how many tokens have KV of which kind."""
+        """Record in ``trace`` that planning took from ``begin`` until now, and the exact, stale and missing tokens."""
         exact, stale = (sum(span.end - span.start for span in spans) for spans in (self.exact, self.stale))
         missing = {chunk.id: len(chunk.token_ids) for chunk in (*self.missing, *self.own_missing)}
         trace.add("computing", PLAN, begin, exact=exact, stale=stale, missing=sum(missing.values()))
 
     def within(self, start: int, end: int) -> BlendPlan:
-        """Return the plan for the positions ``start`` to ``end`` alone, the former ones there already, without logits."""
+        """Return the plan for positions ``start`` to ``end`` without logits; earlier positions have KV already."""
         exact, stale = (
             tuple(part for span in spans if (part := span.within(start, end)) is not None)
             for spans in (self.exact, self.stale)
@@ -117,19 +118,19 @@ class BlendPlan:
         return replace(self, num_tokens=end, exact=exact, stale=stale, start=start, needs_logits=False, behind=behind)
 
     def behind_kept(self, start: int) -> BlendPlan:
-        """Return the plan for what stands behind the first ``start`` tokens, whose KV is there already."""
+        """Return the plan for the positions behind the first ``start`` tokens, whose KV is in the prefix cache."""
         return replace(self.within(start, self.num_tokens), needs_logits=self.needs_logits, behind=self.behind)
 
     def without(self, unused: Collection[StoredSpan], reason: str) -> BlendPlan:
         """Return the plan that computes the spans ``unused`` in place, although they are stored."""
         exact, stale = (tuple(s for s in spans if s not in unused) for spans in (self.exact, self.stale))
         if not any(span.chunk is not None for span in (*exact, *stale)):
-            exact = ()  # the header alone is not worth it
+            exact = ()  # the header alone saves too little
         in_place = tuple(span.chunk for span in unused if span.chunk is not None)
         return replace(self, exact=exact, stale=stale, reason=reason, in_place=(*self.in_place, *in_place))
 
     def after_late(self, entries: Collection[tuple[int, ...]]) -> BlendPlan:
-        """Return a plan in which stored ``entries`` were left out since they came too late, and that says so."""
+        """Return the plan in which late stored ``entries`` are computed in place, with a reason that states so."""
         late = tuple(chunk for chunk in self.missing if chunk.token_ids in entries)
         if not late:
             return self
@@ -145,21 +146,21 @@ class BlendPlan:
 
     @property
     def candidates(self) -> tuple[StoredSpan, ...]:
-        """Return what may be recomputed: the stale spans, but for the last token where its logits are wanted."""
+        """Return the spans that may be recomputed: the stale spans, without the last token if its logits are wanted."""
         last = self.num_tokens - self.needs_logits
         return tuple(part for span in self.stale if (part := span.within(0, last)) is not None)
 
     def static_deviation(self) -> torch.Tensor | None:
-        """Return the static deviation of all :attr:`candidates`, one behind the other; None where a chunk has none."""
+        """Return the static deviations of all :attr:`candidates`, one after another; None if a chunk has none."""
         return joined_static([span.static_deviation() for span in self.candidates])
 
     @property
     def uses_stored_kv(self) -> bool:
-        """Return whether anything stored is used at all."""
+        """Return whether the plan uses any stored KV."""
         return bool(self.exact or self.stale)
 
     def outcome(self, computed: int = 0, recomputed: int = 0, selection: float = 0.0) -> PromptOutcome:
-        """Return what became of the prompt, as far as the plan and how many tokens were computed tell."""
+        """Return the prompt's outcome, as far as the plan and the numbers of computed tokens determine it."""
         return PromptOutcome(
             mode="blend" if self.uses_stored_kv else "prefill",
             reason=self.reason,
@@ -171,7 +172,7 @@ class BlendPlan:
 
 
 def joined_static(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the static deviations of several chunks, one behind the other; None where one has none."""
+    """Return the static deviations of several chunks, one after another; None if a chunk has none."""
     known = [part for part in parts if part is not None]
     return torch.cat([torch.zeros(0), *known]) if len(known) == len(parts) else None
 
@@ -185,19 +186,20 @@ def make_plan(
     own: Callable[[Sequence[int]], StoredKV | None] | None = None,
     agree: Callable[[bool], bool] = bool,
 ) -> BlendPlan:
-    """Look up what the store has for ``prompt``.
+    """Look up the stored KV for ``prompt`` and return the plan.
 
     The exact prefix is the header, if the prompt starts with it, and the first chunk, if it stands right behind the
     header it was computed behind. At least the last token is always computed, for its logits.
 
     Args:
         prompt: The tokenised prompt.
-        header_ids: What chunks are precomputed behind.
-        lookup: Token ids of a chunk to its stored KV; ``()`` to the header's own.
+        header_ids: Token ids of the header that chunks are precomputed behind.
+        lookup: Returns the stored KV of a chunk's token ids; ``()`` stands for the header's own KV.
         reuse: See :class:`~cacheblend_rag.blending.settings.BlendSettings`.
-        longest: Longer prompts are computed; None: there are none.
-        own: The same for the chunk behind the header, where a KV writer has written the others; None: as the others.
-        agree: Says whether something holds on every tensor-parallel rank.
+        longest: Length up to which prompts are blended; longer prompts are computed. None for no limit.
+        own: Like ``lookup``, for the chunk right behind the header if a KV writer has written the other chunks; None to
+            use ``lookup`` for every chunk.
+        agree: Returns whether a condition holds on every tensor-parallel rank.
     """
     num_tokens, header = len(prompt.token_ids), len(header_ids)
     starts_with_header = prompt.token_ids[:header] == tuple(header_ids) and header < num_tokens
@@ -208,7 +210,8 @@ def make_plan(
     missing: list[Chunk] = []
     own_missing: tuple[Chunk, ...] = ()
     kv = lookup(()) if header and starts_with_header else None
-    # In front of text, what is not exact would serve prompts that are not blended: up to the first chunk KV is exact to all.
+    # If text follows the header, inexact KV would also serve prompts that are not blended: up to the first chunk, every
+    # prompt relies on exact KV.
     if kv is not None and (prompt.spans[0].start == header or agree(kv.exact)):
         exact.append(StoredSpan(0, header, kv))
     behind_header = starts_with_header and (bool(exact) or not header)
@@ -216,7 +219,7 @@ def make_plan(
         begins = index == 0 and starts_with_header and span.start == header
         first = begins and behind_header
         if reuse == "prefix" and not first:
-            missing += [span.chunk] if begins else []  # what lacks is its header, which is stored along
+            missing += [span.chunk] if begins else []  # its header is missing, which is stored together with the chunk
             break
         kv = (own if first and own is not None else lookup)(span.chunk.token_ids)
         if kv is None and begins and own is not None:
@@ -233,12 +236,12 @@ def make_plan(
     reason = (f"stored KV for {found} of " if found else "no stored KV for any of the ") + f"{len(prompt.spans)} chunks"
     if own_missing and own_missing[0] not in missing:
         reason += "; the first was computed, since the model's own KV of it was not stored yet"
-    used = exact if found else ()  # the header alone is not worth it
+    used = exact if found else ()  # the header alone saves too little
     return BlendPlan(num_tokens, tuple(used), tuple(stale), tuple(missing), reason, own_missing=own_missing)
 
 
 def _why_not_looked_up(prompt: TokenizedPrompt, header: int | None, reuse: Reuse, longest: int | None) -> str | None:
-    """Return why nothing is looked up for a prompt that begins with a header of so many tokens, or with none; else None."""
+    """Return why no KV is looked up for a prompt whose header has ``header`` tokens (None: no header), else None."""
     if longest is not None and len(prompt.token_ids) > longest:
         return f"this model's attention is cut after {longest} tokens, and the prompt is longer"
     if reuse == "off":
@@ -252,11 +255,11 @@ def _why_not_looked_up(prompt: TokenizedPrompt, header: int | None, reuse: Reuse
 
 @dataclass(frozen=True)
 class Origin:
-    """Marks a position from which on KV may be approximate: the chunks of a turn were blended there.
+    """Marks a position from which on KV may be approximate: from there the chunks of a turn were blended.
 
     Attributes:
         start: The position.
-        key: Hash of where the turn's chunks are and how they were blended.
+        key: Hash of the positions of the turn's chunks and of how they were blended.
     """
 
     start: int
@@ -273,21 +276,22 @@ def origins(
 ) -> tuple[Origin, ...]:
     """Return a prompt's origins, ascending: one for each turn that has chunks.
 
-    Before the first of them KV is exact. Behind each it is that of a conversation whose turns were answered one after the
-    other: a prompt that goes on from an answer has the same origins, and those of its new chunks behind them.
+    KV before the first origin is exact. KV behind an origin is the KV of a conversation whose turns were answered one
+    after the other. A prompt that continues after an answer has the same origins, followed by the origins of its new
+    chunks.
 
     Args:
         spans: Start and end of each chunk, ascending.
         token_ids: The prompt.
-        turn_ends: Where earlier prompts of the conversation ended.
-        header_tokens: Length of what chunks are precomputed behind.
-        how: What :func:`blend_terms` returns.
-        watches_question: Whether the turn's other tokens do, too: where their attention selects.
+        turn_ends: Positions where earlier prompts of the conversation ended.
+        header_tokens: Length of the header that chunks are precomputed behind.
+        how: Result of :func:`blend_terms`.
+        watches_question: Whether the turn's other tokens also determine the selection, by their attention.
     """
     found = []
     for turn, members in groupby(spans, lambda span: bisect_right(turn_ends, span[0])):
         inside = list(members)
-        # Header and first chunk come from the store together, which may keep them in fewer bits.
+        # The header and the first chunk come from the store together, which may store them in fewer bits.
         start = 0 if inside[0][0] == header_tokens else inside[0][0]
         end = turn_ends[turn] if turn < len(turn_ends) else len(token_ids)
         key = xxhash.xxh3_128(json.dumps([inside, dict(how)], sort_keys=True).encode())

@@ -1,7 +1,7 @@
-"""Says what a token-selection policy is, holds ours, and finds them and those of installed packages by name.
+"""Defines token-selection policies, holds the built-in ones, and finds policies of installed packages by name.
 
-A policy scores the tokens with stored KV, to choose those that are recomputed. A new one of ours is a class here and its place in
-`POLICIES`; `examples/third_party_policy` is one in its own package.
+A policy scores the tokens with stored KV, to choose the tokens to recompute. A new built-in policy is a class in this
+file and its place in `POLICIES`; `examples/third_party_policy` is a policy in a package of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from cacheblend_rag.errors import InputError
 
-if TYPE_CHECKING:  # options are checked by programs that need no torch otherwise, such as the command line
+if TYPE_CHECKING:  # programs that need no torch otherwise check options, such as the command line
     import torch
 
 GROUP = "cacheblend_rag.policies"
@@ -23,19 +23,25 @@ GROUP = "cacheblend_rag.policies"
 
 @dataclass(frozen=True)
 class Candidates:
-    """Holds what is known of the tokens with stored, inexact KV, in ascending position.
+    """Holds the known facts about the tokens with stored, inexact KV, in ascending position.
 
     All tensors are ``[candidates]``, on one device.
 
     Attributes:
         positions: Absolute positions in the prompt.
-        chunk: Which chunk of the prompt each belongs to, counting chunks with candidates from 0.
-        offset: Index within its chunk.
+        chunk: Number of the prompt's chunk that each token belongs to, counting chunks with candidates from 0.
+        offset: Index of each token within its chunk.
         deviation: KV deviation at the check layer (fp32, summed over KV heads and dimensions of K and V), for policies
             that need it.
-        attention: How much the question attends to each (fp32, mean over layers, heads and question tokens), measured over
-            stored KV, for policies that need it.
-        static: Static deviation (:mod:`cacheblend_rag.blending.static`), where every chunk's is stored.
+        attention: Attention of the question to each token (fp32, mean over layers, heads and question tokens), measured
+            over stored KV, for policies that need it.
+        static: Static deviation (:mod:`cacheblend_rag.blending.static`); None unless every chunk has it stored.
+
+    Example:
+        Score the tokens of a chunk higher the earlier they stand (in :meth:`SelectionPolicy.score`)::
+
+            scores = 1.0 / (candidates.offset + 1)
+            in_first_chunk = candidates.at(candidates.chunk == 0)
     """
 
     positions: torch.Tensor
@@ -46,29 +52,38 @@ class Candidates:
     static: torch.Tensor | None = None
 
     def at(self, mask: torch.Tensor) -> Candidates:
-        """Return those that ``mask``, ``[candidates]``, says."""
+        """Return the candidates at the boolean ``mask``, ``[candidates]``."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: tensor[mask] for name, tensor in tensors.items() if tensor is not None})
 
 
 class SelectionPolicy(ABC):
-    """Scores tokens; those of the highest score are recomputed, besides the question, the text between chunks and missing chunks.
+    """Scores tokens. The tokens of the highest score are recomputed, besides question, text and missing chunks.
 
-    A policy is a subclass with a name and a score. It is given as an object, or by name if :data:`GROUP` has an entry point for
-    it.
+    A policy is a subclass with a name and a score. Users pass an object, or a name if :data:`GROUP` has an entry point
+    of that name.
 
     Attributes:
-        name: What users call it, and what is written down of it. Kept KV (conversations, vLLM's prefix cache) is told apart by
-            it: two objects that choose differently need two names, so one with parameters has them in its name.
-        needs_static: Whether it scores by the static deviation stored with each chunk (costs nothing at the question).
+        name: Name that users give and that is stored. Prefix and session caches distinguish their KV by this name: two
+            objects that choose differently need two names, so a policy with parameters has them in its name.
+        needs_static: Whether the policy scores by the static deviation stored with each chunk (costs nothing at the
+            question).
         needs_deviation: Whether KV deviation must be measured first (costs the dense pass up to the check layer).
-        needs_attention: Whether the question's attention must be measured first (costs a pass of the question, and waiting for
-            the stored KV of all layers).
-        without_static: Of one that needs static deviations: name of the policy, without such a need, that takes its place where
-            a chunk has none.
-        without_attention: Of one that needs attention: the same where a model's cannot be watched.
-        effort: How many times the tokens of `static-query` it takes to come as near to full recompute (docs/results.md): where
-            a policy gives way, the other one's ratio is so much higher.
+        needs_attention: Whether the question's attention must be measured first (costs a pass of the question, and
+            waiting for the stored KV of all layers).
+        without_static: Name of the policy to fall back to if a chunk has no static deviation; must not need one itself.
+        without_attention: Name of the policy to fall back to if the model's attention cannot be measured.
+        effort: Number of tokens, relative to `static-query`, that the policy recomputes to come as near to full
+            recompute (docs/results.md): a fallback policy's ratio is raised accordingly.
+
+    Example:
+        Recompute the first tokens of every chunk::
+
+            class Starts(SelectionPolicy):
+                name = "starts"
+
+                def score(self, candidates):
+                    return 1.0 / (candidates.offset + 1)
     """
 
     name: str
@@ -81,19 +96,20 @@ class SelectionPolicy(ABC):
 
     @abstractmethod
     def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return how much each token needs to be recomputed, ``[candidates]``, in any unit.
+        """Return each token's need to be recomputed, ``[candidates]``, in any unit.
 
-        Must depend on its argument alone, so that every tensor-parallel rank chooses the same tokens; so must :meth:`select`.
+        Must depend on its argument alone, so that every tensor-parallel rank chooses the same tokens; so must
+        :meth:`select`.
         """
 
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
-        """Return a boolean mask ``[candidates]`` of the tokens to recompute, about ``count`` of them; see :func:`highest`."""
+        """Return a boolean mask ``[candidates]`` of about ``count`` tokens to recompute; see :func:`highest`."""
         return highest(self.score(candidates), count)
 
 
 def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a boolean mask ``[candidates]`` of the ``count`` highest ``scores``; the earlier one where two are equal."""
-    scores = scores.double().nan_to_num(float("inf"))  # as sorting would have it
+    """Return a boolean mask ``[candidates]`` of the ``count`` highest ``scores``; of equal scores the earlier ones."""
+    scores = scores.double().nan_to_num(float("inf"))  # sorting puts NaN highest, too
     count = min(count, len(scores))
     least = scores.topk(count, sorted=False).values.amin() if count else float("inf")
     mask = scores > least
@@ -117,7 +133,7 @@ class HKVDPolicy(SelectionPolicy):
 
 
 class StaticPolicy(SelectionPolicy):
-    """Scores by static deviation (:mod:`cacheblend_rag.blending.static`), so that all is chosen before the first layer runs."""
+    """Scores by static deviation (:mod:`cacheblend_rag.blending.static`), so it selects before the first layer runs."""
 
     name = "static"
     needs_static = True
@@ -131,8 +147,9 @@ class StaticPolicy(SelectionPolicy):
 class StaticQueryPolicy(SelectionPolicy):
     """Scores by the square root of the static deviation times the question's attention over stored KV.
 
-    The root brings the squared distance to the scale of the attention; what deviates unread scores low, as does what is read but
-    right. Needs all layers' KV before it selects, but no dense pass.
+    The root brings the squared distance to the scale of the attention. Tokens that deviate but are not attended to
+    score low, and so do tokens that are attended to but do not deviate. Needs all layers' KV before it selects, but no
+    dense pass.
     """
 
     name = "static-query"
@@ -147,9 +164,9 @@ class StaticQueryPolicy(SelectionPolicy):
 
 
 class QueryPolicy(SelectionPolicy):
-    """Scores by the question's attention over stored KV (as ProphetKV, arXiv 2602.02579, and A³, arXiv 2511.17560, propose).
+    """Scores by the question's attention over stored KV (as in ProphetKV, arXiv 2602.02579, and A³, arXiv 2511.17560).
 
-    Needs no check layer, but all layers' KV beforehand.
+    Needs all layers' KV before it selects, but no check layer.
     """
 
     name = "query"
@@ -161,7 +178,7 @@ class QueryPolicy(SelectionPolicy):
 
 
 class FullReusePolicy(SelectionPolicy):
-    """Recomputes nothing, one end of the range: full KV reuse, with positions corrected."""
+    """Recomputes nothing: full KV reuse, with positions corrected."""
 
     name = "full-reuse"
 
@@ -175,11 +192,11 @@ class FullReusePolicy(SelectionPolicy):
 POLICIES: Final[dict[str, type[SelectionPolicy]]] = {
     each.name: each for each in (StaticPolicy, StaticQueryPolicy, HKVDPolicy, QueryPolicy, FullReusePolicy)
 }
-"""Ours, by name."""
+"""Built-in policies, by name."""
 
 
 def check_policy(which: object) -> None:
-    """Refuse what is neither a policy nor the name of one; raises InputError."""
+    """Raise InputError if ``which`` is neither a policy nor the name of a policy."""
     if isinstance(which, str):
         if which not in POLICIES and which not in _installed():
             raise _unknown(which)
@@ -194,10 +211,10 @@ def check_policy(which: object) -> None:
 
 
 def policy(which: str | SelectionPolicy) -> SelectionPolicy:
-    """Return the policy of that name, or the one given.
+    """Return the policy named ``which``, or ``which`` if it is a policy.
 
     Raises:
-        InputError: No such policy, or a package's cannot be loaded.
+        InputError: No policy has that name, or a package's policy cannot be loaded.
     """
     if not isinstance(which, str):
         return which
@@ -206,7 +223,7 @@ def policy(which: str | SelectionPolicy) -> SelectionPolicy:
 
 
 def possible(wanted: SelectionPolicy, ranked: bool, watched: bool) -> SelectionPolicy:
-    """Return ``wanted``, or the policy that takes its place where chunks are not ranked or attention is not to be watched."""
+    """Return ``wanted``, or its fallback if chunks are not ``ranked`` or attention cannot be ``watched``."""
     chosen = wanted
     while (chosen.needs_static and not ranked) or (chosen.needs_attention and not watched):
         chosen = policy(chosen.without_static if chosen.needs_static and not ranked else chosen.without_attention)
@@ -214,7 +231,7 @@ def possible(wanted: SelectionPolicy, ranked: bool, watched: bool) -> SelectionP
 
 
 def gave_way(wanted: SelectionPolicy, chosen: SelectionPolicy, ratio: float, unranked: bool) -> str:
-    """Say in words that another policy chose, by which ratio, and why."""
+    """Return in words which policy took the place of ``wanted``, by which ratio, and why."""
     why = (
         "not all chunks are ranked" if wanted.needs_static and unranked else "this model's attention cannot be watched"
     )
@@ -222,7 +239,7 @@ def gave_way(wanted: SelectionPolicy, chosen: SelectionPolicy, ratio: float, unr
 
 
 def policy_name(which: str | SelectionPolicy) -> str:
-    """Return a policy's name, to be written down or shown."""
+    """Return a policy's name, for storing or display."""
     return which if isinstance(which, str) else which.name
 
 
@@ -230,7 +247,7 @@ def name_elsewhere(which: str | SelectionPolicy) -> str:
     """Return the name by which another process finds the same policy.
 
     Raises:
-        InputError: An object that is not what its name stands for there.
+        InputError: The policy is an object that another process would not find by its name.
     """
     name = policy_name(which)
     if isinstance(which, str):
@@ -254,7 +271,10 @@ def _named(name: str) -> SelectionPolicy:
 
 @cache
 def _installed() -> dict[str, list[EntryPoint]]:
-    """Return other packages' policies; looked for once, and only when a name is not ours: it takes tens of milliseconds."""
+    """Return the policies of other packages, by name.
+
+    The search takes tens of milliseconds, so it runs once, and only for a name that is not built in.
+    """
     found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=GROUP):
         found.setdefault(point.name, []).append(point)
@@ -268,7 +288,7 @@ def _load(name: str, points: list[EntryPoint]) -> SelectionPolicy:
     try:
         found = points[0].load()
         made = found() if isinstance(found, type) else found
-    except Exception as error:  # whatever a package does when it is imported
+    except Exception as error:  # any exception from importing a package
         raise InputError(
             f"The selection policy {name!r} of the package {packages} cannot be loaded ({type(error).__name__}: {error}); "
             "mend or remove that package."

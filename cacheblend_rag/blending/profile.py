@@ -1,8 +1,8 @@
-"""Keeps what was found out about one model: how to blend it, and what loading and computing cost here.
+"""Loads and saves the profile and costs of a model: how to blend it, and its loading and computing costs here.
 
-A profile lies in the model's own directory (``cacheblend.json``, as the bundled model has it), in a KV writer's, or among the
-user's files, named by fingerprint; costs lie there alone. ``cacheblend doctor --calibrate`` and ``cacheblend store calibrate``
-write them; every engine reads them.
+A profile lies in the model's own directory (``cacheblend.json``, as the bundled model has it), in a KV writer's
+directory, or among the user's files, named by fingerprint. Costs lie only among the user's files. Profiles are written by
+``cacheblend doctor --calibrate`` and costs by ``cacheblend store calibrate``; every engine reads both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cacheblend_rag.store.identity import WrittenBy
 
 _FILE = "cacheblend.json"
 EMBEDDED = "transformers"
-"""The engine whose costs another one begins with where its own were not measured."""
+"""Name of the engine whose costs serve another engine until that engine's own costs are measured."""
 _log = logging.getLogger(__name__)
 _QUALITY: dict[Reuse, Quality] = {"chunks": "high", "prefix": "exact", "off": "full"}
 
@@ -43,19 +43,20 @@ class ModelProfile:
     """Says how to blend one model.
 
     Attributes:
-        ratio: Default recompute ratio, that of ``quality="high"``.
+        ratio: Default recompute ratio, used for ``quality="high"``.
         policy: Default token-selection policy.
         check_layers: Layers at which KV deviation is measured; the paper's layer 1 unless calibrated.
         widths: Size of the set at each check layer, as multiples of the ratio (gradual filtering).
-        reuse: ``"chunks"`` to blend; ``"prefix"`` where calibration found that no blend is good enough.
-        fast: The highest ratio of ``quality="fast"``: ``ratio`` itself may be lower.
-        text: For which text the ratio holds; None where calibration has not said.
-        blockwise: Whether the model was trained to read chunks that have seen nothing but themselves (Block-Attention,
-            arXiv 2409.15355). Then full KV reuse is not an approximation but the model's own way: chunks are computed behind no
-            header, none of their tokens is recomputed, and what is not stored is stored before the prompt is computed.
-        calibrated: What calibration measured; empty for defaults, also for those that come with a KV writer.
-        origin: Where the above were read from; empty for the defaults of any model.
-        always: Whether a quality blends every prompt, not only one that is sooner for it: somebody has named the ratio.
+        reuse: ``"chunks"`` to blend; ``"prefix"`` if calibration found that no blend is good enough.
+        fast: Highest ratio for ``quality="fast"``: ``ratio`` itself may be lower.
+        text: Range of text for which the ratio holds; None if calibration has not measured it.
+        blockwise: Whether the model was trained to read chunks that attend only to themselves (Block-Attention, arXiv
+            2409.15355). Then full KV reuse is not an approximation but the model's own way: chunks are computed behind
+            no header, none of their tokens is recomputed, and missing chunks are stored before the prompt is computed.
+        calibrated: Measurements of calibration; empty for defaults, also for defaults that come with a KV writer.
+        origin: File that the profile was read from; empty for the general defaults.
+        always: Whether a quality blends every prompt, not only prompts that a blend makes faster: the user has set the
+            ratio.
     """
 
     ratio: float = 0.5
@@ -71,7 +72,7 @@ class ModelProfile:
     always: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse what no model could be blended with; raises InputError as :class:`BlendSettings` does."""
+        """Refuse values that no model can be blended with; raises InputError as :class:`BlendSettings` does."""
         for ratio in (self.ratio, self.fast):
             ResolvedSettings(ratio, self.policy, self.check_layers, self.reuse)
         if len(self.widths) != len(self.check_layers):
@@ -79,15 +80,15 @@ class ModelProfile:
 
     @property
     def is_calibrated(self) -> bool:
-        """Return whether calibration has chosen it, or there is nothing to choose."""
+        """Return whether calibration has chosen the profile, or the profile leaves nothing to choose."""
         return bool(self.calibrated) or self.blockwise
 
     def resolve(self, settings: BlendSettings, num_layers: int, controlled: bool = False) -> ResolvedSettings:
-        """Return a request's ``settings`` with nothing left open; if ``controlled`` a loading controller chooses the ratio.
+        """Return ``settings`` without open options; if ``controlled``, a loading controller chooses the ratio.
 
         Raises:
-            InputError: A check layer that a model of ``num_layers`` layers does not have, or a ratio of ``"auto"`` where
-                calibration has not said for which text the profile's holds.
+            InputError: A check layer lies outside a model of ``num_layers`` layers, or the ratio is ``"auto"`` but
+                neither a loading controller nor a calibrated text range can choose it.
         """
         if settings.ratio == "auto" and self.text is None and not controlled:
             raise InputError(
@@ -110,11 +111,11 @@ class ModelProfile:
         )
 
     def options(self, settings: ResolvedSettings) -> FuseOptions:
-        """Return what the fusor is told of a blend by resolved ``settings``."""
+        """Return the fusor's options for a blend by resolved ``settings``."""
         return FuseOptions(policy(settings.policy), self.ratio_of(settings), self.schedule(settings.check_layers))
 
     def ratio_of(self, settings: ResolvedSettings) -> float | TextRatio:
-        """Return the ratio of resolved ``settings``, or the rule that chooses it when the prompt's chunks are known."""
+        """Return the ratio of resolved ``settings``, or the rule that computes the ratio from the prompt's chunks."""
         if settings.ratio != "auto":
             return settings.ratio
         return self.ratio if self.text is None else TextRatio(self.ratio, self.text.most_left_out)
@@ -122,11 +123,11 @@ class ModelProfile:
     def dense_share(
         self, chosen: str | SelectionPolicy, num_layers: int, check_layers: tuple[int, ...] | None = None
     ) -> float:
-        """Return the share of the layers that a dense pass of a policy goes through; 0 for a policy without one."""
+        """Return the share of the layers that a policy's dense pass goes through; 0 for a policy without one."""
         return self.schedule(check_layers).check_layers[0] / num_layers if policy(chosen).needs_deviation else 0.0
 
     def schedule(self, check_layers: tuple[int, ...] | None = None) -> BlendSchedule:
-        """Return the schedule, or one for other ``check_layers`` (each 1.25 times as wide as the next)."""
+        """Return the profile's schedule, or one for other ``check_layers`` (each 1.25 times as wide as the next)."""
         if check_layers is None or check_layers == self.check_layers:
             return BlendSchedule(self.check_layers, self.widths)
         return BlendSchedule(check_layers, tuple(1.25**i for i in reversed(range(len(check_layers)))))
@@ -134,7 +135,7 @@ class ModelProfile:
 
 @cache
 def log_uncalibrated() -> None:
-    """Log once in this process that a model is blended by defaults."""
+    """Log once per process that a model is blended by default settings."""
     _log.warning(
         "A model that is not calibrated is blended by defaults: nobody has looked how near its answers are to a full prefill's "
         "on your documents, and they say calibrated=false. `cacheblend doctor --calibrate` looks."
@@ -144,16 +145,16 @@ def log_uncalibrated() -> None:
 def load_profile(
     digest: str, model_directory: Path | None = None, ratio: float | None = None, writer: WrittenBy | None = None
 ) -> ModelProfile:
-    """Return the profile of a model: the user's own, else the one in its directory, else the defaults.
+    """Return the profile of a model: the user's own, else the one in the model's directory, else the defaults.
 
-    With a KV ``writer`` that of both together goes before, the user's own or the one in the writer's directory. What calibration
-    has chosen goes before defaults that come with a writer.
+    With a KV ``writer``, a profile of model and writer together takes precedence: the user's own or the one in the
+    writer's directory. A calibrated profile takes precedence over defaults that come with a writer.
 
     Raises:
-        InputError: ``ratio``, which takes the place of the profile's, is out of range.
+        InputError: ``ratio``, which replaces the profile's ratio, is out of range.
     """
     found = _read_profile(digest, model_directory, writer)
-    # Who names a ratio wants a blend, as in a request.
+    # A given ratio asks for a blend, as in a request.
     return found if ratio is None else replace(found, ratio=ratio, reuse="chunks", always=True)
 
 
@@ -171,7 +172,7 @@ def _read_profile(digest: str, model_directory: Path | None, writer: WrittenBy |
 
 def _profile_in(file: Path) -> ModelProfile:
     data = json.loads(file.read_text(encoding="utf-8"))
-    if data.get("blockwise") is True:  # which is all that such a file need say
+    if data.get("blockwise") is True:  # a blockwise profile needs no other field
         return ModelProfile(ratio=0.0, blockwise=True, origin=str(file))
     return ModelProfile(
         ratio=data["ratio"],
@@ -189,7 +190,7 @@ def _profile_in(file: Path) -> ModelProfile:
 def save_profile(
     profile: ModelProfile, digest: str, directory: Path | None = None, writer: WrittenBy | None = None
 ) -> Path:
-    """Write the profile of a model (with a KV ``writer``) among the user's files, or into ``directory``; return the file."""
+    """Write a model's profile (with a KV ``writer``) to the user's files, or into ``directory``; return the file."""
     file = _own_file(digest, writer) if directory is None else directory / _FILE
     data = asdict(profile)
     del data["origin"], data["always"]
@@ -202,16 +203,16 @@ def _own_file(digest: str, writer: WrittenBy | None = None) -> Path:
 
 
 def save_costs(costs: Costs, digest: str, device: str, engine: str = EMBEDDED) -> Path:
-    """Write the costs of a model on a device, as an engine runs it, among the user's files; return the file."""
+    """Write the costs of a model on a device, as an engine runs it, to the user's files; return the file."""
     file = _costs_file(digest, device, engine)
     write_json(file, asdict(costs))
     return file
 
 
 def load_costs(digest: str, device: str, engine: str = EMBEDDED) -> Costs | None:
-    """Return the costs of a model on a device, as an engine runs it; those of the embedded engine where only these are known.
+    """Return the costs of a model on a device for an engine; the embedded engine's costs if only these are known.
 
-    None if they were never measured, or cannot be read.
+    Return None if no costs were measured, or if the file cannot be read.
     """
     file = _costs_file(digest, device, engine)
     if engine != EMBEDDED and not file.exists():
@@ -226,18 +227,18 @@ def load_costs(digest: str, device: str, engine: str = EMBEDDED) -> Costs | None
 
 
 def _costs_file(digest: str, device: str, engine: str) -> Path:
-    numbered = "cuda:0" if device == "cuda" else device  # vLLM does not number the device that it runs on
+    numbered = "cuda:0" if device == "cuda" else device  # vLLM reports the device without a number
     ran_by = "" if engine == EMBEDDED else f"-{engine}"
     return user_file("costs", f"{digest}-{numbered.replace(':', '-')}{ran_by}")
 
 
 def user_file(kind: str, name: str) -> Path:
-    """Return where a JSON file of a kind lies among the user's files."""
+    """Return the path of a JSON file of a kind among the user's files."""
     return user_folder("data") / kind / f"{name}.json"
 
 
 def user_folder(kind: Literal["cache", "data"]) -> Path:
-    """Return where this user's files lie: in CACHEBLEND_HOME, else where the system keeps what programs keep.
+    """Return the folder of this user's files: CACHEBLEND_HOME, else the system's cache or data folder of the user.
 
     Raises:
         InputError: The user has no home directory, and CACHEBLEND_HOME is not set.
@@ -247,10 +248,10 @@ def user_folder(kind: Literal["cache", "data"]) -> Path:
     try:
         try:
             from platformdirs import user_cache_path, user_data_path
-        except ImportError:  # a bare image of torch and transformers, and those are Linux
+        except ImportError:  # an image with only torch and transformers, which is always Linux
             return Path.home() / (".cache" if kind == "cache" else ".local/share") / "cacheblend"
         return (user_cache_path if kind == "cache" else user_data_path)("cacheblend")
-    except RuntimeError as error:  # of a container that runs as a user it does not know
+    except RuntimeError as error:  # in a container whose user has no account
         raise InputError(
             "This user has no home directory, where what is kept for them would lie. Set HOME, or CACHEBLEND_HOME to a "
             "directory for it."
@@ -258,7 +259,7 @@ def user_folder(kind: Literal["cache", "data"]) -> Path:
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:
-    """Write a file of the user's whole or not at all."""
+    """Write a JSON file of the user as a whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Reads stored KV layer by layer for the computation: by its own thread, by others, or by the device itself."""
+"""Reads stored KV layer by layer for the computation: in the caller's thread, in other threads, or by the device."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from cacheblend_rag.store.kv import LayerKV, StoredKV, join_tokens
 
 _T = TypeVar("_T")
 
-# How much may lie ready on the device before it is computed with: enough that the copies never wait for the computation,
-# little enough to stay unseen beside a model. Two layers may always, so that one is copied while the other is used.
+# Limit on the bytes that wait on the device before they are used: enough that copies never wait for the computation,
+# little beside a model's memory. Two layers are always allowed, so that one is copied while the other is used.
 AHEAD_BYTES = 128 << 20
-# From a disk to a CPU two layers hide a slow read; a second thread would take a core from the computation. From afar, where a
-# read is a round trip, there are as many threads as the tier answers reads at once, and a layer more than that on its way.
+# From a disk to a CPU, reading two layers ahead hides a slow read; a second thread would take a core from the
+# computation. From a remote tier, where a read is a round trip, there are as many threads as the tier answers reads at
+# once, and one layer more than threads is under way.
 _CPU_LAYERS_AHEAD = 2
-# To a device the threads only read and check; one alone is slower than the device's bus.
+# For a device the threads only read and check; a single thread is slower than the device's bus.
 _DEVICE_THREADS = 4
 
 
@@ -35,10 +36,10 @@ class UnusableSpanError(Exception):
     """Says that stored KV failed its checks, could not be read, or came too late, while it was being loaded.
 
     Attributes:
-        spans: For which positions; none if another tensor-parallel rank holds it.
-        late: Whether it came too late: then there is nothing wrong with it.
-        reads: What reading from the tiers that are late has taken.
-        waited_s: How long the computation has waited for them.
+        spans: Spans whose stored KV is unusable; empty if the KV is on another tensor-parallel rank.
+        late: Whether the stored KV only came too late; then the KV itself is intact.
+        reads: Reads so far from the tiers that are late.
+        waited_s: Seconds that the computation has waited.
     """
 
     def __init__(
@@ -56,21 +57,21 @@ class UnusableSpanError(Exception):
 
     @property
     def entries(self) -> frozenset[tuple[int, ...]]:
-        """Return the token ids of each entry, ``()`` for the header's."""
+        """Return the token ids of each entry, ``()`` for the header's entry."""
         return frozenset(() if span.chunk is None else span.chunk.token_ids for span in self.spans)
 
 
 class NotYetError(Exception):
-    """Says that a layer has not been read in the time there was."""
+    """Says that a layer was not read within the allowed time."""
 
 
 class Reads(Protocol):
     """Reads the layers of some spans ahead, in ascending order.
 
     Attributes:
-        meter: What the reads took so far.
-        in_place: Whether all KV lies in page-locked memory, from where a device copies by itself.
-        until: No layer from this one on is begun with before it is asked for.
+        meter: Counts and times of the reads so far.
+        in_place: Whether all KV lies in page-locked memory, so that the device copies from there by itself.
+        until: Layers from ``until`` on are not begun before they are asked for.
     """
 
     meter: ReadMeter
@@ -78,39 +79,39 @@ class Reads(Protocol):
     until: int
 
     def ready(self) -> bool:
-        """Say whether all layers are in host memory."""
+        """Return whether all layers are in host memory."""
 
     def parts(self, layer: int, most_s: float | None = None) -> list[LayerKV]:
-        """Return each span's KV on the compute device, waiting for it if need be; good until :meth:`joined`.
+        """Return each span's KV on the compute device, waiting for it if need be; valid until :meth:`joined`.
 
         Call once for each layer that has spans, in ascending order.
 
         Args:
-            layer: Which.
-            most_s: How many seconds to wait for its reads; None for as long as they take.
+            layer: Index of the layer.
+            most_s: Number of seconds to wait for its reads; None for no limit.
 
         Raises:
             UnusableSpanError: A stored layer failed its checks, or cannot be read now.
-            NotYetError: It is not there by then.
+            NotYetError: The layer is not read within ``most_s`` seconds.
         """
 
     def joined(self, layer: int, parts: Sequence[LayerKV]) -> LayerKV:
-        """Return the parts of ``layer`` one behind the other, ``[kv_heads, tokens, head_dim]``, and give back their memory."""
+        """Return the parts of ``layer`` joined, ``[kv_heads, tokens, head_dim]``, and release the parts' memory."""
 
     def close(self, wait: bool = True) -> None:
-        """Stop reading; without ``wait``, reads that have begun end when they do."""
+        """Stop reading; without ``wait``, return before reads that have begun end."""
 
 
 SpansOf = Callable[[int], Sequence[StoredSpan]]
-"""Layer index to the spans wanted in that layer; the last layer wants all of them."""
+"""Maps a layer index to the spans wanted in that layer; the last layer wants all spans."""
 
 
 def reads_of(
     spans: SpansOf, num_layers: int, device: torch.device, trace: Trace | None = None, whole: bool = False
 ) -> Reads:
-    """Begin to read the layers of ``spans`` for ``device``. What fails is raised where its layer is asked for.
+    """Begin to read the layers of ``spans`` for ``device``; a failed read raises when its layer is requested.
 
-    With ``whole`` all of them are read into host memory, not only the next few.
+    With ``whole``, read all layers into host memory, not only the next few.
     """
     transfer, one = transfer_to(device), _OneRead(ReadMeter(), trace)
     if transfer is None:
@@ -119,7 +120,7 @@ def reads_of(
 
 
 class _CPUReads:
-    """Reads at once from RAM to a CPU, where there is nothing to hide; from elsewhere a thread reads ahead."""
+    """Reads for a CPU: from RAM when a layer is requested, from other tiers ahead, in threads."""
 
     in_place = False
 
@@ -145,7 +146,8 @@ class _CPUReads:
         return self._read(layer) if self._pool is None else _within(most_s, self._pending.pop(layer))
 
     def joined(self, layer: int, parts: Sequence[LayerKV]) -> LayerKV:
-        # Here and not in the reading thread: its parallel operations would fight the computation for cores.
+        # Joined here and not in the reading thread, whose parallel operations would compete with the computation for
+        # cores.
         return join_tokens(parts)
 
     def close(self, wait: bool = True) -> None:
@@ -165,7 +167,7 @@ class _CPUReads:
 class _DeviceReads:
     """Copies every layer to memory on the device, which a later layer uses again.
 
-    Where all KV lies in page-locked memory the copies are only asked for, so no thread is needed; else threads read.
+    If all KV lies in page-locked memory, the copies are only queued, without a thread; otherwise threads read.
     """
 
     def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead, transfer: Transfer, whole: bool):
@@ -174,7 +176,7 @@ class _DeviceReads:
         every = spans(num_layers - 1)
         self._tokens = sum(span.kv.num_tokens for span in every)
         held = [(span.kv.held or span.kv).layer(0).k for span in every if span.kv.tier == "ram"]
-        alike = len({k.dtype for k in held}) <= 1  # as they are held
+        alike = len({k.dtype for k in held}) <= 1  # dtypes as held, before decoding
         self.in_place = alike and len(held) == len(every) and all(k.is_pinned() for k in held)
         threads = max(_DEVICE_THREADS, _at_once(every))
         self._pool = (
@@ -185,9 +187,9 @@ class _DeviceReads:
         self._pending: dict[int, tuple[Slot, Future[Staged]]] = {}
         self._next = 0
         self._host: dict[int, Future[list[LayerKV]]] = {}
-        if whole and self._pool is not None:  # before the copies, so that no thread waits for a read that has none
+        if whole and self._pool is not None:  # before the copies, so that no copying thread waits for an unqueued read
             self._host = {n: self._pool.submit(self._read, n) for n in range(num_layers) if spans(n)}
-        if not self.in_place:  # else all may be brought at once
+        if not self.in_place:  # if in place, all layers may be copied at once
             self._fill()
 
     def ready(self) -> bool:
@@ -214,7 +216,7 @@ class _DeviceReads:
             self._pool.shutdown(wait=wait, cancel_futures=True)
 
     def _fill(self) -> None:
-        """Begin with the next layers while there are slots for them."""
+        """Begin with the next layers while slots are free."""
         while self._next < self.until and (self._slots or not self._spans(self._next)):
             if self._spans(self._next):
                 slot = self._slots.pop(0)
@@ -232,7 +234,7 @@ class _DeviceReads:
         return staged
 
     def _stage(self, slot: Slot, layer: int) -> Staged:
-        # Whole entries, since only those lie in one piece; what is not wanted of them is left out on the device.
+        # Copies whole entries, since only they lie in one piece; the device leaves out the tokens that are not wanted.
         take = self._transfer.buffer
         whole: Iterable[LayerKV] = (
             self._one(span, layer, partial(((self.in_place and span.kv.held) or span.kv).layer_in, layer, take))
@@ -247,7 +249,7 @@ class _DeviceReads:
 
 
 def _decoded(span: StoredSpan, part: LayerKV) -> LayerKV:
-    """Return what is wanted of a span's layer, which may have come as it is held."""
+    """Return the wanted tokens of a span's layer, decoded if the layer came as it is held."""
     wanted, dtype = span.cut(part), span.kv.dtype
     return wanted if dtype is None or part.k.dtype == dtype else numbers(wanted, dtype)
 
@@ -263,7 +265,7 @@ def _at_once(spans: Sequence[StoredSpan]) -> int:
 
 
 class _OneRead:
-    """Reads one layer of one span, and counts it."""
+    """Reads one layer of one span, and counts the read."""
 
     def __init__(self, meter: ReadMeter, trace: Trace | None):
         self.meter, self._trace = meter, trace
@@ -283,7 +285,7 @@ class _OneRead:
 
 
 class ReadMeter:
-    """Counts and times the reads of a prompt's layers, from several threads. RAM is not measured: nothing is read from there."""
+    """Counts and times the reads of a prompt's layers, from several threads. RAM is not measured: it needs no reads."""
 
     def __init__(self) -> None:
         self._tiers: dict[str, ReadClock] = {}
@@ -292,7 +294,7 @@ class ReadMeter:
 
     @contextmanager
     def reading(self, kv: StoredKV) -> Iterator[None]:
-        """Measure what runs inside as the read of one layer of ``kv``; one that fails counts as time alone."""
+        """Measure the body as the read of one layer of ``kv``; a read that fails adds only its time."""
         if kv.tier == "ram":
             yield
             return
@@ -304,18 +306,18 @@ class ReadMeter:
             yield
 
     def taken(self) -> Mapping[str, TierReads]:
-        """Return what was read so far, by tier."""
+        """Return the reads so far, by tier."""
         with self._lock:
             return {name: tier.taken() for name, tier in self._tiers.items()}
 
     def under_way(self) -> Mapping[str, TierReads]:
-        """Return the tiers that are being read, and what that has taken so far; see :meth:`ReadClock.under_way`."""
+        """Return the reads so far of each tier that is being read; see :meth:`ReadClock.under_way`."""
         with self._lock:
             tiers = dict(self._tiers)
         return {name: reads for name, tier in tiers.items() if (reads := tier.under_way()) is not None}
 
     def taken_of(self, kv: StoredKV) -> TierReads:
-        """Return what was read of one entry so far."""
+        """Return the reads of one entry so far."""
         with self._lock:
             entry = self._entries.get(id(kv))
         return TierReads() if entry is None else entry.taken()

@@ -1,8 +1,8 @@
 """Moves keys to another position: one fp32 rotation by the model's own RoPE table.
 
-The layout of the rotation (which dimensions pair up, how many rotate, which table a layer uses) is not read from a model's
-name but measured: the same tokens are run at two offsets, and the layout that turns one set of keys into the other is
-the model's. A model for which none does is not blended. See docs/internals/blending.md.
+The layout of the rotation (which dimensions pair up, how many rotate, which table a layer uses) is not derived from the
+model's name but measured. The same tokens are run at two offsets, and the layout that turns one set of keys into the
+other is the model's layout. A model without such a layout is not blended. See docs/internals/blending.md.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 CosSin = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Positions ``[n]`` to the model's own fp32 cos and sin, each ``[n, rotated_dims]``, scaling included."""
+"""Maps positions ``[n]`` to the model's own fp32 cos and sin, each ``[n, rotated_dims]``, scaling included."""
 
 Layout = Literal["half", "interleaved", "none"]
 
 # Relative error up to which a layout explains a model's keys: the arithmetic noise of a deep forward in that dtype.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 8e-2}
 
-# What is run to measure a model's rotation: so many tokens, from position 0 on and so many behind it.
+# Runs that measure a model's rotation: this many tokens, from position 0 on and from this offset on.
 _RUN_TOKENS, _RUN_BY = 16, 29
 
 
@@ -33,7 +33,7 @@ class NotRotaryError(Exception):
 
 @dataclass(frozen=True)
 class Rotation:
-    """Turns keys by one RoPE table from source to target positions: fp32 cos and sin, each ``[tokens, rotated_dims / 2]``."""
+    """Turns keys by one RoPE table to target positions: fp32 cos and sin, each ``[tokens, rotated_dims / 2]``."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -41,7 +41,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Move:
-    """Says how keys of one layer get to their positions: those of the tokens from ``first`` on are rotated."""
+    """Says how the keys of one layer move to their positions: by rotation of the tokens from ``first`` on."""
 
     rotation: Rotation
     layout: Layout
@@ -52,16 +52,17 @@ class Rope:
     """Holds the rotations of a whole model: a table and a layout for each layer."""
 
     def __init__(self, tables: Sequence[CosSin], table_of_layer: Sequence[int], layout_of_layer: Sequence[Layout]):
-        """Give the distinct tables, and for each layer which table and which layout it uses."""
+        """Store the distinct tables, and for each layer which table and which layout it uses."""
         self._tables = tuple(tables)
         self.table_of_layer = tuple(table_of_layer)
         self.layout_of_layer = tuple(layout_of_layer)
-        self._columns: dict[int, slice] = {}  # by table: found out at first use, since a device must be waited for
+        self._columns: dict[int, slice] = {}  # by table; computed at first use, since it waits for the device
 
     def rotations(self, source: torch.Tensor, target: torch.Tensor) -> list[Rotation]:
-        """Return one delta rotation per table, to be reused by all layers.
+        """Return one delta rotation per table, for all layers that use the table.
 
-        It turns keys computed at the positions ``source``, ``[tokens]``, to the positions ``target``, ``[tokens]``.
+        The rotation turns keys computed at the positions ``source``, ``[tokens]``, to the positions ``target``,
+        ``[tokens]``.
         """
         for index, table in enumerate(self._tables):
             if index not in self._columns:
@@ -69,12 +70,12 @@ class Rope:
         return [_delta(table, self._columns[index], source, target) for index, table in enumerate(self._tables)]
 
     def move(self, layer: int, rotations: Sequence[Rotation], first: int = 0) -> Move | None:
-        """Return how the keys of ``layer`` move, those before token ``first`` excepted; None if they have no positions."""
+        """Return the move of the keys of ``layer``, from token ``first`` on; None if the keys have no positions."""
         layout = self.layout_of_layer[layer]
         return None if layout == "none" else Move(rotations[self.table_of_layer[layer]], layout, first)
 
     def rotate(self, layer: int, k: torch.Tensor, rotations: Sequence[Rotation]) -> torch.Tensor:
-        """Return the keys of ``layer``, ``[kv_heads, tokens, head_dim]``, moved; computed in fp32, in the dtype of ``k``."""
+        """Return the keys of ``layer``, ``[kv_heads, tokens, head_dim]``, moved in fp32, in the dtype of ``k``."""
         move = self.move(layer, rotations)
         return k if move is None else apply_rotation(k, move.rotation, move.layout)
 
@@ -85,7 +86,7 @@ def moved(kv: LayerKV, move: Move | None) -> LayerKV:
 
 
 def _distinct_columns(table: CosSin, device: torch.device) -> slice:
-    """Return where the ``rotated_dims / 2`` distinct columns of a table are that repeats each, side by side or pairwise."""
+    """Return the ``rotated_dims / 2`` distinct columns of a table that repeats each, side by side or pairwise."""
     cos, _ = table(torch.arange(1, 8, device=device))  # at position 0 all columns are alike
     half = cos.shape[-1] // 2
     return slice(0, half) if torch.equal(cos[:, :half], cos[:, half:]) else slice(0, None, 2)
@@ -124,7 +125,7 @@ def two_runs(
 
 
 def rope_of_runs(tables: Sequence[CosSin], runs: Sequence[Sequence[LayerKV]]) -> Rope:
-    """Return what moves the keys of one of :func:`two_runs` to those of the other; see :func:`detect_rope`."""
+    """Return the rotation from the keys of the first of :func:`two_runs` to the second; see :func:`detect_rope`."""
     old, new = ([layer.k for layer in run] for run in runs)
     source = torch.arange(_RUN_TOKENS, device=old[0].device)
     return detect_rope(tables, old, new, source, source + _RUN_BY)
@@ -142,12 +143,12 @@ def detect_rope(
     Args:
         tables: Every RoPE table found in the model (none for models without rotation).
         keys_at_source: Per layer, ``[kv_heads, tokens, head_dim]`` of a token sequence run at positions ``source``.
-        keys_at_target: The same tokens run at positions ``target``.
+        keys_at_target: Keys of the same tokens run at positions ``target``.
         source: ``[tokens]``.
         target: ``[tokens]``, ``source`` plus a constant (so that attention within the sequence is unchanged).
 
     Raises:
-        NotRotaryError: For some layer no candidate fits.
+        NotRotaryError: No table and layout fit some layer.
     """
     deltas = [_delta(table, _distinct_columns(table, source.device), source, target) for table in tables]
     chosen: list[tuple[int, Layout]] = []
@@ -176,7 +177,8 @@ def differ(before: torch.Tensor, after: torch.Tensor) -> bool:
 def _token_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return the relative error of keys ``[kv_heads, tokens, head_dim]`` at the median token.
 
-    Rounding may send single tokens to other experts, whose keys are then others; a wrong rotation is wrong for all.
+    Rounding may send single tokens to other experts, which changes their keys; a wrong rotation is wrong for all
+    tokens.
     """
     got, want = got.float(), want.float()
     size = want.square().sum((0, 2)).clamp_min(1e-30)

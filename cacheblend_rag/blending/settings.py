@@ -1,6 +1,6 @@
-"""Says how to blend one prompt: as it is asked for, with nothing left open, and as the fusor is told.
+"""Defines how to blend one prompt: a request's settings, resolved settings, and the fusor's options.
 
-Names the paper's baselines as settings (paper section 7). Programs check options that need no torch otherwise.
+Names the paper's baselines as settings (paper section 7). Programs that need no torch otherwise check options here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 Reuse = Literal["chunks", "prefix", "off"]
-"""``"chunks"`` blends all stored chunks, ``"prefix"`` reuses only what an ordinary prefix cache could, ``"off"`` nothing."""
+"""``"chunks"`` blends all stored chunks, ``"prefix"`` reuses only an exact prefix, ``"off"`` reuses nothing."""
 Ratio = float | Literal["auto"]
 Quality = Literal["full", "exact", "high", "fast"]
 _REUSE: dict[Quality, Reuse] = {"full": "off", "exact": "prefix", "high": "chunks", "fast": "chunks"}
@@ -29,7 +29,7 @@ _REUSE: dict[Quality, Reuse] = {"full": "off", "exact": "prefix", "high": "chunk
 
 @dataclass(frozen=True)
 class _How:
-    """Says how a blend chooses what it recomputes; see :class:`BlendSettings`."""
+    """Says how a blend chooses the tokens to recompute; see :class:`BlendSettings`."""
 
     ratio: Ratio | None = None
     policy: str | SelectionPolicy | None = None
@@ -60,10 +60,10 @@ class _How:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Self:
-        """Read options by name, such as a request brings; None leaves one open.
+        """Read options by name, from a request for example; None leaves an option open.
 
         Raises:
-            InputError: An option that does not exist, or a value out of range.
+            InputError: An option does not exist, or a value is out of range.
         """
         known = [option.name for option in fields(cls)]
         if unknown := sorted(set(params) - set(known)):
@@ -73,24 +73,32 @@ class _How:
 
 @dataclass(frozen=True)
 class BlendSettings(_How):
-    """Says how to treat stored KV in one prompt. This is the one list of blend options; the profile says the rest.
+    """Says how to treat stored KV in one prompt. The profile supplies the options that are left open.
 
     Attributes:
-        ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed, 0 to 1; or
-            ``"auto"``: at least what the text needs, the profile's and more for text unlike that of its calibration
-            (:mod:`cacheblend_rag.blending.settings`); and, where the costs of loading were measured, as much more as costs no
-            time (:mod:`cacheblend_rag.blending.controller`).
-        policy: A token-selection policy: its name, ours or an installed package's (:mod:`cacheblend_rag.blending.policies`); or,
-            where the model runs in this process, a :class:`~cacheblend_rag.blending.policies.SelectionPolicy`.
+        ratio: Recompute ratio: the share of reused chunk tokens (outside the exact prefix) that is recomputed, 0 to 1,
+            or ``"auto"``. ``"auto"`` takes at least the ratio that the text needs: the profile's ratio, and more for
+            text unlike the calibration's text (:mod:`cacheblend_rag.blending.settings`). If the costs of loading were
+            measured, ``"auto"`` recomputes as much more as costs no time (:mod:`cacheblend_rag.blending.controller`).
+        policy: Token-selection policy: the name of a built-in policy or of an installed package's
+            (:mod:`cacheblend_rag.blending.policies`); or, if the model runs in this process, a
+            :class:`~cacheblend_rag.blending.policies.SelectionPolicy`.
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
-        quality: In place of the three: ``"high"`` blends by the profile, ``"fast"`` recomputes less, ``"exact"`` reuses only what
-            an ordinary prefix cache could, which changes nothing, and ``"full"`` reuses nothing. With all left open it is
-            ``"high"``, or ``"exact"`` where calibration found that no blend is good enough. ``"high"`` and ``"fast"`` compute a
-            prompt that a blend would not answer clearly sooner; the three options above blend every prompt.
+        quality: Replaces the other three options: ``"high"`` blends by the profile, ``"fast"`` recomputes less,
+            ``"exact"`` reuses only the KV that an ordinary prefix cache could reuse, which changes no answer, and
+            ``"full"`` reuses nothing. If all options are open, the quality is ``"high"``, or ``"exact"`` if calibration
+            found that no blend is good enough. ``"high"`` and ``"fast"`` compute a prompt that a blend would not answer
+            clearly sooner; the three options above blend every prompt.
 
     Raises:
-        InputError: A value out of range, an unknown policy, or a quality beside what it stands for. Layers beyond the model are
-            refused by the engine.
+        InputError: A value is out of range, a policy is unknown, or a quality is given beside options that it replaces.
+            The engine refuses layers beyond the model.
+
+    Example:
+        Recompute 20% of the reused tokens, chosen by the static policy::
+
+            settings = BlendSettings(ratio=0.2, policy="static")
+            generation = engine.generate("Who is the captain?", settings=settings)
     """
 
     quality: Quality | None = None
@@ -108,21 +116,22 @@ class BlendSettings(_How):
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Return which of the options are given that say how to blend."""
+        """Return the names of the given options among ratio, policy and check layers."""
         return tuple(name for name in HOW_NAMES if getattr(self, name) is not None)
 
     @property
     def reuse(self) -> Reuse | None:
-        """Return what of the stored KV is used; None leaves it to the profile."""
+        """Return which stored KV is used; None leaves the choice to the profile."""
         return _REUSE[self.quality] if self.quality is not None else "chunks" if self.named else None
 
 
 @dataclass(frozen=True)
 class ResolvedSettings(_How):
-    """Holds what is done with a prompt's stored KV, nothing left open; :meth:`ModelProfile.resolve` makes it.
+    """Holds the complete blend settings of a prompt, without open options; :meth:`ModelProfile.resolve` makes them.
 
-    ``reuse`` says what of the stored KV is used at all; the rest is as of :class:`BlendSettings`, errors too.
-    ``quality`` is the one that was asked for, or that the profile stands for; None where the request says how to blend.
+    ``reuse`` says which stored KV is used at all; the other options and errors are the same as in
+    :class:`BlendSettings`. ``quality`` is the requested quality, or the profile's; None if the request says how to
+    blend.
     """
 
     ratio: Ratio
@@ -141,12 +150,12 @@ class ResolvedSettings(_How):
 
     @property
     def only_if_sooner(self) -> bool:
-        """Return whether the engine decides if there is a blend: a quality was asked for, not how to blend."""
+        """Return whether the engine decides if it blends, because the request gives a quality and not how to blend."""
         return self.quality in ("high", "fast")
 
     @property
     def asked(self) -> BlendSettings:
-        """Return the options that ask for just this, whatever the profile; a quality stays the profile's to fill in."""
+        """Return the options that request these settings under any profile; the profile fills in a quality."""
         if self.quality is not None:
             return BlendSettings(quality=self.quality)
         if self.reuse == "chunks":
@@ -159,17 +168,17 @@ OPTION_NAMES = tuple(option.name for option in fields(BlendSettings))
 
 
 def is_whole(value: Any) -> bool:
-    """Say whether an option's value is a whole number; True and False are none."""
+    """Return whether an option's value is a whole number; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Say whether it is a number."""
+    """Return whether an option's value is a number; True and False are not."""
     return is_whole(value) or isinstance(value, float)
 
 
 def _ascending_layers(layers: Any) -> tuple[int, ...]:
-    """Return ``layers`` as a tuple; raise unless they are ascending whole numbers from 1 on."""
+    """Return ``layers`` as a tuple; raise InputError unless they are ascending whole numbers from 1 on."""
     found = tuple(layers) if isinstance(layers, (list, tuple)) else ()
     whole = all(map(is_whole, found))
     if not found or not whole or found[0] < 1 or any(a >= b for a, b in pairwise(found)):
@@ -178,15 +187,15 @@ def _ascending_layers(layers: Any) -> tuple[int, ...]:
 
 
 BLEND = BlendSettings(quality="high")
-"""The profile's blend, even where the profile says that there better were none."""
+"""Blend by the profile, even if the profile's default is not to blend."""
 FULL_RECOMPUTE = BlendSettings(quality="full")
 PREFIX_CACHING = BlendSettings(quality="exact")
 FULL_REUSE = BlendSettings(ratio=0.0, policy="hkvd")
-"""At this ratio nothing is measured for a policy; this one asks for nothing that would be stored with the chunks."""
+"""Reuse all stored KV. At ratio 0 no policy measures anything, and this policy needs nothing stored with the chunks."""
 
 
 MOST = 0.6
-"""The highest ratio that ``"auto"`` chooses: as far as calibration looks."""
+"""Highest ratio that ``"auto"`` chooses by the text: calibration measures no higher ratio."""
 _SPREADS = 2.0
 
 
@@ -196,10 +205,10 @@ class TextRange:
 
     Attributes:
         left_out: Mean share of static deviation that the ratio left out in the prompts of the calibration.
-        spread: Its standard deviation over them.
+        spread: Standard deviation of that share over the prompts.
 
     Raises:
-        InputError: They are no shares.
+        InputError: A value is not a share from 0 to 1.
     """
 
     left_out: float
@@ -212,24 +221,24 @@ class TextRange:
 
     @property
     def most_left_out(self) -> float:
-        """Return what is still like the prompts of the calibration."""
+        """Return the largest left-out share that still counts as text like the calibration's."""
         return min(1.0, self.left_out + _SPREADS * self.spread)
 
 
 @dataclass(frozen=True)
 class TextRatio:
-    """Chooses a prompt's ratio by its text: a higher one for another kind than the profile was calibrated on.
+    """Chooses a prompt's ratio by its text: a higher ratio for text unlike the text the profile was calibrated on.
 
-    Under ``ratio="auto"`` this is the lowest ratio; the loading controller (:mod:`cacheblend_rag.blending.controller`) may
-    raise it. What a ratio leaves out is the share of the prompt's static deviation outside the tokens of highest static
-    deviation. It is known before anything is computed, and it tells kinds of text apart: the tokens that depend on their
-    context are few in some texts, many in others. It says how far a prompt is from those that were calibrated on, not that
-    its answer will be right.
+    Under ``ratio="auto"`` this is the lowest ratio; the loading controller (:mod:`cacheblend_rag.blending.controller`)
+    may raise it. A ratio leaves out the share of the prompt's static deviation outside the tokens of highest static
+    deviation. The left-out share is known before anything is computed, and it distinguishes kinds of text: few tokens
+    depend on their context in some texts, many in others. The share measures how far a prompt is from the calibration's
+    prompts, not whether its answer is right.
 
     Attributes:
-        least: The lowest ratio: the profile's, which holds for text like the calibration's.
-        left_out: Most static deviation that may be left out, as a share of the prompt's.
-        most: The highest ratio.
+        least: Lowest ratio: the profile's, which holds for text like the calibration's.
+        left_out: Largest share of the prompt's static deviation that may be left out.
+        most: Highest ratio.
     """
 
     least: float
@@ -245,7 +254,8 @@ class TextRatio:
         """Return the smallest ratio that leaves out no more than allowed; ``static`` is ``[candidates]``."""
         if not len(static):
             return self.least
-        # Descending from 1, at no tokens, to 0: as many counts leave out too much as tokens are needed.
+        # The shares descend from 1, at no tokens, to 0: the number of shares above the limit equals the number of
+        # tokens needed.
         count = int((left_out_by_count(static) > self.left_out).sum())
         return min(max(self.least, count / len(static)), max(self.least, self.most))
 
@@ -257,18 +267,18 @@ def raised(ratio: float | TextRatio, least: float) -> float | TextRatio:
 
 def left_out_by_count(static: torch.Tensor) -> torch.Tensor:
     """Return the share of ``static``, ``[candidates]``, outside its ``n`` highest values, for ``n`` from 0 on, in fp64."""
-    # On the CPU, so that every rank adds up alike.
+    # On the CPU, so that every rank computes the same sums.
     ranked = static.detach().double().cpu().sort(descending=True).values
     covered = ranked.new_zeros(len(ranked) + 1)
     covered[1:] = ranked.cumsum(0)
     if not covered[-1] > 0:
-        return covered.new_zeros(len(covered))  # where nothing depends on its context, nothing is left out
+        return covered.new_zeros(len(covered))  # if no token depends on its context, nothing is left out
     return (1 - covered / covered[-1]).clamp(0, 1)
 
 
 @dataclass(frozen=True)
 class BlendSchedule:
-    """Says at which layers to measure KV deviation, and how many tokens to keep there.
+    """Says at which layers to measure KV deviation, and how many tokens to select there.
 
     Attributes:
         check_layers: Ascending layer indices.
@@ -281,18 +291,19 @@ class BlendSchedule:
 
 @dataclass(frozen=True)
 class FuseOptions:
-    """Says how one prompt is blended; :meth:`~cacheblend_rag.blending.profile.ModelProfile.options` makes one of settings.
+    """Holds the fusor's options for one prompt; :meth:`~cacheblend_rag.blending.profile.ModelProfile.options` makes them.
 
     Attributes:
-        policy: Chooses the tokens to recompute. Where it cannot (a chunk has no static deviation, a model's attention cannot be
-            watched), it gives way to the policy it names for that, at a ratio as much higher as that one needs.
-        ratio: Recompute ratio, of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill. Or the rule that
-            chooses it by the chunks' static deviations; where one has none, it is the lowest that the rule allows.
+        policy: Policy that chooses the tokens to recompute. If a chunk has no static deviation, or a model's attention
+            cannot be measured, the policy falls back to the policy that it names for this case, at a ratio raised by
+            that policy's effort.
+        ratio: Recompute ratio of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill. Or the rule
+            that chooses the ratio by the chunks' static deviations; if a chunk has none, the rule's lowest ratio.
         schedule: Check layers, for policies that measure KV deviation.
-        trace: Where to record what is loaded and computed when; None for nowhere.
-        most_wait_s: How long the computation may wait for stored KV, in all; None for as long as it takes.
-        whole: Begin with a segment that waits until all stored KV is in host memory. An engine that goes on earlier computes
-            layer by layer behind the loading, as without it.
+        trace: Trace that records loads and computations with their times; None to record nothing.
+        most_wait_s: Longest total time that the computation may wait for stored KV; None for no limit.
+        whole: Begin with a segment that waits until all stored KV is in host memory. An engine that goes on earlier
+            computes layer by layer while loading, as without ``whole``.
     """
 
     policy: SelectionPolicy
@@ -304,15 +315,16 @@ class FuseOptions:
 
     @property
     def watches_question(self) -> bool:
-        """Return whether what is recomputed may depend on what is asked."""
+        """Return whether the tokens to recompute may depend on the question."""
         wanted = self.policy
         return wanted.needs_attention or possible(wanted, ranked=False, watched=True).needs_attention
 
 
 def blend_terms(settings: ResolvedSettings, options: FuseOptions) -> dict[str, Any]:
-    """Return all that decides how a prompt's chunks are blended, as JSON values.
+    """Return all settings that determine how a prompt's chunks are blended, as JSON values.
 
-    Of the loading controller's costs nothing is in it: whatever it decides recomputes as much as was asked for, or more.
+    The loading controller's costs are left out: whatever the controller decides, it recomputes at least as much as
+    requested.
     """
     ratio = options.ratio
     return {

@@ -1,8 +1,9 @@
-"""Measures static deviation: how much a chunk's tokens depend on what stands before them, as it is indexed.
+"""Measures static deviation, when a chunk is indexed: how much its tokens depend on the text before them.
 
-A chunk is computed once more behind a *probe*, a text that has nothing to do with it, and its KV compared with that of the chunk
-alone. Tokens whose KV hardly moves do not need their context; those that move most are the ones to recompute in any prompt.
-Where that ranking is stored, a blend needs no dense pass: its selection is known before the first layer runs.
+A chunk is computed again behind a *probe*, a text unrelated to the chunk, and its KV is compared with the KV of the
+chunk alone. Tokens whose KV hardly changes do not need their context; tokens whose KV changes most are the ones to
+recompute in any prompt. If the ranking is stored, a blend needs no dense pass: its selection is known before the first
+layer runs.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from cacheblend_rag.store.kv import LayerKV, StoredKV
 
 _TEXT = files("cacheblend_rag.blending") / "probe.txt"
 _MOST_PROBE_TOKENS = 512
-# A chunk must fit behind the probe, so that a small window keeps most of its room for chunks.
+# Divisor of the context window: chunks must fit behind the probe, so a small window needs a short probe.
 _SHARE_OF_WINDOW = 4
 
 
 def probe_ids(tokenizer: Any, vocab_size: int, context_window: int) -> tuple[int, ...]:
-    """Return the token ids of the probe: the bundled text, or without a tokenizer tokens drawn at random (always the same).
+    """Return the probe's token ids: the bundled text, or without a tokenizer random tokens (always the same).
 
     Args:
         tokenizer: The model's Hugging Face tokenizer, or None.
@@ -40,7 +41,7 @@ def probe_ids(tokenizer: Any, vocab_size: int, context_window: int) -> tuple[int
 
 
 def probe_digest() -> str:
-    """Return a hash of what the probe's tokens depend on besides the model."""
+    """Return a hash of everything that the probe's tokens depend on besides the model."""
     told = f"{_MOST_PROBE_TOKENS} {_SHARE_OF_WINDOW} {_TEXT.read_text('utf-8')}"
     return hashlib.sha256(told.encode()).hexdigest()[:32]
 
@@ -51,12 +52,12 @@ def static_deviation(alone: StoredKV, behind: Sequence[LayerKV], start: int, rop
 
 
 def static_parts(alone: StoredKV, behind: Sequence[LayerKV], start: int, rope: Rope) -> torch.Tensor:
-    """Compare a chunk's KV behind the header ``alone`` with that ``behind`` header and probe, from the position ``start`` on.
+    """Compare a chunk's KV behind the header (``alone``) with its KV ``behind`` header and probe, from ``start`` on.
 
     Returns:
-        What :func:`mean_deviation` takes, ``[2 * (layers - 1), tokens + 2]`` on the device of ``behind``: of each layer's keys,
-        and then of its values, from layer 1 on (layer 0 depends on nothing but the token), each token's squared L2 distance,
-        the sum of squares, and the number of elements.
+        Input of :func:`mean_deviation`, ``[2 * (layers - 1), tokens + 2]`` on the device of ``behind``. Each layer from
+        layer 1 on has a row for its keys and a row for its values (layer 0 depends only on the token). A row holds each
+        token's squared L2 distance, the sum of squares, and the number of elements.
     """
     device = behind[0].k.device
     offsets = torch.arange(alone.num_tokens, device=device)
@@ -76,8 +77,8 @@ def mean_deviation(parts: torch.Tensor) -> torch.Tensor:
     """Return the static deviation ``[tokens]``: distances by their layer's mean square, K plus V, mean over layers.
 
     Args:
-        parts: From :func:`static_parts`. Tensor-parallel ranks hold different heads of the same tokens: their sum is that of
-            the whole model.
+        parts: Result of :func:`static_parts`. Tensor-parallel ranks hold different heads of the same tokens: the sum of
+            their parts equals the whole model's.
     """
     total = parts.cpu().view(len(parts) // 2, 2, -1)
     scaled = total[..., :-2] / (total[..., -2] / total[..., -1]).clamp_min(1e-30)[..., None]

@@ -1,4 +1,4 @@
-"""Records what was done for a request, and when: what its OpenTelemetry spans are made of."""
+"""Records the events of a request and their times; its OpenTelemetry spans are made from them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any, Final, Literal
 EventKind = Literal["computing", "loading"]
 
 PLAN: Final = "plan"
-"""Looking stored KV up, and what it is used for."""
+"""Looking up stored KV and deciding how to use it."""
 PREFILL: Final = "prefill"
-"""A whole prompt computed without stored KV."""
+"""Computing a whole prompt without stored KV."""
 REST: Final = "rest of the prompt"
-"""What an engine computes behind a blend."""
+"""Computing the tokens behind a blend, by the engine itself."""
 DECODE: Final = "token of the answer"
 
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Says of a part of a request when it ran; it may come from another process of the same machine.
+    """Records when a part of a request ran; the event may come from another process of the same machine.
 
     Attributes:
-        kind: Whether it computed or loaded.
-        name: What was done.
-        begin: When it began, by ``time.perf_counter``, which is the machine's; of a device's work, when it was asked for.
-        end: When it ended.
+        kind: Whether the part computed or loaded.
+        name: Description of the work.
+        begin: Start, by the machine's ``time.perf_counter``; for work on a device, the time the work was queued.
+        end: End, by the same clock.
         details: Tokens of each kind, or the tier and the bytes of a read.
     """
 
@@ -47,12 +47,12 @@ class Trace:
         self._events: list[TraceEvent] = []
 
     def add(self, kind: EventKind, name: str, begin: float, **details: Any) -> None:
-        """Add an event from ``begin``, of ``time.perf_counter``, until now."""
+        """Add an event from ``begin``, by ``time.perf_counter``, until now."""
         self.merge([TraceEvent(kind, name, begin, time.perf_counter(), details)])
 
     @contextmanager
     def during(self, kind: EventKind, name: str, **details: Any) -> Iterator[None]:
-        """Add what runs inside as an event, also if it fails."""
+        """Add the body's run as an event, also if the body fails."""
         begin = time.perf_counter()
         try:
             yield
@@ -60,16 +60,16 @@ class Trace:
             self.add(kind, name, begin, **details)
 
     def merge(self, events: Sequence[TraceEvent]) -> None:
-        """Add events that have ended, such as another process's."""
+        """Add events that have ended, for example from another process."""
         with self._lock:
             self._events += events
 
     def events(self) -> tuple[TraceEvent, ...]:
-        """Return what was recorded so far."""
+        """Return the events so far."""
         with self._lock:
             return tuple(self._events)
 
 
 def computing(trace: Trace | None, name: str, tokens: int) -> AbstractContextManager[None]:
-    """Return what records the computation inside it, where there is a trace."""
+    """Return a context that records the computation inside it, if there is a trace."""
     return nullcontext() if trace is None else trace.during("computing", name, tokens=tokens)

@@ -1,4 +1,4 @@
-"""Moves KV between host memory and the device; only this file knows of streams, events and page-locked buffers."""
+"""Moves KV between host memory and the device; only this file uses streams, events and page-locked buffers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from cacheblend_rag.store.kv import LayerKV, can_page_lock, flat, laid_out, nbytes_of, packed, plain, unflat
 from cacheblend_rag.store.memory import PageLockedMemory
 
-# Buffers for what does not lie in page-locked memory: a chunk's layer of a large model in each (512 tokens of 8 KV heads of 128,
-# in 16 bits, are 2 MiB), enough of them for a few threads to read while the device copies.
+# Buffers for KV outside page-locked memory. Each holds a chunk's layer of a large model (512 tokens of 8 KV heads of
+# 128, in 16 bits, are 2 MiB); there are enough of them for a few threads to read while the device copies.
 BUFFER_BYTES = 8 << 20
 _BUFFERS = 8
 _POLL_S = 0.0005
-# CUDA copies no more than this from ordinary memory without waiting for what its stream is at.
+# CUDA copies at most this many bytes from ordinary memory without waiting for the work queued on its stream.
 _STAGED_BYTES = 64 << 10
 
 Arrival = Callable[[], list[LayerKV]]
@@ -34,7 +34,7 @@ class Slot:
 
     Attributes:
         memory: ``[elements]``; None until the first layer comes.
-        free: Event behind the last use by the computation; None if there was none.
+        free: Event behind the computation's last use of the memory; None before the first use.
     """
 
     memory: torch.Tensor | None = None
@@ -43,7 +43,7 @@ class Slot:
 
 @dataclass
 class Staged:
-    """Stands for a layer's spans on their way to a :class:`Slot`: views of its memory, ready behind an event."""
+    """Stands for a layer's spans on their way to a :class:`Slot`: views of the slot's memory, ready behind an event."""
 
     slot: Slot
     parts: list[LayerKV] = field(default_factory=list)
@@ -51,12 +51,13 @@ class Staged:
 
 
 class Step(NamedTuple):
-    """Says what :meth:`Transfer.bring` copies at once, and does with it.
+    """Describes one step of :meth:`Transfer.bring`: the tensors to copy, and the work that uses them.
 
     Attributes:
-        sources: Page-locked, each ``[elements]``.
-        use: Called with device memory ``[elements]`` that will hold them one behind another, to queue what uses it.
-        done: Event to record behind that; None for none.
+        sources: Page-locked tensors, each ``[elements]``.
+        use: Called with device memory ``[elements]`` that will hold the sources one behind another; queues the work
+            that uses them.
+        done: Event to record behind that work; None for no event.
     """
 
     sources: Sequence[torch.Tensor]
@@ -65,14 +66,14 @@ class Step(NamedTuple):
 
 
 class Transfer:
-    """Copies from and to one device on streams of its own, so that copying and computing go on side by side.
+    """Copies from and to one device on streams of its own, so that copying and computing run at the same time.
 
-    Thread-safe. What lies in page-locked memory is copied from where it is, at once and without a thread; what does not passes
-    through page-locked buffers, which the calling thread fills.
+    Thread-safe. KV in page-locked memory is copied from there, at once and without a thread. Other KV passes through
+    page-locked buffers, which the calling thread fills.
     """
 
     def __init__(self, device: torch.device):
-        """Use ``device``, which must have streams; :func:`transfer_to` says whether it has. Pins the buffers."""
+        """Use ``device``, which must have streams (see :func:`transfer_to`), and pin the buffers."""
         self._device = device
         self._module = torch.get_device_module(device)
         self._up, self._down = self._module.Stream(device), self._module.Stream(device)
@@ -82,13 +83,13 @@ class Transfer:
         self._in_flight: deque[tuple[Any, list[torch.Tensor]]] = deque()
 
     def enter_thread(self) -> None:
-        """Make the device this thread's own: a new thread has the first one, and would open it, too, for a rank on another."""
+        """Select the device for this thread; a new thread would otherwise open the first device, on every rank."""
         self._module.set_device(self._device)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Return memory to read into before :meth:`stage`, as a :data:`~cacheblend_rag.store.kv.Take` (blocking).
 
-        It is a page-locked buffer where one is large enough.
+        The memory is a page-locked buffer if one is large enough.
         """
         if nbytes > BUFFER_BYTES or not self._has_buffers:
             return plain(nbytes)
@@ -97,9 +98,10 @@ class Transfer:
         return found[:nbytes]
 
     def stage(self, slot: Slot, reads: Iterable[LayerKV], tokens: int) -> Staged:
-        """Begin to copy one layer of all spans to ``slot``; the next span is read while the former is copied.
+        """Begin to copy one layer of all spans to ``slot``; each span is read while the span before it is copied.
 
-        What was there must have been given back by :meth:`used`. ``reads`` are each span's KV in host memory, all of ``tokens``.
+        The earlier use of ``slot`` must have been ended by :meth:`used`. ``reads`` are each span's KV in host memory,
+        with ``tokens`` tokens in total.
         """
         staged = Staged(slot)
         sources: list[torch.Tensor] = []
@@ -117,8 +119,8 @@ class Transfer:
                     at += count
                     sources += self._copy(into, layer)
                     staged.parts.append(unflat(into, layer))
-                    del layer  # and with it a buffer, before the next is asked for
-            finally:  # where a read fails, copies before it go on
+                    del layer  # releases a buffer before the next one is requested
+            finally:  # if a read fails, the copies before it continue
                 staged.ready = self._recorded(self._up)
                 self._hold(staged.ready, sources)
         return staged
@@ -131,13 +133,13 @@ class Transfer:
             staged.slot.memory.record_stream(using)
 
     def used(self, slot: Slot) -> None:
-        """Say that all uses of what is in ``slot`` are on the caller's current stream now: later ones may overwrite it."""
+        """Record that all uses of ``slot`` are queued on the caller's current stream; later copies may overwrite it."""
         slot.free = self._recorded(self._module.current_stream(self._device))
 
     def bring(self, steps: Sequence[Step], dtype: torch.dtype, used: Sequence[torch.Tensor]) -> None:
-        """Begin with all ``steps``, one behind another beside what is computed; they come behind what the caller has queued.
+        """Begin all ``steps``, one after another beside the computation, behind the work that the caller has queued.
 
-        What they copy is all of ``dtype``; ``used`` is what they use on the device beside the copies.
+        All sources are of ``dtype``; ``used`` are the other device tensors that the steps use.
         """
         using = self._module.current_stream(self._device)
         sources: list[torch.Tensor] = []
@@ -157,7 +159,7 @@ class Transfer:
         self._hold(self._recorded(self._up), sources)
 
     def fetch(self, layers: Sequence[LayerKV], room: torch.Tensor | None) -> Arrival:
-        """See :func:`fetch`."""
+        """Begin to copy layers to host memory; see :func:`fetch`."""
         tensors = [tensor for layer in layers for tensor in layer]
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise ValueError("KV of several dtypes cannot be copied as one")
@@ -188,7 +190,7 @@ class Transfer:
             slot.memory = torch.empty(elements, dtype=dtype, device=self._device)
 
     def _copy(self, into: torch.Tensor, layer: LayerKV) -> list[torch.Tensor]:
-        """Copy to ``into``, ``[elements]``; return the sources that must stay as they are until the copies are done."""
+        """Copy to ``into``, ``[elements]``; return the sources that must stay unchanged until the copies are done."""
         whole = flat(layer)
         sources = [tensor.reshape(-1) for tensor in layer] if whole is None else [whole]
         kept = []
@@ -198,7 +200,7 @@ class Transfer:
                 continue
             part.copy_(source, non_blocking=True)
             if self._buffers.holds(source):
-                self._hold(self._recorded(self._up), [source])  # others wait for this buffer
+                self._hold(self._recorded(self._up), [source])  # other threads wait for this buffer
             else:
                 kept.append(source)
         return kept
@@ -217,7 +219,7 @@ class Transfer:
         return event
 
     def _hold(self, done: Any, memory: list[torch.Tensor]) -> None:
-        """Keep host memory from being given away until ``done``; let go of what earlier copies needed."""
+        """Keep host memory alive until ``done``; release the memory of copies that are done."""
         with self._lock:
             while self._in_flight and self._in_flight[0][0].query():
                 self._in_flight.popleft()
@@ -227,7 +229,7 @@ class Transfer:
         with self._lock:
             oldest = self._in_flight.popleft() if self._in_flight else None
         if oldest is None:
-            time.sleep(_POLL_S)  # all buffers are being filled by other threads
+            time.sleep(_POLL_S)  # other threads are filling all buffers
         else:
             oldest[0].synchronize()
 
@@ -238,7 +240,7 @@ def _arrive(ready: Any, shapes: Sequence[LayerKV], memory: torch.Tensor) -> list
 
 
 def transfer_to(device: torch.device) -> Transfer | None:
-    """Return the transfer to ``device``, one for the whole process; None for a CPU and for devices without streams."""
+    """Return the process-wide transfer to ``device``; None for a CPU and for devices without streams."""
     if not can_page_lock(device):
         return None
     index = torch.get_device_module(device).current_device() if device.index is None else device.index
@@ -251,15 +253,15 @@ def _transfer_to(device: torch.device) -> Transfer:
 
 
 def fetch(layers: Sequence[LayerKV], room: Callable[[int], torch.Tensor | None]) -> Arrival:
-    """Begin to copy an entry's layers to host memory, where each is one block. The caller does not wait for it.
+    """Begin to copy an entry's layers to host memory, where each layer is one block. The caller does not wait.
 
-    From a device: one gather on the caller's stream, so that the layers may be overwritten by what comes next on it, and one
-    copy beside it into page-locked memory; without such memory the copy is left to the :data:`Arrival`. From a CPU all is left to
-    it, and the layers must stay as they are until then.
+    From a device: one gather on the caller's stream, so that later work on the stream may overwrite the layers, and one
+    copy beside it into page-locked memory. Without page-locked memory, the :data:`Arrival` makes the copy. From a CPU,
+    the :data:`Arrival` does everything, and the layers must stay unchanged until then.
 
     Args:
-        layers: Of one dtype, each ``[kv_heads, tokens, head_dim]``.
-        room: Gives page-locked memory for so many bytes, or None; see :func:`~cacheblend_rag.store.base.room_in`.
+        layers: Layers of one dtype, each ``[kv_heads, tokens, head_dim]``.
+        room: Returns page-locked memory for a number of bytes, or None; see :func:`~cacheblend_rag.store.base.room_in`.
     """
     transfer = transfer_to(layers[0].k.device)
     if transfer is None:
@@ -268,15 +270,15 @@ def fetch(layers: Sequence[LayerKV], room: Callable[[int], torch.Tensor | None])
 
 
 class Fetch:
-    """Copies ``values`` to host memory without waiting: computing goes on, and whoever reads the copy waits for it."""
+    """Copies ``values`` to host memory without waiting; the computation continues, and only a reader waits."""
 
     def __init__(self, values: torch.Tensor):
-        """Start to copy ``values``, behind what is queued on the device already."""
+        """Start to copy ``values``, behind the work already queued on the device."""
         self._values, self._arrived = values, None
         if values.device.type == "cpu":
             return
         module: Any = torch.get_device_module(values.device)
-        if not hasattr(module, "Stream"):  # a device without streams: all copies wait
+        if not hasattr(module, "Stream"):  # devices without streams always copy synchronously
             self._values = values.cpu()
             return
         self._values = _pinned(torch.empty(values.shape, dtype=values.dtype))
@@ -285,26 +287,26 @@ class Fetch:
         self._arrived.record()
 
     def result(self) -> torch.Tensor:
-        """Return the values in host memory; waits for the copy, and so for the device up to it."""
+        """Return the values in host memory; waits for the copy, and so for all earlier work of the stream."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values
 
 
 def whole_numbers(values: Sequence[int]) -> torch.Tensor:
-    """Return ``values`` in host memory, int64: for thousands of them torch.tensor takes eight times as long."""
+    """Return ``values`` in host memory, int64. For thousands of values torch.tensor takes eight times as long."""
     return torch.from_numpy(np.fromiter(values, np.int64, len(values)))
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``values``, which are in host memory, on ``device``, without waiting for what the device is at."""
+    """Return ``values``, which are in host memory, on ``device``, without waiting for the device's queued work."""
     if values.nbytes > _STAGED_BYTES and values.device.type == "cpu" and can_page_lock(device):
         values = _pinned(values)
     return values.to(device, non_blocking=True)
 
 
 def _pinned(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy in page-locked memory; ``values`` where there is none left, whose copies are waited for."""
+    """Return a page-locked copy of ``values``; ``values`` itself if no such memory is left, so that copies wait."""
     try:
         return values.pin_memory()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Finds out what a model does on a machine, and calibrates its blend settings."""
+"""Measures how a model performs on a machine, and calibrates its blend settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures how fast this machine moves KV: within RAM, from the disk, to the device. Bytes per second, medians."""
+"""Measures how fast this machine moves KV within RAM, from disk and to the device: medians, in bytes per second."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _REPEAT = 3
 
 
 def measure_ram_copy() -> float:
-    """Return the rate of copying 256 MiB from RAM to RAM."""
+    """Return the rate of copying 256 MiB from RAM to RAM, in bytes per second."""
     source = torch.ones(_BLOCK, dtype=torch.uint8)
     target = torch.empty_like(source)
     return _rate(lambda: target.copy_(source), _BLOCK)
 
 
 def measure_device_copy(device: torch.device) -> float:
-    """Return the rate of copying 256 MiB of page-locked memory to a CUDA device."""
+    """Return the rate of copying 256 MiB of page-locked memory to a CUDA device, in bytes per second."""
     source = torch.ones(_BLOCK, dtype=torch.uint8).pin_memory()
     target = torch.empty(_BLOCK, dtype=torch.uint8, device=device)
 
@@ -39,10 +39,11 @@ def measure_device_copy(device: torch.device) -> float:
 
 
 def measure_disk(directory: Path, cold: bool) -> TierCost | None:
-    """Return rate and latency of reading up to 256 MiB of the files in ``directory``; of a temporary one if there are few.
+    """Return the latency and the rate of reading up to 256 MiB of entry files in ``directory``.
 
-    The latency, in seconds, is that of 4 KiB whose page is not cached. None where nothing can be read: a directory that is
-    empty and cannot be written to.
+    If ``directory`` holds less than 64 MiB and is writable, a temporary file of 256 MiB is read instead. The latency,
+    in seconds, is that of reading 4 KiB that the page cache does not hold. Return None if ``directory`` is empty and
+    not writable.
     """
     with _files(directory) as files:
         if not files:

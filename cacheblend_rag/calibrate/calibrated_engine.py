@@ -1,4 +1,4 @@
-"""Calibrates the model of an engine, and keeps its profile."""
+"""Calibrates the model of an engine, and saves its profile."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ def calibrate_engine(
     everything: bool = False,
     by_deviation: bool = True,
 ) -> tuple[Calibration, Path]:
-    """Calibrate the model of ``engine`` and write its profile; engines opened from now on use it.
+    """Calibrate the model of ``engine`` and write its profile; engines opened afterwards use the profile.
 
-    What is measured is kept among the user's files until it has ended: stopped, the same call goes on.
+    Measurements are stored among the user's files until the calibration is complete: after a stop, the same call
+    resumes.
 
     Args:
-        engine: The model; its parity gate must have passed. Its store and registry are left as they are.
+        engine: The model; its parity gate must have passed. Its store and registry are left unchanged.
         prompts: RAG prompts; see :func:`cacheblend_rag.calibrate.prompts.collect_prompts`.
         output: Directory of the model, or of its KV writer, to write the profile into; None for the user's files.
         progress: See :func:`calibrate`.
@@ -50,11 +51,11 @@ def calibrate_engine(
         by_deviation: See :func:`calibrate`.
 
     Returns:
-        What was measured, and the file.
+        The calibration, and the path of the profile.
 
     Raises:
         ModelError: The model is not blended.
-        InputError: No prompt is of use, there is no ratio to find, or the profile cannot be written.
+        InputError: No prompt is usable, there is no ratio to find, or the profile cannot be written.
     """
     planner = planner_of(engine)
     assert engine.rope is not None
@@ -63,7 +64,7 @@ def calibrate_engine(
         raise InputError(f"{engine.profile.origin} says that {why}.")
     end = getattr(engine.tokenizer, "eos_token_id", None)
 
-    # In RAM, and with its budget: what it has no room for is computed anew where it is needed again.
+    # This store lies in RAM and has a budget: evicted KV is computed again when it is needed.
     kept = engine.store, engine.ranking, engine.registry
     ledger = Ledger(user_folder("cache") / "calibrations" / f"{_measured_by(engine, end)}.jsonl")
     bits = None if standard is None else standard.bits
@@ -76,14 +77,14 @@ def calibrate_engine(
         )  # fmt: skip
     finally:
         engine.store, engine.ranking, engine.registry = kept
-    file = _saved(found, engine, output)  # before what was measured is given up
+    file = _saved(found, engine, output)  # the measurements are deleted only after the profile is saved
     if not found.stopped:
         ledger.remove()
     return found, file
 
 
 def _saved(found: Calibration, engine: TransformersEngine, output: Path | None) -> Path:
-    """Write the profile and return its file; raises InputError where it cannot be written."""
+    """Write the profile and return its file; raises InputError if the profile cannot be written."""
     try:
         return save_profile(found.profile, engine.fingerprint.digest, output, engine.writer)
     except OSError as error:
@@ -94,7 +95,7 @@ def _saved(found: Calibration, engine: TransformersEngine, output: Path | None) 
 
 
 def planner_of(engine: TransformersEngine) -> Planner:
-    """Return what plans a prompt by an engine's store, whose chunks' KV it computes first where it is missing.
+    """Return a function that plans a prompt from an engine's store, and first computes KV that the store lacks.
 
     Raises:
         ModelError: The model is not blended.
@@ -113,7 +114,7 @@ def planner_of(engine: TransformersEngine) -> Planner:
 
 
 def _coarser(engine: TransformersEngine, bits: int) -> Coarser:
-    """Return what computes the logits of a token's last tokens by weights of so many bits."""
+    """Return a function that computes the logits of a prompt's last tokens with weights of ``bits`` bits."""
     model, device = engine.runner.model, engine.runner.device
 
     @torch.no_grad()
@@ -127,7 +128,7 @@ def _coarser(engine: TransformersEngine, bits: int) -> Coarser:
 
 
 def _measured_by(engine: TransformersEngine, end_token: int | None) -> str:
-    """Return what tells measurements of one model, header and set of versions from others'."""
+    """Return a hash of the model, the KV writer, the header, the end token and the versions that measurements depend on."""
     machine = describe_machine(engine.runner.device)
     versions = {name: value for name, value in machine.items() if "memory" not in name and name != "threads"}
     writer = None if engine.writer is None else engine.writer.digest

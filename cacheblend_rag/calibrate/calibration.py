@@ -1,19 +1,22 @@
-"""Calibrates a model: finds the least compute whose answers agree with full recompute, and writes the profile.
+"""Calibrates a model: finds the least compute whose answers agree with full recompute, and returns the profile.
 
-1. *Standard*: where a blend is to be as near as weights of few bits, these are measured first, on the same prompts; where it
-   is to answer the user's questions as well, full recompute's score. A blend then gives answers of its own.
-2. *Layers*: on the first prompts the KV deviation of every layer is compared with that of all layers. Check layers are offered
-   where they are shallow enough to pay, find clearly more than the layers before them, and see enough tokens deviate at all.
-3. *Search*: candidates (policy, ratio, check layers) are tried for the least compute; compute counts everything that a blend
-   computes: dense pass, the question's pass, chosen and forced tokens. See :mod:`cacheblend_rag.calibrate.search`.
-4. *Verdict*: the first that holds the standard on all prompts is the profile, or a ratio some steps above it that holds as well,
-   as a margin for text that the prompts do not show. If none does, the profile says not to blend: prefix caching, which loses
-   nothing.
-5. With fewer prompts than could show it (:attr:`Standard.needed`), or stopped early, the cheapest is taken that holds on those
-   there are, by agreement and by KL; it is marked as not shown.
+1. *Standard*: if a blend must come as near as weights of few bits, the KL of these weights is measured first, on the
+   same prompts. If a blend must answer the user's questions as well, full recompute's score is measured first; a blend
+   then gives answers of its own.
+2. *Layers*: on the first prompts the KV deviation of every layer is compared with the deviation of all layers. A layer
+   is offered as check layer if it is shallow enough to pay, finds clearly more than the layers before it, and sees
+   enough tokens deviate.
+3. *Search*: candidates (policy, ratio, check layers) are tried for the least compute. Compute counts everything that a
+   blend computes: dense pass, the question's pass, chosen and forced tokens. See
+   :mod:`cacheblend_rag.calibrate.search`.
+4. *Verdict*: the first candidate that holds the standard on all prompts becomes the profile, or a ratio some steps
+   above it that also holds, as a margin for text unlike the prompts. If no candidate holds, the profile says not to
+   blend and to use prefix caching, which loses nothing.
+5. With fewer prompts than :attr:`Standard.needed`, or after an early stop, the cheapest candidate is taken that holds
+   on the measured prompts, by agreement and by KL. The result is marked as not shown.
 
-What is measured goes to a ledger, so that a calibration that was stopped goes on where it was. A candidate's bound is its own:
-of many candidates that nearly hold, one may pass by luck, more often than a single one would.
+Measurements go to a ledger, so that a stopped calibration can resume. Each candidate's bound holds for that candidate
+alone: of many candidates that nearly hold, one may pass by luck, more often than a single candidate would.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ Progress = Callable[[float, int, str], None]
 
 @dataclass(frozen=True)
 class CalibrationPrompt:
-    """Holds a RAG prompt and, if it is not to be answered, the token ids that follow it; who judges its answers, if anybody."""
+    """Holds a RAG prompt, the token ids that follow it (empty if the model answers), and the judge of its answers, if any."""
 
     prompt: TokenizedPrompt
     continuation: tuple[int, ...] = ()
@@ -64,15 +67,16 @@ class MeasuredCandidate:
     """Holds one candidate's figures.
 
     Attributes:
-        policy: Its policy.
-        ratio: Its recompute ratio.
-        check_layers: Its check layers; empty where the policy measures no KV deviation.
-        widths: Of the set at each, as multiples of the ratio.
-        compute: What it computed, as a share of the prompts' tokens through all layers.
-        agreement: With full recompute, by the standard.
+        policy: Name of the policy.
+        ratio: Recompute ratio.
+        check_layers: Check layers; empty if the policy measures no KV deviation.
+        widths: Size of the token set at each check layer, as multiples of the ratio.
+        compute: Compute of the candidate's blends, as a share of the prompts' tokens through all layers.
+        agreement: Agreement with full recompute, by the standard.
         kl: Mean KL, in nats, over tokens and prompts.
-        prompts: Prompts it was measured on.
-        complete: Whether those are all; if not, the figures above are of the first prompts, which every candidate was tried on.
+        prompts: Number of prompts that the candidate was measured on.
+        complete: Whether the candidate was measured on all prompts. If not, the figures above are of the first prompts,
+            on which every candidate was tried.
     """
 
     policy: str
@@ -86,26 +90,27 @@ class MeasuredCandidate:
     complete: bool
 
     def __str__(self) -> str:
-        """Return how it blends, in words."""
+        """Return policy, ratio and check layers in words."""
         return in_words(self.policy, self.ratio, self.check_layers)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Holds what was measured and what follows.
+    """Holds the measurements and the resulting profile.
 
     Attributes:
-        profile: What to use from now on.
-        verdict: ``"shown"``, ``"not shown"`` (too few prompts, or stopped; the best evidence), or ``"do not blend"``.
+        profile: The profile to use from now on.
+        verdict: ``"shown"``, ``"not shown"`` (the best evidence of too few prompts or of a stopped calibration), or
+            ``"do not blend"``.
         why: The verdict in words.
-        standard: What a blend had to reach.
+        standard: The standard that a blend had to reach.
         prompts: Number of prompts.
-        tokens: Number of their tokens that were compared.
-        needed: Prompts it takes to show that the standard holds, if no token disagrees.
-        chosen: What the profile says; None for not to blend.
+        tokens: Number of compared answer tokens.
+        needed: Number of prompts that show that the standard holds, if no token disagrees.
+        chosen: The candidate in the profile; None if the verdict is not to blend.
         measured: Every candidate that was tried, by compute.
-        layers: Every layer from 1 on.
-        stopped: Whether it was stopped before its end.
+        layers: The finding of every layer from 1 on.
+        stopped: Whether the calibration was stopped before its end.
     """
 
     profile: ModelProfile
@@ -138,28 +143,28 @@ def calibrate(
     coarser: Coarser | None = None,
     ledger: Ledger | None = None,
 ) -> Calibration:
-    """Measure ``prompts`` and choose a profile by the rules above.
+    """Measure ``prompts`` and choose a profile by the rules of this module.
 
-    A KeyboardInterrupt ends it with the best so far, if there is any, else it is raised.
+    A KeyboardInterrupt ends the calibration with the best candidate so far, or is raised if there is no candidate.
 
     Args:
         subject: The model.
-        rope: Its rotation.
-        header_ids: What chunks are precomputed behind.
+        rope: The model's rotation.
+        header_ids: Token ids that chunks are precomputed behind.
         prompts: RAG prompts of at least two chunks each.
-        standard: What a blend must reach; None for 99% of tokens with 95% confidence.
-        end_token: Ends an answer.
-        progress: Called before each step with how much is done, of about how much, in full recomputes, and a line of text.
-        probe: What chunks are ranked behind; without one, policies that need that are left out.
-        planner: Where the chunks' KV comes from; None computes it here and keeps it all.
-        margin: Steps of :data:`RATIOS` above the least that holds; taken if that does.
+        standard: The standard that a blend must reach; None for 99% of tokens with 95% confidence.
+        end_token: Token id that ends an answer.
+        progress: Called before each step with work done, estimated total (both in full recomputes) and a line of text.
+        probe: Token ids that chunks are ranked behind; without them, policies that need static deviations are left out.
+        planner: Source of the chunks' KV; None computes the KV of all chunks here and holds it in memory.
+        margin: Steps of :data:`RATIOS` above the least ratio that holds; used if the higher ratio holds, too.
         everything: Measure the candidates that cost more than the chosen one, too, on the first prompts.
         by_deviation: Try hkvd, too, for which the KV deviation of every layer is measured first.
-        coarser: Computes by weights of ``standard.bits``.
-        ledger: What was measured earlier, and gets what is measured now.
+        coarser: Computes logits with weights of ``standard.bits`` bits.
+        ledger: Holds earlier measurements and receives new ones.
 
     Raises:
-        InputError: No prompt holds a token with stale KV.
+        InputError: No prompt has two chunks, so that no token has stale KV.
     """
     standard = standard or Standard()
     usable = _usable(prompts)
@@ -184,7 +189,7 @@ def calibrate(
 
 
 def independent(prompts: Sequence[CalibrationPrompt]) -> int:
-    """Return how many of the prompts count when a standard is to be shown: those of the same chunks count once."""
+    """Return the number of prompts that count when a standard is to be shown: prompts with equal chunks count once."""
     return len(set(map(_group, _usable(prompts))))
 
 
@@ -199,7 +204,7 @@ def _group(each: CalibrationPrompt) -> str:
 def _measured_standard(
     standard: Standard, made: Prompts, coarser: Coarser | None, say: Callable[[str], None]
 ) -> Standard:
-    """Return a standard with what it is held to, which that of weights of few bits and of a metric get by being measured."""
+    """Return the standard with the measurements that it refers to: the KL of coarser weights, or full recompute's score."""
     if standard.metric:
         scores = []
         for number in range(made.count):
@@ -208,7 +213,7 @@ def _measured_standard(
         return standard.scored(scores)
     if (bits := standard.bits) is None:
         return standard
-    assert coarser is not None  # or the agreement would be one that nobody has measured
+    assert coarser is not None  # without it the agreement could not be measured
     found = []
     for number in range(made.count):
         say(f"prompt {number + 1} of {made.count}: full recompute, and by weights of {bits} bits")
@@ -219,7 +224,7 @@ def _measured_standard(
 def _what_to_try(
     num_layers: int, made: Prompts, by_deviation: bool, say: Callable[[str], None]
 ) -> tuple[list[Candidate], list[LayerFinding]]:
-    """Return the candidates, and what each layer says, by the first prompts."""
+    """Return the candidates, and what was found for each layer, from the first prompts."""
     first = range(min(LOOK, made.count))
     layers: list[LayerFinding] = []
     if by_deviation:
@@ -234,7 +239,7 @@ def _what_to_try(
 
 
 def _searched(search: Search, margin: int, everything: bool) -> tuple[Trial | None, Trial | None, bool]:
-    """Return the least that holds, what is chosen, and whether the search was stopped."""
+    """Return the least trial that holds, the chosen trial, and whether the search was stopped."""
     least = None
     try:
         least = search.run()
@@ -244,16 +249,17 @@ def _searched(search: Search, margin: int, everything: bool) -> tuple[Trial | No
             raise
         return None, best, True
     if everything:
-        with suppress(KeyboardInterrupt):  # the rest changes nothing
+        with suppress(KeyboardInterrupt):  # the other candidates do not change the result
             search.look_at_rest()
     return least, chosen, False
 
 
 def _teller(made: Prompts, progress: Progress | None) -> Callable[[str], None]:
-    """Return what says a line of text, with how much is done of about how much."""
+    """Return a function that reports a line of text with the work done and the estimated total."""
     count = made.count
     looks = min(LOOK, count)
-    # A prompt, its KV and what it is held against; looks at some candidates; the rest of the prompts for two or three.
+    # Measuring a prompt, its KV and its reference; looks at some candidates; the other prompts for two or three
+    # candidates.
     expected = 4.2 * count + 3.0 * looks + 1.2 * (count - looks)
 
     def say(text: str) -> None:
@@ -290,7 +296,7 @@ def _conclude(
 
 
 def _profile(chosen: Trial | None, layers: Sequence[LayerFinding]) -> ModelProfile:
-    # Chunks without a ranking are blended by hkvd, which needs a check layer whatever was chosen.
+    # Chunks without a static ranking are blended by hkvd, which needs a check layer with any chosen policy.
     deepest = max((each.layer for each in layers if each.offered), default=1)
     spare = BlendSchedule((deepest,), (1.0,))
     if chosen is None:
@@ -301,7 +307,7 @@ def _profile(chosen: Trial | None, layers: Sequence[LayerFinding]) -> ModelProfi
 
 
 def _text_range(chosen: Trial | None, left_out: Sequence[dict[str, float] | None]) -> TextRange | None:
-    """Return what the chosen ratio leaves out in these prompts; None where they say nothing about it."""
+    """Return mean and spread of the static deviation that the chosen ratio leaves out; None without a ratio or a ranking."""
     if chosen is None or not chosen.candidate.ratio:
         return None
     shares = [each[str(chosen.candidate.ratio)] for each in left_out if each is not None]
@@ -332,7 +338,7 @@ def _words(
     groups: int,
     shown: bool,
 ) -> str:
-    """Return the verdict in words; ``below`` names the least that holds where ``found`` is a margin above it."""
+    """Return the verdict in words; ``below`` names the least candidate that holds if ``found`` is a margin above it."""
     sure = f"at {100 * standard.confidence:.4g}% confidence"
     goal, least = f"{100 * standard.agreement:.6g}% agreement with full recompute {sure}", ", if no token disagrees"
     if standard.bits is not None:
@@ -366,7 +372,7 @@ def _bound(found: MeasuredCandidate, standard: Standard) -> str:
 
 
 def _stopped(found: MeasuredCandidate | None, prompts: int) -> str:
-    """Return in words what a calibration that was stopped had found."""
+    """Return in words the result of a calibration that was stopped."""
     assert found is not None
     tried = f"on {found.prompts} of {prompts} prompts, where it agrees {found.agreement.value:.1%}"
     return (

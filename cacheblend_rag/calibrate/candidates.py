@@ -1,4 +1,4 @@
-"""Lists what calibration chooses from: policies, ratios and check layers, by what they compute."""
+"""Lists the candidates of a calibration: policies, ratios and check layers, in order of their compute."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from cacheblend_rag.calibrate.compared import PromptMeasurement
 
 RATIOS: Final = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.6)
 _PAPER_RATIO: Final = 0.15
-# A deeper check layer must find so many more of the tokens that matter than any before it.
+# A deeper check layer's overlap must exceed the best overlap of the layers offered before it by this much.
 _GAIN: Final = 0.1
 _WIDE: Final = 2.5
-# How far above the rounding of the rotation, which alone moves KV in layer 0, a deviation says something.
+# Multiple of the rotation's rounding error above which a deviation is visible. Only rounding moves KV in layer 0.
 _ABOVE_ROUNDING: Final = 100.0
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Names a way to blend. A ratio of 0 is full KV reuse."""
+    """Holds one way to blend. A ratio of 0 is full KV reuse."""
 
     policy: str
     ratio: float
@@ -32,36 +32,38 @@ class Candidate:
 
     @property
     def options(self) -> FuseOptions:
-        """Return what the fusor is told."""
+        """Return the fusor's options for the candidate."""
         return FuseOptions(policy(self.policy), self.ratio, self.schedule)
 
     @property
     def measures_deviation(self) -> bool:
-        """Return whether its check layers are used; they are spare where its policy scores by something else."""
+        """Return whether the policy scores tokens by KV deviation; otherwise the check layers are not used."""
         return policy(self.policy).needs_deviation
 
     def __str__(self) -> str:
-        """Return it in words."""
+        """Return the candidate in words."""
         return in_words(self.policy, self.ratio, self.schedule.check_layers if self.measures_deviation else ())
 
 
 def in_words(name: str, ratio: float, check_layers: Sequence[int]) -> str:
-    """Return a way to blend in words: its policy's name, its ratio and the layers that measure KV deviation, if any."""
+    """Return policy, ratio and check layers in words; without ``check_layers`` the words name no layer."""
     layers = f" at layer {', '.join(map(str, check_layers))}" if check_layers else ""
     return f"{name} {ratio:.0%}{layers}" if ratio else "full KV reuse"
 
 
 @dataclass(frozen=True)
 class LayerFinding:
-    """Says what a layer is worth as a check layer.
+    """Holds how useful one layer is as a check layer.
 
     Attributes:
         layer: The layer.
-        overlap: Share of the tokens that deviate most over all layers which are among those that deviate most here (at 15%).
-        spearman: Rank correlation with the deviation of all layers.
-        visible: Share of the tokens whose KV deviates by more than rounding here. Behind a sliding window shorter than the chunks
-            most do not, and rounding would decide among them.
-        offered: Whether calibration tries it: shallow enough to pay, not blind, better than the layers before it.
+        overlap: Share of the 15% of tokens that deviate most over all layers that are also in the top 15% at this
+            layer.
+        spearman: Rank correlation of the layer's deviation with the deviation of all layers.
+        visible: Share of the tokens whose KV deviates by more than rounding at this layer. Behind a sliding window
+            shorter than the chunks most tokens do not deviate, and rounding would decide among them.
+        offered: Whether calibration tries the layer: it is shallow enough to pay, not blind, and better than earlier
+            layers.
     """
 
     layer: int
@@ -72,11 +74,11 @@ class LayerFinding:
 
 
 LayerValues = list[tuple[float, float, float]]
-"""Of each layer from 1 on :class:`LayerFinding`'s overlap, spearman and visible, in one prompt."""
+"""Overlap, spearman and visible (see :class:`LayerFinding`) of each layer from 1 on, in one prompt."""
 
 
 def layer_values(measured: PromptMeasurement) -> LayerValues:
-    """Return what each layer says of a prompt."""
+    """Return overlap, spearman and visible of each layer from 1 on, in one prompt."""
     return [
         (_overlap(each, measured.oracle), _correlation(each, measured.oracle), _visible(measured, layer))
         for layer, each in enumerate(measured.deviation[1:], 1)
@@ -84,7 +86,7 @@ def layer_values(measured: PromptMeasurement) -> LayerValues:
 
 
 def examine_layers(prompts: Sequence[LayerValues], num_layers: int) -> list[LayerFinding]:
-    """Return what each layer from 1 on says, mean over prompts."""
+    """Return the finding of each layer from 1 on, with the mean values over prompts."""
     found: list[LayerFinding] = []
     best = 0.0
     for layer in range(1, num_layers):
@@ -100,13 +102,13 @@ def examine_layers(prompts: Sequence[LayerValues], num_layers: int) -> list[Laye
 def list_candidates(
     layers: Sequence[LayerFinding], num_layers: int, stale: float, forced: float, *, ranked: bool
 ) -> list[Candidate]:
-    """Return what to try, the least compute first.
+    """Return the candidates to try, the least compute first.
 
     Args:
-        layers: What each layer says.
-        num_layers: Layers of the model.
+        layers: Findings of the layers.
+        num_layers: Number of the model's layers.
         stale: Share of a prompt's tokens with stale KV.
-        forced: Share of its tokens that are computed in any case.
+        forced: Share of a prompt's tokens that are always computed.
         ranked: Whether chunks have static deviations.
     """
     visible = {each.layer: each.visible for each in layers if each.offered}
@@ -125,13 +127,13 @@ def list_candidates(
 
 
 def dense_share(schedule: BlendSchedule, ratio: float, num_layers: int) -> float:
-    """Return what the dense passes of a blend compute, as a share of its stale tokens through all layers."""
+    """Return the compute of a blend's dense passes, as a share of its stale tokens through all layers."""
     sizes = [1.0, *(min(1.0, ratio * width) for width in schedule.widths[:-1])]
     return sum(size * layer / num_layers for size, layer in zip(sizes, schedule.check_layers, strict=True))
 
 
 def estimate_compute(candidate: Candidate, num_layers: int, stale: float, forced: float) -> float:
-    """Return about what a blend computes, as a share of a full recompute: dense pass, the question's pass, sparse pass."""
+    """Return the estimated compute of a blend (dense, question's and sparse pass), as a share of a full recompute."""
     total = candidate.ratio * stale + forced
     chosen = policy(candidate.policy)
     if chosen.needs_attention:
@@ -142,13 +144,13 @@ def estimate_compute(candidate: Candidate, num_layers: int, stale: float, forced
 
 
 def _schedules(layers: Sequence[int]) -> list[BlendSchedule]:
-    """Return each layer alone, and each with the best one behind it (gradual filtering)."""
+    """Return each layer alone, and each layer followed by the deepest layer, which is the best one (gradual filtering)."""
     alone = [BlendSchedule((layer,), (1.0,)) for layer in layers]
     return alone + [BlendSchedule((layer, layers[-1]), (_WIDE, 1.0)) for layer in layers[:-1]]
 
 
 def _sees_enough(schedule: BlendSchedule, ratio: float, visible: Mapping[int, float]) -> bool:
-    """Say whether each check layer has as many tokens that deviate as are to be chosen there."""
+    """Return whether each check layer has at least as many visibly deviating tokens as the blend chooses at that layer."""
     pairs = zip(schedule.check_layers, schedule.widths, strict=True)
     return all(min(1.0, ratio * width) <= visible[layer] for layer, width in pairs)
 
@@ -163,7 +165,7 @@ def _visible(measurement: PromptMeasurement, layer: int) -> float:
 def _correlation(deviation: torch.Tensor, oracle: torch.Tensor) -> float:
     from scipy.stats import spearmanr
 
-    # Where all are equal there is no order, and none is like the oracle's.
+    # Equal deviations have no order, so that the correlation with the oracle is 0.
     return 0.0 if float(deviation.max()) == float(deviation.min()) else float(spearmanr(deviation, oracle).statistic)
 
 

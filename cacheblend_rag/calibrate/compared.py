@@ -26,13 +26,13 @@ from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 ANSWER_TOKENS: Final = 16
-"""Most tokens of an answer that are compared."""
+"""Maximum number of answer tokens that are compared."""
 
 Planner = Callable[[TokenizedPrompt], BlendPlan]
-"""Says what is stored for a prompt, which then must be all of its chunks."""
+"""Returns the plan of a prompt; the plan has stored KV for all of the prompt's chunks."""
 
 Coarser = Callable[[Sequence[int], int], torch.Tensor]
-"""Returns the logits ``[last, vocab]`` of the last tokens by coarser weights; the second argument says how many."""
+"""Returns logits ``[last, vocab]`` by coarser weights, from token ids and ``last``, the number of final tokens."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,13 @@ class Comparison:
     """Compares one blend of one prompt with full recompute.
 
     Attributes:
-        agrees: For each token of the answer, whether both hold the same token likeliest.
-        kl: For each, KL(full recompute ‖ blend) in nats.
-        compute: What the blend computed, as a share of the prompt's tokens through all layers: dense pass, the question's ranking
-            pass and sparse pass.
-        loss: How much lower its own answer scores than full recompute's, where a judge scores them; below 0 it is better. The
-            tokens above are then those before the answers part, and the one at which they do.
+        agrees: For each token of the answer, whether blend and full recompute have the same likeliest token.
+        kl: For each token of the answer, KL(full recompute ‖ blend) in nats.
+        compute: Compute of the blend (dense pass, the question's ranking pass and sparse pass), as a share of the
+            prompt's tokens through all layers.
+        loss: Score of full recompute's answer minus the score of the blend's own answer, if a judge scores answers;
+            below 0 the blend is better. ``agrees`` and ``kl`` then end at the first token at which the two answers
+            differ.
     """
 
     agrees: tuple[bool, ...]
@@ -55,15 +56,15 @@ class Comparison:
 
 
 class PromptMeasurement:
-    """Measures one prompt: its answer by full recompute, and how near blends come to it, teacher-forced on that answer.
+    """Measures one prompt: its answer by full recompute, and how near blends come to that answer.
 
-    With a judge a blend gives an answer of its own instead.
+    Blends are teacher-forced on the answer of full recompute. With a judge a blend generates its own answer.
 
     Attributes:
-        usable: Whether the prompt has tokens with stale KV at all; the rest is there only if so.
-        stale_tokens: Number of those tokens.
-        forced_tokens: Number of tokens that are computed whatever is selected: text between chunks and the question.
-        static: Static deviation of the tokens with stale KV, ``[candidates]``; None where a chunk has none.
+        usable: Whether the prompt has tokens with stale KV. The other attributes exist only if it has.
+        stale_tokens: Number of tokens with stale KV.
+        forced_tokens: Number of tokens that are always computed: text between chunks and the question.
+        static: Static deviation of the tokens with stale KV, ``[candidates]``; None if a chunk has none.
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class PromptMeasurement:
 
         Args:
             subject: The model.
-            rope: Its rotation.
-            header: What chunks are computed behind.
+            rope: The model's rotation.
+            header: Token ids that chunks are computed behind.
             prompt: The prompt.
-            end_token: Ends the answer.
-            probe: What chunks are ranked behind, if they are to be ranked.
-            continuation: What follows the prompt, instead of the model's own greedy answer.
-            planner: Where the chunks' KV comes from; None computes it here, and keeps it.
+            end_token: Token id that ends an answer.
+            probe: Token ids that chunks are ranked behind; empty for no ranking.
+            continuation: Token ids that follow the prompt, instead of the model's own greedy answer.
+            planner: Source of the chunks' KV; None computes the KV here and holds it in memory.
             judge: Scores answers.
         """
         self._subject, self._rope, self._header, self.prompt = subject, rope, tuple(header), prompt
@@ -118,7 +119,7 @@ class PromptMeasurement:
         return self._planner(self.prompt)
 
     def _compute_chunks(self, probe: Sequence[int]) -> BlendPlan:
-        """Compute every chunk alone, and behind ``probe`` if there is one."""
+        """Return a plan with each chunk's KV computed behind the header, and ranked if ``probe`` is given."""
         alone: dict[tuple[int, ...], ChunkKV] = {}
         header = self._header
         for ids in {tuple(span.chunk.token_ids) for span in self.prompt.spans} | ({()} if header else set()):
@@ -129,12 +130,12 @@ class PromptMeasurement:
         return make_plan(self.prompt, header, lambda ids: alone[tuple(ids)])
 
     def _ranked(self, alone: ChunkKV, before: Sequence[int], ids: Sequence[int]) -> ChunkKV:
-        """Return a chunk's KV with its static deviation, as an index holds it."""
+        """Return a chunk's KV with its static deviation, as an index stores it."""
         behind = cut(self._subject.full_prefill([*before, *ids])[1], len(before))
         return alone.ranked(static_deviation(alone, behind.layers, behind.start, self._rope))
 
     def compare(self, options: FuseOptions) -> Comparison:
-        """Blend, and compare the distributions of the answer's tokens; raises InputError where another policy had to choose."""
+        """Blend the prompt and compare the answer's token distributions; raises InputError if a fallback policy had to choose."""
         target = self._subject.target(self.prompt.token_ids, self._rope)
         outcome = fuse(self._plan, target, options).outcome
         if outcome.policy != options.policy.name:
@@ -147,12 +148,12 @@ class PromptMeasurement:
         return self._compared(logits, compute, self.score() - self._judge.score(answer))
 
     def score(self) -> float:
-        """Return full recompute's score by the judge."""
+        """Return the judge's score of full recompute's answer."""
         assert self._judge is not None
         return self._judge.score(self._answer)
 
     def by_weights(self, coarser: Coarser) -> Comparison:
-        """Compare a full prefill of prompt and answer by other weights."""
+        """Compare a full prefill of prompt and answer by coarser weights with full recompute."""
         ids = (*self.prompt.token_ids, *self._answer[:-1])
         return self._compared(coarser(ids, len(self._answer)), 1.0)
 
@@ -161,21 +162,21 @@ class PromptMeasurement:
         other, truth = (each[:count].double().cpu().log_softmax(-1) for each in (logits, self._truth))
         kl = (truth.exp() * (truth - other)).sum(-1)
         agrees = truth.argmax(-1) == other.argmax(-1)
-        if self._judge is not None:  # behind where they part, answers say nothing of each other
+        if self._judge is not None:  # answers are not comparable after their first difference
             count = min(count, int(agrees.cumprod(0).sum()) + 1)
         return Comparison(tuple(agrees[:count].tolist()), tuple(kl[:count].tolist()), compute, loss)
 
     def kl(self, options: FuseOptions) -> float:
-        """Return the mean KL, in nats, of a blend against full recompute, over the answer's first tokens."""
+        """Return the mean KL, in nats, of a blend against full recompute, over the compared answer tokens."""
         return float(np.mean(self.compare(options).kl))
 
     @property
     def stale(self) -> list[tuple[int, int]]:
-        """Return where each chunk with stale KV begins and ends: the candidates, in order."""
+        """Return start and end of each chunk with stale KV: the candidates, in order."""
         return [(span.start, span.end) for span in self._plan.stale]
 
     def _greedy(self, target: BlendTarget) -> tuple[list[int], torch.Tensor]:
-        """Return the likeliest answer and its logits ``[tokens, vocab]``."""
+        """Return the greedy answer and its logits ``[tokens, vocab]``."""
         answer, found = [], [self._subject.logits(target)]
         while True:
             answer.append(int(found[-1].argmax()))
@@ -185,7 +186,7 @@ class PromptMeasurement:
             found.append(decoded(self._subject, target, answer[-1:])[0])
 
     def _follow(self, target: BlendTarget) -> torch.Tensor:
-        """Return the logits ``[tokens, vocab]`` of the answer's tokens, each behind those before it."""
+        """Return the logits ``[tokens, vocab]`` of the answer's tokens, each computed behind the answer tokens before it."""
         first = self._subject.logits(target)[None]
         if len(self._answer) == 1:
             return first
@@ -193,7 +194,7 @@ class PromptMeasurement:
 
     @cached_property
     def relative_deviation(self) -> torch.Tensor:
-        """Return the KV deviation over the mean square of its layer's KV, ``[layers, candidates]``."""
+        """Return the KV deviation divided by the mean square of its layer's KV, ``[layers, candidates]``."""
         return self._deviations[0] / self._deviations[1][:, None].clamp_min(1e-30)
 
     @cached_property
@@ -203,13 +204,13 @@ class PromptMeasurement:
 
     @cached_property
     def oracle(self) -> torch.Tensor:
-        """Return ``[candidates]``, the deviation of all layers, each over its mean."""
+        """Return the sum over layers from 1 on of the KV deviation divided by its layer's mean, ``[candidates]``."""
         later = self.deviation[1:]
         return (later / later.mean(1, keepdim=True).clamp_min(1e-30)).sum(0)
 
     @cached_property
     def _deviations(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return how far stored KV at its place is from the full prefill's, and the mean square ``[layers]`` of a token's."""
+        """Return placed stored KV's deviation from the full prefill's KV, and the mean square ``[layers]`` of a token's KV."""
         rows, sizes = [], []
         for fresh, stale in fresh_and_stale(self._plan, self._subject, self.prompt, self._rope):
             rows.append(kv_deviation(fresh, stale))
@@ -220,7 +221,7 @@ class PromptMeasurement:
 def fresh_and_stale(
     plan: BlendPlan, subject: TransformersSubject, prompt: TokenizedPrompt, rope: Rope
 ) -> Iterator[tuple[LayerKV, LayerKV]]:
-    """Yield of each layer the KV that a full prefill gives the tokens with stale KV, and their stored KV at its place."""
+    """Yield, for each layer, the full prefill's KV of the tokens with stale KV, and their stored KV rotated to its place."""
     _, full = subject.full_prefill(prompt.token_ids)
     with LayerLoader((), plan.stale, rope, subject.num_layers, full.layers[0].k.device) as loader:
         for layer, true in enumerate(full.layers):
@@ -230,7 +231,7 @@ def fresh_and_stale(
 
 
 def decoded(subject: TransformersSubject, target: BlendTarget, tokens: Sequence[int]) -> torch.Tensor:
-    """Append ``tokens`` to a blended prompt; return the logits ``[tokens, vocab]`` of what follows each."""
+    """Append ``tokens`` to a blended prompt; return the logits ``[tokens, vocab]`` of the token after each."""
     assert isinstance(target, TransformersTarget)
     runner = subject.runner
     return runner.follow(torch.tensor([list(tokens)], device=runner.device), target.cache)[0]

@@ -1,4 +1,4 @@
-"""Measures what computing costs on this machine: times prefills and a blend, and fits the cost that explains them."""
+"""Measures the cost of computing on this machine: times prefills and a blend, and fits a cost model to the times."""
 
 from __future__ import annotations
 
@@ -28,33 +28,35 @@ _CHUNKS, _QUESTION = 4, 8
 
 
 def measure_compute(place: Workbench) -> ComputeCost:
-    """Return what computing costs, placing stored KV included."""
+    """Return the cost of computing, with the cost of placing stored KV."""
     return with_placing(fit_compute(measure_prefills(place)), place)
 
 
 def measure_prefills(place: Workbench) -> dict[int, float]:
-    """Return the seconds of prefills by their number of tokens: three lengths up to 1,024, or what the model takes."""
+    """Return the seconds of prefills by number of tokens: three lengths up to 1,024, or up to the context window."""
     long = min(_LONG, place.engine.context_window - 1)
     lengths = sorted({max(1, long // 32), max(1, long // 4), long})
     return {count: _first_token_s(place, TokenizedPrompt(place.random_ids(count, seed=0), ())) for count in lengths}
 
 
 def fit_compute(measured_s: dict[int, float]) -> ComputeCost:
-    """Return the cost, of parts that are not negative, whose prefills of some lengths come nearest to what was measured."""
+    """Return the cost, with no negative part, that fits the measured seconds of prefills best."""
     from scipy.optimize import nnls
 
     tokens = np.array(sorted(measured_s), np.float64)
     seconds = np.array([measured_s[int(count)] for count in tokens])
     terms = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1)
-    # Relative errors, so that the short lengths count as much as the long ones.
+    # Relative errors give short lengths the same weight as long lengths.
     parts, _ = nnls(terms / seconds[:, None], np.ones_like(seconds))
     return ComputeCost(*parts.tolist())
 
 
 def with_placing(compute: ComputeCost, place: Workbench) -> ComputeCost:
-    """Return the cost with what placing stored KV takes: what a full KV reuse from RAM takes longer than its few tokens.
+    """Return the cost with the seconds of placing stored KV, measured by a full KV reuse from RAM.
 
-    As it was where the model is not blended. On vLLM chunks of random tokens stay in the engine's store.
+    The placing cost is the time of the full KV reuse beyond the time of its few computed tokens. The cost is unchanged
+    if the model is not blended or its context window is too short. On vLLM the chunks of random tokens stay in the
+    engine's store.
     """
     engine = place.engine
     tokens = (min(_LONG, engine.context_window - 1) - len(engine.header_ids) - _QUESTION) // _CHUNKS
@@ -72,7 +74,10 @@ def with_placing(compute: ComputeCost, place: Workbench) -> ComputeCost:
 
 @contextmanager
 def _memory_alone(engine: TransformersEngine | VLLMEngine) -> Iterator[None]:
-    """Keep what is measured out of the store. vLLM's workers have theirs open, and read from RAM from the second use on."""
+    """Give the engine an empty store in RAM for the measurement.
+
+    vLLM keeps its store, because its workers have opened the store; they read from RAM from the second use on.
+    """
     if not isinstance(engine, TransformersEngine):
         yield
         return

@@ -1,4 +1,4 @@
-"""Measures what loading and computing cost here, for the loading controller: ``cacheblend store calibrate``."""
+"""Measures the cost of loading and computing here, for the loading controller: ``cacheblend store calibrate``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cacheblend_rag.store.codec import get_codec
 from cacheblend_rag.store.kv import StoredKV, read_whole
 
 _REPEAT = 3
-# An entry of 8 MiB for tiers on other machines, in 16 layers.
+# Shape of the entry that measures tiers on other machines: 8 MiB in 16 layers.
 _PROBE_LAYERS, _PROBE_TOKENS, _PROBE_DIM = 16, 256, 1024
 _LEAST_S = 1e-4
 _STORED = 64
@@ -33,8 +33,8 @@ _STORED = 64
 def measure_costs(place: Workbench, store: Path, progress: Callable[[str], None] | None = None) -> Costs:
     """Measure a model on its device, and the tiers of the store at ``store``; takes seconds.
 
-    Disks are read with an empty page cache: what the controller reckons with is what holds on a bad day, and runs correct it.
-    Of any other tier an entry of 8 MiB is put and read, and removed again; one that does not answer is left out.
+    Disks are read with an empty page cache: the controller starts with the worst case, and later runs correct it. For
+    any other tier an entry of 8 MiB is written, read and removed; a tier that does not answer is left out.
     """
     say = progress or (lambda line: None)
     say("computing")
@@ -56,8 +56,8 @@ def measure_costs(place: Workbench, store: Path, progress: Callable[[str], None]
 
 
 def measure_remote(tier: KVStore) -> TierCost | None:
-    """Return what reading layers from a tier that is no directory costs; None where it does not answer, or has no room."""
-    # Of numbers that no codec makes smaller.
+    """Return the cost of reading layers from a tier that is no directory; None if the tier does not answer or has no room."""
+    # Random bytes, which no codec makes smaller.
     layer = LayerKV(*torch.randint(256, (2, 1, _PROBE_TOKENS, _PROBE_DIM), dtype=torch.uint8))
     probe = ChunkKV([layer] * _PROBE_LAYERS, 0)
     key = KVKey(secrets.token_hex(20))
@@ -78,7 +78,7 @@ def _reading(tier: KVStore, key: KVKey, found: StoredKV) -> TierCost:
     with ThreadPoolExecutor(found.at_once) as pool:
         for _ in range(_REPEAT):
             begin = time.perf_counter()
-            tier.contains(key)  # a round trip, and hardly a byte
+            tier.contains(key)  # a round trip with hardly any bytes
             waits.append(time.perf_counter() - begin)
             begin = time.perf_counter()
             list(pool.map(found.layer, range(found.num_layers)))
@@ -89,7 +89,7 @@ def _reading(tier: KVStore, key: KVKey, found: StoredKV) -> TierCost:
 
 
 def token_bytes(place: Workbench, codec: str = "none") -> int:
-    """Return the size of one token's KV in all layers, and of all ranks, as a tier with ``codec`` stores it.
+    """Return the size of one token's KV in all layers and ranks, as a tier with ``codec`` stores it.
 
     Raises:
         InputError: There is no such codec.

@@ -1,4 +1,4 @@
-"""Diagnoses a model on a machine for `cacheblend doctor`: is it blended, how, and what would that gain."""
+"""Diagnoses a model on a machine for `cacheblend doctor`: whether and how the model is blended, and the expected gain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SLOWEST = "slowest"
 
 @dataclass(frozen=True)
 class RotationGroup:
-    """Layers that rotate alike: which dimensions pair up (``half``, ``interleaved``, ``none``), and by which RoPE table."""
+    """Holds layers that rotate alike: the pairing of dimensions (``half``, ``interleaved``, ``none``) and the RoPE table."""
 
     layers: tuple[int, ...]
     layout: str
@@ -37,13 +37,14 @@ class RotationGroup:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Says what a prompt of 6 chunks of 512 tokens and a question would cost: computed, not measured.
+    """Holds the computed, not measured, cost of a prompt of 6 chunks of 512 tokens and a question.
 
     Attributes:
-        prompt_tokens: Length of that prompt.
-        full_s: Full recompute.
-        blend_s: Blend with the profile's policy and ratio, loading and computing overlapping as that policy lets them.
-        load_s: Loading alone, from the slowest place measured.
+        prompt_tokens: Length of the prompt.
+        full_s: Seconds of a full recompute.
+        blend_s: Seconds of a blend with the profile's policy and ratio; loading and computing overlap as the policy
+            allows.
+        load_s: Seconds of loading alone, from the slowest place measured.
     """
 
     prompt_tokens: int
@@ -54,10 +55,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Holds all that `doctor` prints. Bandwidths in bytes per second; ``prefill_s`` has seconds by number of tokens.
+    """Holds all that `doctor` prints. Bandwidths are in bytes per second; ``prefill_s`` has seconds by number of tokens.
 
-    ``plain_joins`` says whether chunks' edges are cut into tokens as in the whole prompt. ``codecs`` has what each KV codec
-    that changes numbers moves the model's predictions by, in nats; ``codec_limit`` are allowed.
+    ``plain_joins`` states whether chunks' edges are tokenised as in the whole prompt. ``codecs`` has, for each KV codec
+    that changes numbers, the KL in nats by which it moves the model's predictions; ``codec_limit`` nats are allowed.
     """
 
     model: str
@@ -98,7 +99,7 @@ def diagnose(
 
     Args:
         engine: The model; its parity gate has run.
-        store: Directory of a store whose disk to measure.
+        store: Directory of a store whose disk is measured.
         progress: Called with a line of text before each step.
     """
     say = progress or (lambda line: None)
@@ -145,7 +146,7 @@ def diagnose(
 
 
 def _bandwidths(device: torch.device, store: Path | None) -> dict[str, float]:
-    """Return bytes per second, by what is read and how."""
+    """Return bytes per second, by source and way of reading."""
     found = {"ram copy": measure_ram_copy()}
     if device.type == "cuda":
         found["host to device"] = measure_device_copy(device)
@@ -165,7 +166,7 @@ def rotation_groups(rope: Rope) -> list[RotationGroup]:
 
 
 def estimate(load: Load, compute: ComputeCost, layers: int, bandwidth: float) -> Estimate:
-    """Compute what the standard prompt would cost, as the loading controller reckons; its first chunk is an exact prefix."""
+    """Compute the cost of the standard prompt as the loading controller does; its first chunk counts as an exact prefix."""
     first, *others = load.spans
     load = replace(load, spans=[replace(first, exact=True), *others])
     times = blend_times(load, Costs(layers, compute, {_SLOWEST: TierCost(0.0, bandwidth)}), _SLOWEST)

@@ -1,4 +1,4 @@
-"""Diagnoses a model inside vLLM for `cacheblend doctor --engine vllm`: is it blended, where does a blend's time go."""
+"""Diagnoses a model inside vLLM for `cacheblend doctor --engine vllm`: whether it is blended, and how long a blend takes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _RUNS = 3
 
 @dataclass(frozen=True)
 class BlendCost:
-    """Says what a prompt of chunks of random tokens took.
+    """Holds the times of a prompt of chunks of random tokens.
 
     Attributes:
-        prompt_tokens: Its length.
-        full_s: Time to first token of the full recompute; the median of a few.
-        blend_s: That of a blend by the profile, its stored KV at hand.
-        load_s: How long the last of these blends waited for stored KV.
-        passes: Tokens (times the share of layers they went through) and seconds of each kind of pass of a blend, on average.
+        prompt_tokens: Length of the prompt.
+        full_s: Time to first token of the full recompute; the median of a few runs.
+        blend_s: Time to first token of a blend by the profile, with stored KV precomputed; the median of a few runs.
+        load_s: Seconds that the last of the measured blends waited for stored KV.
+        passes: Tokens (times the share of layers they went through) and seconds of each kind of pass, as means per
+            blend.
     """
 
     prompt_tokens: int
@@ -46,13 +47,14 @@ class VLLMDiagnosis:
     """Holds all that `doctor --engine vllm` prints.
 
     Attributes:
-        vllm: Its version.
-        runner: Which of its model runners.
-        attention: Its attention backends.
-        plain_joins: Whether chunks' edges are cut into tokens as in the whole prompt.
-        step_tokens: Most tokens of an engine step.
-        step_sequences: Most sequences of one; a pass of a blend has no more runs of neighbouring tokens.
-        cost: None for a model that is not blended.
+        vllm: Version of vLLM.
+        runner: Name of vLLM's model runner.
+        attention: vLLM's attention backends.
+        plain_joins: Whether chunks' edges are tokenised as in the whole prompt.
+        step_tokens: Maximum number of tokens in an engine step.
+        step_sequences: Maximum number of sequences in an engine step, and of runs of neighbouring tokens in a blend's
+            pass.
+        cost: Times of a blend; None for a model that is not blended.
     """
 
     model: str
@@ -102,14 +104,14 @@ def diagnose_vllm(engine: VLLMEngine, progress: Callable[[str], None] | None = N
 
 
 def measure_blend(engine: VLLMEngine) -> BlendCost:
-    """Time full recompute and blend of a prompt of six chunks, shorter ones where the context window is short."""
+    """Time full recompute and blend of a prompt of six chunks; a short context window makes the chunks shorter."""
     place = Workbench.of(engine)
     room = engine.context_window - len(engine.header_ids) - _QUESTION_TOKENS - 1
     chunks = place.random_chunks(_CHUNKS, min(_CHUNK_TOKENS, room // _CHUNKS), seed=0)
     prompt = place.prompt(chunks, _QUESTION_TOKENS, seed=0)
     engine.precompute(chunks)
     full = [_answer(engine, prompt, BlendSettings(quality="full")) for _ in range(_RUNS)]
-    _answer(engine, prompt, BlendSettings(quality="high"))  # the first loads code and warms caches
+    _answer(engine, prompt, BlendSettings(quality="high"))  # the first blend loads code and warms caches
     before = ask_worker(engine, "cacheblend_passes")
     blends = [_answer(engine, prompt, BlendSettings(quality="high")) for _ in range(_RUNS)]
     passes = {}
@@ -127,7 +129,7 @@ def _answer(engine: VLLMEngine, prompt: TokenizedPrompt, settings: BlendSettings
 
 
 def ask_worker(engine: VLLMEngine, method: str) -> Any:
-    """Return what a method of :class:`~cacheblend_rag.engines.vllm.worker.BlendWorker` says on the first rank."""
+    """Return the result of a method of :class:`~cacheblend_rag.engines.vllm.worker.BlendWorker` on the first rank."""
     from cacheblend_rag.engines.vllm.asking import ask_workers
 
     return asyncio.run_coroutine_threadsafe(ask_workers(engine.llm, method), engine.loop).result()[0]

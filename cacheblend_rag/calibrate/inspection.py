@@ -1,4 +1,4 @@
-"""Looks inside a prompt: the KV deviation of its tokens, and which of them a blend recomputes."""
+"""Inspects a prompt: the KV deviation of its tokens, and the tokens that a blend recomputes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 
 class PromptInspector:
-    """Looks into one tokenised prompt of an engine, whose chunks are precomputed."""
+    """Inspects one tokenised prompt of an engine; all chunks of the prompt are precomputed."""
 
     def __init__(self, engine: TransformersEngine, tokens: TokenizedPrompt):
-        """Precompute the prompt's chunks and plan it.
+        """Precompute the prompt's chunks and plan the prompt.
 
         Raises:
             ModelError: The model is not blended, or the prompt has no token with stale KV.
@@ -31,9 +31,10 @@ class PromptInspector:
             raise ModelError("This prompt has no chunk behind the first, so no KV of it is stale; use more chunks.")
 
     def measure_deviations(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the deviation of K and that of V, each ``[layers, tokens with stale KV]``, of full KV reuse.
+        """Return the deviation of K and the deviation of V of full KV reuse, each ``[layers, tokens with stale KV]``.
 
-        Squared L2 distance, summed over KV heads, between stored KV at its place and the full prefill's, in fp32 on the CPU.
+        A deviation is the squared L2 distance, summed over KV heads, between stored KV at its place and the full
+        prefill's KV, in fp32 on the CPU.
         """
         found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for pair in fresh_and_stale(self._plan, self._engine.subject(), self.tokens, self._rope):
@@ -42,17 +43,17 @@ class PromptInspector:
         return torch.stack(found[0]), torch.stack(found[1])
 
     def measure_deviation(self) -> torch.Tensor:
-        """Return the KV deviation ``[layers, tokens with stale KV]`` of full KV reuse: that of K plus that of V."""
+        """Return the KV deviation ``[layers, tokens with stale KV]`` of full KV reuse: deviation of K plus deviation of V."""
         k, v = self.measure_deviations()
         return k + v
 
     @property
     def stale(self) -> torch.Tensor:
-        """Positions of the tokens with stale KV, in the order of the deviations."""
+        """Return the positions of the tokens with stale KV, in the order of the deviations."""
         return torch.cat([torch.arange(span.start, span.end) for span in self._plan.stale])
 
     def recomputed(self, settings: BlendSettings) -> torch.Tensor:
-        """Blend the prompt as the engine does, and return the positions of the tokens it recomputed, on the CPU."""
+        """Blend the prompt as the engine does, and return the positions of the recomputed tokens, on the CPU."""
         profile = self._engine.profile
         wanted = profile.resolve(settings, self._engine.num_layers)
         _, result = self._blended(profile.options(wanted))

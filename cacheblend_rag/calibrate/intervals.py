@@ -1,4 +1,4 @@
-"""Computes 95% intervals of shares, means and quantiles; none where a sample is too small or too uniform."""
+"""Computes 95% intervals of shares, means and quantiles; none for a sample that is too small or too uniform."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 RESAMPLES: Final = 2000
 CONFIDENCE: Final = 0.95
 MIN_GROUPS: Final = 8
-"""With fewer groups nothing can be said about them: values count one by one."""
+"""Minimum number of groups; with fewer groups each value counts on its own."""
 MIN_VALUES: Final = 5
-"""With fewer values resampling says nothing: there is no bootstrap interval."""
+"""Minimum number of values for a bootstrap interval; resampling fewer values says nothing."""
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Interval = tuple[float, float]
 
 
 def share_interval(values: Sequence[float], groups: Sequence[str]) -> Interval:
-    """Return the Clopper-Pearson interval of the mean of ``values``, each 0 or 1, for as many values as are independent.
+    """Return the Clopper-Pearson interval of the mean of ``values``, each 0 or 1, counting independent values.
 
-    Values of one group (questions about the same chunks) are not independent: what counts is how many independent values
-    would have a mean of this variance (Korn and Graubard, 1998). All-equal values show no variance, so that each group
-    counts once. An empty group name is a group of its own. With fewer than :data:`MIN_GROUPS` groups values count one by
-    one all the same, and the interval is only a lower bound of the uncertainty.
+    Values of one group (questions about the same chunks) are not independent. The number of independent values is the
+    number that would have a mean of this variance (Korn and Graubard, 1998). All-equal values show no variance, so that
+    each group counts once. A value with an empty group name is a group of its own. With fewer than :data:`MIN_GROUPS`
+    groups each value counts on its own, and the interval is only a lower bound of the uncertainty.
     """
     from scipy.stats import beta
 
@@ -40,10 +40,10 @@ def share_interval(values: Sequence[float], groups: Sequence[str]) -> Interval:
 
 
 def share_bounds(values: Sequence[float], groups: Sequence[str], confidence: float) -> Interval:
-    """Return a lower and an upper bound of the mean of ``values``, each 0 or 1; each of the two holds with ``confidence``.
+    """Return a lower and an upper bound of the mean of ``values``, each 0 or 1; each bound holds with ``confidence``.
 
-    As :func:`share_interval`, and never surer than one would be with no 0 at all, each group counting once: a few 0 say too
-    little about how much the values of one group depend on each other.
+    The bounds are computed as in :func:`share_interval`. The lower bound is at most the bound of values with no 0 at
+    all, each group counting once: a few 0 say too little about how much the values of one group depend on each other.
     """
     from scipy.stats import beta
 
@@ -59,7 +59,7 @@ def share_bounds(values: Sequence[float], groups: Sequence[str], confidence: flo
 
 
 def mean_bounds(values: Sequence[float], groups: Sequence[str], confidence: float, seed: int = 0) -> Interval:
-    """Return a lower and an upper bound of the mean of ``values``, by resampling groups; each holds with ``confidence``."""
+    """Return a lower and an upper bound of the mean of ``values`` by resampling groups; each bound holds with ``confidence``."""
     sums, counts = _by_group(values, groups)
     draws = _draws(len(sums), seed)
     low, high = np.quantile(sums[draws].sum(1) / counts[draws].sum(1), (1 - confidence, confidence))
@@ -67,7 +67,7 @@ def mean_bounds(values: Sequence[float], groups: Sequence[str], confidence: floa
 
 
 def mean_t_bounds(values: Sequence[float], groups: Sequence[str], confidence: float) -> Interval:
-    """Return a lower and an upper bound of the mean of ``values``, by Student's t over groups; each holds with ``confidence``."""
+    """Return a lower and an upper bound of the mean of ``values`` by Student's t over groups; each holds with ``confidence``."""
     from scipy.stats import t
 
     sums, counts = _by_group(values, groups)
@@ -82,7 +82,7 @@ def mean_t_bounds(values: Sequence[float], groups: Sequence[str], confidence: fl
 def mean_interval(values: Sequence[float], groups: Sequence[str], seed: int = 0) -> Interval | None:
     """Return the bootstrap interval of the mean of ``values``, resampling whole groups; see :func:`share_interval`.
 
-    Returns None for fewer than :data:`MIN_VALUES` values, and for values that are all equal.
+    Return None for fewer than :data:`MIN_VALUES` values, and for values that are all equal.
     """
     if len(values) < MIN_VALUES:
         return None
@@ -95,7 +95,7 @@ def mean_interval(values: Sequence[float], groups: Sequence[str], seed: int = 0)
 
 
 def quantile_interval(values: Sequence[float], seed: int = 0, quantile: float = 0.5) -> Interval | None:
-    """Return the bootstrap interval of a quantile of ``values``; None as :func:`mean_interval`."""
+    """Return the bootstrap interval of a quantile of ``values``; None as in :func:`mean_interval`."""
     if len(values) < MIN_VALUES:
         return None
     array = np.asarray(values, np.float64)
@@ -117,7 +117,7 @@ def _by_group(values: Sequence[float], groups: Sequence[str]) -> tuple[Floats, F
 
 
 def _independent(sums: Floats, counts: Floats, share: float) -> float:
-    """Return how many independent values the grouped ones are worth."""
+    """Return the number of independent values that the grouped values are worth."""
     if share in (0, 1):
         return len(sums)
     spread = float(np.square(sums - share * counts).sum())

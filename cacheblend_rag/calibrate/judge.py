@@ -19,11 +19,11 @@ class Judge:
     """Scores the answers to one question, as `cacheblend eval` does.
 
     Attributes:
-        metric: By what.
+        metric: The metric.
         answers: The right answers.
-        tokens: Most tokens of an answer.
-        one_line: Only the first line counts, and ends the answer.
-        decode: Makes text of token ids.
+        tokens: Maximum number of tokens of an answer.
+        one_line: Whether only the first line counts and ends the answer.
+        decode: Converts token ids to text.
     """
 
     metric: Metric
@@ -33,7 +33,7 @@ class Judge:
     decode: Callable[[Sequence[int]], str] = field(repr=False, compare=False)
 
     def ends(self, ids: Sequence[int]) -> bool:
-        """Say whether nothing that follows counts."""
+        """Return whether the answer is complete: later tokens would not change its score."""
         return len(ids) >= self.tokens or (self.one_line and "\n" in self.decode(ids).lstrip())
 
     def score(self, ids: Sequence[int]) -> float:

@@ -1,4 +1,4 @@
-"""Keeps what a calibration has measured of its prompts, also in a file, so that one that was stopped goes on."""
+"""Stores what a calibration has measured of its prompts, also in a file, so that a stopped calibration can resume."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from cacheblend_rag.calibrate.judge import Judge
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
-# What making a prompt takes beside its blends, in full recomputes of it: its chunks' KV and ranking, its own answer.
+# Cost of a prompt besides its blends, in full recomputes of the prompt: its chunks' KV and ranking, its own answer.
 _MAKING = 3.0
 _PASS = 1.0
 
 
 @dataclass(frozen=True)
 class PromptFacts:
-    """Says of a prompt what its blends do not.
+    """Holds the facts of a prompt that do not depend on its blends.
 
     Attributes:
-        tokens: Its tokens.
-        stale: Those with stale KV.
-        forced: Those that are computed whatever is selected.
-        left_out: Share of its static deviation that each of the ratios leaves out; None where a chunk is not ranked.
+        tokens: Number of tokens.
+        stale: Number of tokens with stale KV.
+        forced: Number of tokens that are always computed.
+        left_out: Share of the prompt's static deviation that each ratio leaves out; None if a chunk is not ranked.
     """
 
     tokens: int
@@ -41,16 +41,16 @@ class PromptFacts:
     left_out: dict[str, float] | None
 
 
-# What a file's findings are made of; where another version has others, they cannot be read.
+# Fields of a file's findings; findings of a version with other fields cannot be read.
 _LAYOUT_KEY = "", "layout"
 _LAYOUT = [[field.name for field in fields(kind)] for kind in (PromptFacts, Comparison)]
 
 
 class Ledger:
-    """Keeps findings by key, in a file of JSON lines if there is one; what cannot be read is measured again."""
+    """Stores findings by key, and in a file of JSON lines if one is given; unreadable findings are measured again."""
 
     def __init__(self, file: Path | None = None):
-        """Read what the file holds; raises InputError where it can be neither read nor made."""
+        """Read the findings in the file; raises InputError if the file can be neither read nor created."""
         self._file = file
         self._found: dict[tuple[str, str], Any] = {}
         if file is None:
@@ -78,17 +78,17 @@ class Ledger:
         self.find(*_LAYOUT_KEY, lambda: _LAYOUT)
 
     def find(self, prompt: str, what: str, measure: Callable[[], Any]) -> Any:
-        """Return what is kept, else what ``measure`` returns, as JSON has it, which is kept from now on."""
+        """Return the stored finding; if there is none, store and return the result of ``measure``, converted to JSON and back."""
         if (prompt, what) not in self._found:
             text = json.dumps([prompt, what, measure()])
             if self._file is not None:
                 with self._file.open("a", encoding="utf-8") as handle:
-                    handle.write(f"\n{text}")  # behind a line that a kill has left open
+                    handle.write(f"\n{text}")  # the newline ends a line that a killed process left open
             self._found[prompt, what] = json.loads(text)[2]
         return self._found[prompt, what]
 
     def __contains__(self, key: tuple[str, str]) -> bool:
-        """Return whether a finding is kept."""
+        """Return whether a finding is stored."""
         return key in self._found
 
     def remove(self) -> None:
@@ -98,16 +98,16 @@ class Ledger:
 
 
 class Prompts:
-    """Holds the prompts of a calibration, measured when they are first needed.
+    """Holds the prompts of a calibration, each measured when it is first needed.
 
     Attributes:
-        count: How many there are.
-        done: What was measured here, in full recomputes of a prompt.
-        kept: What would have been, but for the ledger.
+        count: Number of prompts.
+        done: Work measured in this run, in full recomputes of a prompt.
+        kept: Work spared by the ledger, in full recomputes of a prompt.
     """
 
     def __init__(self, make: Callable[[int], PromptMeasurement], keys: Sequence[str], ledger: Ledger):
-        """Make prompt ``n``, of key ``keys[n]``, by ``make(n)``."""
+        """Make prompt ``n``, with key ``keys[n]``, by ``make(n)``."""
         self._make, self._keys, self._ledger = make, keys, ledger
         self.count = len(keys)
         self._made: dict[int, PromptMeasurement] = {}
@@ -115,29 +115,29 @@ class Prompts:
         self.done = self.kept = 0.0
 
     def facts(self, number: int) -> PromptFacts:
-        """Return what a prompt is."""
+        """Return the facts of a prompt."""
         return PromptFacts(**self._find(number, "facts", _MAKING, lambda each: asdict(_facts(each))))
 
     def layers(self, number: int) -> LayerValues:
-        """Return what each layer from 1 on says of it."""
+        """Return overlap, spearman and visible of each layer from 1 on, in one prompt."""
         self.facts(number)
         found = self._find(number, "layers", _PASS, layer_values)
         return [(overlap, correlation, visible) for overlap, correlation, visible in found]
 
     def compare(self, number: int, candidate: Candidate) -> Comparison:
-        """Blend it."""
+        """Blend a prompt by a candidate and compare the blend with full recompute."""
         share = self.facts(number).stale / self.facts(number).tokens
         cost = 0.1 + share * candidate.ratio
         return self._compared(number, f"blend: {candidate!r}", cost, lambda each: each.compare(candidate.options))
 
     def score(self, number: int) -> float:
-        """Return what full recompute scores by its judge."""
+        """Return the judge's score of a prompt's full recompute."""
         self.facts(number)
         return float(self._find(number, "score", 0.0, lambda each: each.score()))
 
     def by_weights(self, number: int, bits: int, coarser: Coarser) -> Comparison:
-        """Recompute all of it by coarser weights."""
-        self.facts(number)  # first, for it counts as what making the prompt takes
+        """Prefill a prompt by coarser weights and compare the prefill with full recompute."""
+        self.facts(number)  # facts come first: making the prompt is counted as part of the facts
         return self._compared(number, f"weights: {bits} bits", _PASS, lambda each: each.by_weights(coarser))
 
     def _compared(
@@ -162,13 +162,13 @@ class Prompts:
 
 
 def key_of(prompt: TokenizedPrompt, continuation: Sequence[int], judge: Judge | None) -> str:
-    """Return what tells a prompt from others: its tokens, where its chunks stand, what follows, and who judges that."""
+    """Return a hash of a prompt's tokens, chunk positions, continuation and judge, which identifies the prompt."""
     spans = [(span.start, span.end) for span in prompt.spans]
     return hashlib.sha256(repr((prompt.token_ids, spans, tuple(continuation), judge)).encode()).hexdigest()[:32]
 
 
 def left_out(static: torch.Tensor, ratio: float) -> float:
-    """Return the share of ``static``, ``[candidates]``, outside the tokens that ``ratio`` covers, those of highest value."""
+    """Return the share of ``static``, ``[candidates]``, outside the tokens of highest value that ``ratio`` covers."""
     return float(left_out_by_count(static)[round(ratio * len(static))])
 
 

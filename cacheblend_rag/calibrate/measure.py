@@ -1,4 +1,4 @@
-"""Gives every measurement rounds, peak memory, an empty page cache, and a description of the machine."""
+"""Provides measurements with rounds, peak memory, an empty page cache, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _LIBRARIES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetens
 
 
 class PeakMemory:
-    """Measures the most memory in use since :meth:`restart`: a CUDA device's as its allocator counts it, else this process's."""
+    """Measures the peak memory since :meth:`restart`: of a CUDA device as its allocator counts it, else of this process."""
 
     def __init__(self, device: torch.device):
-        """Measure ``device``'s memory, or the process's resident set if it is a CPU."""
+        """Measure ``device``'s memory, or the process's resident set if ``device`` is a CPU."""
         self._device = device
 
     def restart(self) -> None:
-        """Forget the peak so far. Memory that is free is given back first, so that it does not count for what follows."""
+        """Reset the peak. Free memory is released first, so that the next peak does not include it."""
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
             return
         try:
-            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed blocks, which would count as the next method's
+            ctypes.CDLL(None).malloc_trim(0)  # glibc holds freed blocks, which would count as memory of the next method
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         except (OSError, AttributeError):
             self._device = torch.device("meta")
 
     def nbytes(self) -> int | None:
-        """Return the peak in bytes; None where the system does not let it be reset (it needs Linux's ``clear_refs``)."""
+        """Return the peak in bytes; None if the system cannot reset the peak (resetting needs Linux's ``clear_refs``)."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         if self._device.type == "meta":
@@ -68,10 +68,10 @@ def drop_page_cache(files: Iterable[Path]) -> None:
 
 
 def check_positive(settings: object, *names: str) -> None:
-    """Refuse settings whose fields ``names`` are not all at least 1.
+    """Raise an error unless all fields ``names`` of ``settings`` are at least 1.
 
     Raises:
-        InputError: One is less; the message names it.
+        InputError: A field is less than 1; the message names it.
     """
     for name in names:
         if getattr(settings, name) < 1:
@@ -79,20 +79,20 @@ def check_positive(settings: object, *names: str) -> None:
 
 
 def count_rounds(repeat: int) -> Iterator[tuple[int, str]]:
-    """Yield number and name of every round: one warm-up, number 0, and ``repeat`` timed ones."""
+    """Yield number and name of every round: one warm-up with number 0, and ``repeat`` timed rounds."""
     for number in range(repeat + 1):
         yield number, f"round {number} of {repeat}" if number else "warm-up"
 
 
 def take_turns(items: Iterable[_T], number: int) -> list[_T]:
-    """Return ``items``, another one first in every round ``number``: a machine that slows down slows all of them alike."""
+    """Return ``items`` rotated by ``number``, so that a machine that slows down during a round slows all items alike."""
     listed = list(items)
     turn = number % len(listed)
     return listed[turn:] + listed[:turn]
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Describe the machine and the libraries; holds no host or user name."""
+    """Return a description of the machine and the libraries, without host or user name."""
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
@@ -108,7 +108,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     for library in _LIBRARIES:
         try:
             found[library] = version(library)
-        except PackageNotFoundError:  # run from a checkout that is not installed
+        except PackageNotFoundError:  # the library is not installed, such as this package in a bare checkout
             continue
     return found
 

@@ -1,4 +1,4 @@
-"""Scores answers: exact match and token F1 as in SQuAD, F1 over the model's tokens, Rouge-L, first-token KL."""
+"""Scores answers: exact match and token F1 as in SQuAD, F1 over the model's tokens, Rouge-L."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def f1(answer: str, references: Sequence[str]) -> float:
 
 
 def f1_of_tokens(answer: str, references: Sequence[str], encode: Callable[[str], Sequence[int]]) -> float:
-    """Return the best F1 over the model's own tokens of the normalised texts, as the paper counts it."""
+    """Return the best F1 over the model's own tokens of the normalised texts, as the paper computes it."""
     got = _encoded(encode, normalize(answer))
     return max(_f1(got, _encoded(encode, normalize(reference))) for reference in references)
 

@@ -13,12 +13,12 @@ from cacheblend_rag.errors import InputError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Of Okabe and Ito's colours, as in all our figures.
+# Colours of Okabe and Ito, as in all figures of this project.
 _LOOKS: Final = {
     "full-reuse": (("#D55E00", "v"),),
     "static": (("#0072B2", "o"),),
     "static-query": (("#009E73", "^"),),
-    # A line for each choice of check layers.
+    # hkvd has one line for each choice of check layers.
     "hkvd": (("#E69F00", "s"), ("#7f7f7f", "D"), ("#56B4E9", "P"), ("#B8860B", "X")),
 }
 _OTHERS: Final = (("#F0E442", "p"),)
@@ -30,12 +30,13 @@ _SUFFIXES: Final = {".png", ".svg", ".pdf"}
 
 
 def plot_calibration(found: Calibration, file: Path) -> None:
-    """Draw every candidate that was measured, with its bounds, and mark the chosen one.
+    """Draw every candidate that was measured, with its bounds, and mark the chosen candidate.
 
-    Filled marks were measured on all prompts; hollow ones show the first few: they could not hold, or cost more than the chosen.
+    Filled marks were measured on all prompts. Hollow marks show the first prompts only: the candidate could not hold,
+    or cost more than the chosen one.
 
     Raises:
-        InputError: The file's name has another suffix, or it cannot be written.
+        InputError: The file's name has an unsupported suffix, or the file cannot be written.
         ModelError: matplotlib is not installed.
     """
     check_plot_name(file)
@@ -74,7 +75,7 @@ def _draw_line(axes: Axes, name: str, line: Sequence[MeasuredCandidate], colour:
     for each in line:
         at, value = 100 * each.compute, 100 * each.agreement.value
         ends = [[max(0.0, value - 100 * each.agreement.low)], [max(0.0, 100 * each.agreement.high - value)]]
-        # What few prompts leave open spans the picture: drawn faintly, or nothing else could be seen.
+        # Bounds from few prompts span the whole plot, so that they are drawn faintly.
         strength = 1.0 if each.complete else 0.18
         axes.errorbar(at, value, ends, color=colour, linewidth=1.2, capsize=3, alpha=strength, zorder=2)
         fill = colour if each.complete else "white"
@@ -83,7 +84,7 @@ def _draw_line(axes: Axes, name: str, line: Sequence[MeasuredCandidate], colour:
 
 
 def check_plot_name(file: Path) -> None:
-    """Refuse, before hours of measuring, a file that nothing can be drawn into; raises InputError, or ModelError as above."""
+    """Check the plot's file name before the measurements; raises the errors of :func:`plot_calibration`."""
     if file.suffix not in _SUFFIXES:
         raise InputError(f"The plot {file} needs a name that ends with {', '.join(sorted(_SUFFIXES))}.")
     if not file.parent.is_dir():
@@ -93,7 +94,7 @@ def check_plot_name(file: Path) -> None:
 
 
 def _lines(measured: Sequence[MeasuredCandidate]) -> dict[str, list[MeasuredCandidate]]:
-    """Return what belongs together, by its name in the legend, each by compute."""
+    """Return the candidates of each line by its name in the legend, each line in order of compute."""
     lines: dict[str, list[MeasuredCandidate]] = {}
     for each in measured:
         layers = f", check layer {' and '.join(map(str, each.check_layers))}" if each.check_layers else ""

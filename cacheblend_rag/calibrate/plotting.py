@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 _STYLES: Final = {
     "full": ("#222222", "s", "-"),
     "prefix": ("#7f7f7f", "D", (0, (5, 2))),
@@ -56,7 +56,7 @@ _RC: Final[Any] = {
 
 
 def style(name: str, index: int = 0) -> dict[str, Any]:
-    """Return colour, marker and line style of a method; ``index`` tells further blends apart."""
+    """Return colour, marker and line style of a method; ``index`` selects the style of a method without one of its own."""
     if name in _STYLES:
         color, marker, line = _STYLES[name]
     else:
@@ -66,7 +66,7 @@ def style(name: str, index: int = 0) -> dict[str, Any]:
 
 @contextmanager
 def figure(width: float = 6.4, height: float = 3.6, columns: int = 1, rows: int = 1) -> Iterator[tuple[Figure, Any]]:
-    """Yield a figure and its axes (one, or an array), in our style; sizes in inches.
+    """Yield a figure and its axes (one, or an array), in the style of this project; sizes in inches.
 
     Raises:
         ModelError: matplotlib is not installed.
@@ -100,7 +100,7 @@ def draw_methods(
     key: str,
     scale: float = 1,
 ) -> None:
-    """Draw each method's median TTFT against ``key``, within its fastest and slowest round."""
+    """Draw each method's median TTFT against ``key``, with a band from its fastest to its slowest round."""
     for name in names:
         mine = sorted((row for row in rows if row["method"] == name), key=lambda row: row[key])
         x, y = [row[key] * scale for row in mine], [row["ttft_s"] for row in mine]
@@ -110,7 +110,7 @@ def draw_methods(
 
 
 def log_scale(axes: Axes, y: bool = False) -> None:
-    """Make the x axis logarithmic, and the y axis if wanted, with plain numbers at 1, 2 and 5 times the powers of ten."""
+    """Make the x axis (and the y axis if ``y``) logarithmic, with labels at 1, 2 and 5 times the powers of ten."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_xscale("log")
@@ -123,14 +123,14 @@ def log_scale(axes: Axes, y: bool = False) -> None:
 
 
 def save_figure(made: Figure, path: Path, title: str) -> None:
-    """Write a figure as ``path`` with the suffixes png and svg, under a title: unlike on a page, nothing else names it."""
+    """Write a figure as ``path`` with the suffixes png and svg, under a title: the files have no caption."""
     made.suptitle(title, fontsize=11, fontweight="bold", wrap=True)
-    made.savefig(path.with_suffix(".png"), dpi=_DOTS_PER_INCH)  # what _RC says holds only while it is drawn
+    made.savefig(path.with_suffix(".png"), dpi=_DOTS_PER_INCH)  # _RC applies only inside figure()
     path.with_suffix(".svg").write_text(render_svg(made), encoding="utf-8")
 
 
 def render_svg(made: Figure) -> str:
-    """Return a figure as SVG to put into an HTML page."""
+    """Return a figure as SVG for an HTML page."""
     buffer = io.StringIO()
     made.savefig(buffer, format="svg", metadata={"Date": None})
     text = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)

@@ -28,12 +28,12 @@ from cacheblend_rag.retrieval.index import ChunkIndex
 
 _T = TypeVar("_T")
 _FIRST_SENTENCE: Final = re.compile(r"[^.!?\n]+")
-# Fewer chunks than an answer usually gets: hundreds of prompts are to be measured in minutes.
+# Fewer chunks than answers usually use, so that hundreds of prompts are measured in minutes.
 _CHUNKS: Final = 4
 _ROOM: Final = 256
-# Most tokens of an answer that a metric judges.
+# Maximum number of tokens of an answer that a metric judges.
 _ANSWER: Final = 32
-# What of the following text is given, and what of it is compared.
+# Number of tokens of the following text that the prompt ends with, and number of tokens after them that are compared.
 _LEAD, _FOLLOWS = 16, 32
 _MOST_CHUNKS: Final = 1000
 
@@ -46,10 +46,11 @@ def collect_prompts(
     documents: Path | None = None,
     metric: Metric | None = None,
 ) -> list[CalibrationPrompt]:
-    """Return up to ``count`` prompts, evenly spread over what there is.
+    """Return up to ``count`` prompts, evenly spread over the source.
 
-    - A file: JSON lines of ``{"question", "chunks": [text, ...]}``; without ``chunks`` they are retrieved from ``store``.
-    - Documents: passages behind chunks retrieved for them and the one before, followed by their own text.
+    - A file: JSON lines of ``{"question", "chunks": [text, ...]}``; without ``chunks`` they are retrieved from
+      ``store``.
+    - Documents: passages, each behind its preceding chunk and chunks retrieved for it, followed by its own text.
     - A store alone: questions about the first sentences of its own chunks.
 
     With a metric the questions have right answers: lines with ``"answers"`` beside ``"question"``.
@@ -81,7 +82,7 @@ def collect_prompts(
 def _judged(
     engine: BlendEngine, metric: Metric | None, row: dict[str, Any], prompt: CalibrationPrompt
 ) -> CalibrationPrompt:
-    """Return a prompt whose answers of a few words are judged, if they are."""
+    """Return a prompt with a judge of short answers, if ``metric`` is given."""
     if metric is None:
         return prompt
     return replace(prompt, judge=Judge(metric, tuple(row["answers"]), _ANSWER, True, _decoder(engine)))
@@ -119,7 +120,7 @@ def _from_documents(engine: BlendEngine, directory: Path, count: int) -> list[Ca
 def _continued(
     engine: BlendEngine, embedder: Embedder, chunks: Sequence[Chunk], vectors: Sequence[Any], place: int
 ) -> CalibrationPrompt:
-    """Return the passage at ``place`` behind the chunk before it, and that behind the chunks nearest to the passage."""
+    """Return the passage at ``place`` behind the chunk before it, which follows the chunks nearest to the passage."""
     passage, before = chunks[place], chunks[place - 1]
     wanted = embedder.question(passage.text)
     distances = [float(np.linalg.norm(windows - wanted, axis=1).min()) for windows in vectors]
@@ -160,7 +161,7 @@ def _own_questions(pipeline: RagPipeline) -> list[str]:
 
 def _read(file: Path, metric: Metric | None) -> list[dict[str, Any]]:
     try:
-        # Not splitlines: U+2028 and the like stand inside JSON strings.
+        # str.splitlines would split at U+2028 and similar characters inside JSON strings.
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"The prompts {file} cannot be read: {error}.") from error
@@ -191,6 +192,6 @@ def _read(file: Path, metric: Metric | None) -> list[dict[str, Any]]:
 
 
 def _spread(items: Sequence[_T], count: int) -> list[_T]:
-    """Return at most ``count`` items, evenly spaced: neighbours are often of one kind."""
+    """Return at most ``count`` items, evenly spaced, because neighbours are often alike."""
     step = max(1.0, len(items) / count)
     return [items[int(i * step)] for i in range(min(count, len(items)))]

@@ -1,4 +1,4 @@
-"""Rounds a model's weights to few bits: what people accept every day, to set blends beside."""
+"""Rounds a model's weights to few bits: a widely accepted loss of accuracy to compare blends with."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ GROUP: Final = 32
 
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return a matrix ``[outputs, inputs]`` rounded to nearest in so many bits.
+    """Return a matrix ``[outputs, inputs]`` rounded to nearest in ``bits`` bits.
 
-    Weights become the nearest of evenly spaced numbers around 0, in groups of 32 inputs with one scale each; a group that is
-    not full has its own. Methods that look at data lose less.
+    Weights become the nearest of evenly spaced numbers around 0, in groups of 32 inputs with one scale each. A last
+    group with fewer inputs has its own scale. Rounding methods that use data lose less accuracy.
     """
     outputs, inputs = weight.shape
     groups = pad(weight, (0, -inputs % GROUP)).view(outputs, -1, GROUP)
@@ -26,14 +26,14 @@ def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def rounded_modules(model: Any) -> list[torch.nn.Linear]:
-    """Return what of a causal LM is rounded: all linear modules but the head."""
+    """Return the modules of a causal LM that are rounded: all linear modules but the head."""
     head = model.get_output_embeddings()
     return [each for each in model.modules() if isinstance(each, torch.nn.Linear) and each is not head]
 
 
 @contextmanager
 def rounded_weights(model: Any, bits: int) -> Iterator[None]:
-    """Let a causal LM compute by rounded weights, one matrix at a time: there is no second copy of the model."""
+    """Make a causal LM compute with rounded weights, one matrix at a time, without a second copy of the model."""
     own: dict[torch.nn.Linear, torch.Tensor] = {}
 
     def before(module: Any, _: Any) -> None:
@@ -51,5 +51,5 @@ def rounded_weights(model: Any, bits: int) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for linear, weight in own.items():  # of a pass that was stopped
+        for linear, weight in own.items():  # weights of an interrupted pass
             linear.weight.data = weight

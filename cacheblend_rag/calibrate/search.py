@@ -1,9 +1,10 @@
 """Searches for the least compute that holds a standard.
 
-Each candidate that is tried is first *looked* at on the same few prompts. A policy's ratios are halved until the least is found
-that its look does not rule out, and of other policies only what would be cheaper is looked at. Then candidates go on from the
-least compute on, a few side by side, because a prompt costs more than its blends. One is given up as soon as it could no longer
-hold; prompts on which others failed come first, so that this shows soon. The first that holds on all prompts is the cheapest.
+Each tried candidate is first *looked* at on the same few prompts. The ratios of a policy are bisected for the least
+ratio that its look does not rule out; of later policies only cheaper candidates are looked at. Then candidates continue
+in order of compute, a few side by side, because a prompt costs more than its blends. A candidate is given up as soon as
+it can no longer hold; prompts on which other candidates failed come first, to find this out soon. The first candidate
+that holds on all prompts is the cheapest.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from cacheblend_rag.calibrate.standard import Result, Standard
 from cacheblend_rag.errors import InputError
 
 LOOK: Final = 8
-"""Prompts that every candidate which is tried at all is measured on, so that what a plot shows is no selection."""
+"""Number of prompts on which every tried candidate is measured, so that a plot shows no selection of prompts."""
 _ABREAST: Final = 2
 
 Measure = Callable[[int, Candidate], Comparison]
-"""Blends one of the prompts, by its number, and compares it with full recompute."""
+"""Blends the prompt of a number by a candidate, and compares the blend with full recompute."""
 
 
 @dataclass
 class Trial:
-    """Holds a candidate and what was measured of it.
+    """Holds a candidate and its measurements.
 
     Attributes:
         candidate: The candidate.
-        results: One for each prompt it was measured on; the first :data:`LOOK` are every candidate's.
-        left: Numbers of the prompts it was not measured on.
-        given_up: Whether it could no longer hold.
+        results: One result for each measured prompt; the first :data:`LOOK` prompts are the same for every candidate.
+        left: Numbers of the prompts that were not measured.
+        given_up: Whether the candidate can no longer hold.
     """
 
     candidate: Candidate
@@ -47,12 +48,12 @@ class Trial:
 
     @property
     def fair_results(self) -> list[Result]:
-        """Return those of all prompts, or of the first ones alone: when it stopped says something about the others."""
+        """Return the results of all prompts, or of the first :data:`LOOK` if some are left: the later ones are biased."""
         return self.results[:LOOK] if self.left else self.results
 
     @property
     def compute(self) -> float:
-        """Return what its blends computed, as a share of the prompt's tokens through all layers, mean over prompts."""
+        """Return the mean compute of the blends, as a share of the prompt's tokens through all layers."""
         return float(np.mean([compared.compute for _, compared in self.fair_results]))
 
     @property
@@ -62,10 +63,10 @@ class Trial:
 
 
 class Search:
-    """Tries candidates on prompts, and keeps what was measured.
+    """Tries candidates on prompts, and stores the measurements.
 
     Attributes:
-        trials: What was tried.
+        trials: The trial of every candidate tried.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class Search:
         measure: Measure,
         say: Callable[[str], None] = lambda line: None,
     ):
-        """Measure nothing yet.
+        """Prepare the search without a measurement.
 
         Args:
-            candidates: The least compute first.
+            candidates: The candidates, the least compute first.
             groups: Each prompt's group; prompts of one group share their chunks.
-            standard: What a candidate must reach.
+            standard: The standard that a candidate must reach.
             measure: Blends a prompt.
             say: Called with a line of text before each step.
         """
@@ -115,7 +116,7 @@ class Search:
         return None
 
     def step_above(self, held: Trial, steps: int) -> Trial:
-        """Return the trial of a ratio so many steps above one that holds, if it does as well, else that one."""
+        """Return the trial with the ratio ``steps`` above ``held``'s if the higher ratio holds, too, else ``held``."""
         higher = [ratio for ratio in RATIOS if ratio > held.candidate.ratio > 0][:steps]
         if not higher:
             return held
@@ -129,12 +130,12 @@ class Search:
         return trial if not trial.given_up and self._holds(trial) else held
 
     def look_at_rest(self) -> None:
-        """Measure what was not tried on the first prompts: for a picture of it all."""
+        """Measure the candidates not tried yet on the first prompts, for a complete plot."""
         for candidate in self._order:
             self._look(candidate)
 
     def best_so_far(self) -> Trial | None:
-        """Return the cheapest candidate that does hold on the prompts it was tried on; None if there is none."""
+        """Return the cheapest candidate that holds on its measured prompts; None if there is none."""
         looks = min(LOOK, len(self._groups))
         held = [
             trial
@@ -147,13 +148,13 @@ class Search:
         return self._standard.shown_by(trial.results) if self.enough_prompts else self._promises(trial)
 
     def _promises(self, trial: Trial) -> bool:
-        """Say whether a candidate does hold on the prompts it was tried on, shown or not."""
-        # On few prompts full KV reuse is not believed: nothing would be left to notice what they do not show.
+        """Return whether a candidate holds on its measured prompts, even if they are too few to show it."""
+        # Full KV reuse needs enough prompts: it recomputes no token, so that unseen text could fail without notice.
         believed = trial.candidate.ratio > 0 or self.enough_prompts
         return believed and self._standard.supported_by(trial.results)
 
     def _leave_out(self) -> None:
-        """Drop the ratios of each policy below the least that its look does not rule out; more ratio is taken to be nearer."""
+        """Drop each policy's ratios below the least that its look does not rule out; a higher ratio is assumed to be nearer."""
         lines: dict[tuple[str, BlendSchedule], list[Candidate]] = {}
         for candidate in self._waiting:
             lines.setdefault((candidate.policy, candidate.schedule), []).append(candidate)
@@ -181,7 +182,7 @@ class Search:
         return front
 
     def _look(self, candidate: Candidate) -> Trial | None:
-        """Return the trial of a candidate, begun if it was not; None for one that a model cannot have."""
+        """Return the trial of a candidate, started if it is new; None if the model does not support the candidate."""
         if (known := next((trial for trial in self.trials if trial.candidate == candidate), None)) is not None:
             return known
         self._say(f"a look at {candidate}")
@@ -191,7 +192,7 @@ class Search:
                 trial.results.append((self._groups[number], self._measured(number, candidate)))
         except InputError:
             if policy(candidate.policy).needs_attention:
-                return None  # a model whose attention cannot be watched
+                return None  # the model's attention cannot be observed
             raise
         self.trials.append(trial)
         self._judge(trial)

@@ -1,4 +1,4 @@
-"""Tells how a tokenizer spells what is measured: an answer behind its prompt, and a prompt whose chunks are tokenised apart."""
+"""Tokenises what is measured: an answer behind its prompt, and a prompt whose chunks are tokenised separately."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from cacheblend_rag.prompts.templates import PROBE, at_once, render
 
 
 def answer_ids(tokenizer: Any, answer: str) -> tuple[int, ...]:
-    """Return the tokens of an answer as they stand behind :func:`rag_prompt`, the end of the sequence included.
+    """Return the tokens of an answer as they follow :func:`rag_prompt`, with the end-of-sequence token.
 
-    With its end the answer's likelihood is that of just this answer, and those of different answers add up to at most 1.
+    The end token makes the likelihood that of exactly this answer; the likelihoods of different answers add up to at
+    most 1.
     """
     encoder, lead = encoder_for(tokenizer), answer_lead(tokenizer)
     ids = [*encoder.template(lead), *encoder.document(answer)] if lead.strip() else encoder.document(lead + answer)
@@ -23,7 +24,7 @@ def answer_ids(tokenizer: Any, answer: str) -> tuple[int, ...]:
 
 
 def answer_lead(tokenizer: Any) -> str:
-    """Return what the template writes between the end of a prompt and its answer: nothing for most, for some a space."""
+    """Return the text that the template writes between a prompt and its answer: a space or more for some, else nothing."""
     asked, variables = [{"role": "user", "content": "x"}], at_once(tokenizer)
     before = render(tokenizer, asked, None, variables)
     answered = [*asked, {"role": "assistant", "content": PROBE}]
@@ -34,7 +35,7 @@ def answer_lead(tokenizer: Any) -> str:
 
 
 def joins_are_plain(tokenizer: Any) -> bool:
-    """Say whether a RAG prompt's tokens are those of its text in one piece, for chunks that begin and end in many ways."""
+    """Return whether a RAG prompt has the tokens of its text in one piece, for chunks with various edges."""
     texts = (
         "Letters at the end",
         "A full stop.",

@@ -1,4 +1,4 @@
-"""Asks a few questions about what was just indexed, by full recompute and by the blend, and says how the answers compare."""
+"""Asks a few questions about new documents by full recompute and by the blend, and compares the answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ANSWER: Final = SamplingParams(max_tokens=16)
 _QUESTIONS: Final = 4
 _SOURCES: Final = 3
 _MOST_S: Final = 20.0
-# A small index has little to wait for, but its questions are always worth so much, and the first one all of the above.
+# A small index takes little time, but its questions may always take this long, and the first question up to _MOST_S.
 _LEAST_S: Final = 5.0
 _SHARE: Final = 0.1
 _WORDS: Final = 20
@@ -23,14 +23,14 @@ _WORDS: Final = 20
 
 @dataclass(frozen=True)
 class SpotCheck:
-    """Says how a few blended answers compare with those of full recompute.
+    """Compares a few blended answers with the answers of full recompute.
 
     Attributes:
-        questions: How many were asked.
-        same: How many answers were the same, token by token, to their end or for 16 tokens.
-        full_s: Seconds to the first token by full recompute, in all.
-        blend_s: The same by the blend.
-        nothing: Why none was asked; empty where some were.
+        questions: Number of questions asked.
+        same: Number of equal answers, token by token, to their end or for 16 tokens.
+        full_s: Seconds to the first token by full recompute, summed over questions.
+        blend_s: Seconds to the first token by the blend, summed over questions.
+        nothing: Reason why no question was asked; empty if some were.
     """
 
     questions: int
@@ -41,21 +41,21 @@ class SpotCheck:
 
     @property
     def speedup(self) -> float:
-        """Return how many times sooner the first token comes."""
+        """Return the time to first token of full recompute divided by the time to first token of the blend."""
         return self.full_s / self.blend_s
 
 
 def spot_check(pipeline: RagPipeline, tokens: int, seconds: float) -> SpotCheck | None:
-    """Ask about chunks all over the index, in a tenth of the time that indexing took and 20 s at most.
+    """Ask about chunks all over the index, in a tenth of the indexing time and at most 20 s.
 
     Args:
-        pipeline: Its model answers by its defaults.
-        tokens: How many tokens indexing has computed.
-        seconds: How long that took.
+        pipeline: The pipeline; its model answers by its defaults.
+        tokens: Number of tokens that indexing has computed.
+        seconds: Duration of indexing.
 
     Returns:
-        What came of it; None where there is nothing to find out (a calibrated model, one that is not blended, one of another
-        machine, nothing computed).
+        The comparison; None if there is nothing to find out (a calibrated model, a model that is not blended, a model
+        on another machine, nothing computed).
     """
     engine = pipeline.engine
     if not tokens or engine.profile.is_calibrated or engine.entries is None or not engine.gate.passed:
@@ -74,8 +74,8 @@ def spot_check(pipeline: RagPipeline, tokens: int, seconds: float) -> SpotCheck 
         if spent + expected > (budget if asked else _MOST_S):
             nothing = f"one question would take more than {_MOST_S:.0f} s"
             continue
-        engine.precompute_first([prompt.spans[0].chunk])  # as all prompts but the first will find it
-        # The blend first: what is slow the first time is not to its credit.
+        engine.precompute_first([prompt.spans[0].chunk])  # later prompts would find this KV stored, too
+        # The blend runs first, so that warm-up costs do not count in its favour.
         blend = engine.generate(prompt, _ANSWER)
         full = engine.generate(prompt, _ANSWER, FULL_RECOMPUTE)
         asked, same = asked + 1, same + (blend.token_ids == full.token_ids)
@@ -85,13 +85,13 @@ def spot_check(pipeline: RagPipeline, tokens: int, seconds: float) -> SpotCheck 
 
 
 def _spread(chunks: list[Chunk]) -> list[Chunk]:
-    """Return some of ``chunks``, equally far apart."""
+    """Return a few of ``chunks``, evenly spaced."""
     count = min(_QUESTIONS, len(chunks))
     return [chunks[(2 * number + 1) * len(chunks) // (2 * count)] for number in range(count)]
 
 
 def _question(chunk: Chunk) -> str:
-    """Return a question about what a chunk begins with: a heading, or the beginning of a sentence."""
+    """Return a question about the beginning of a chunk: its heading, or the first words of a sentence."""
     lines = (line.strip("#*-=|>` \t") for line in chunk.text.splitlines())
     words = next((line for line in lines if line), chunk.text).split()
     return f"What is said about this: {' '.join(words[:_WORDS])}?"

@@ -1,4 +1,4 @@
-"""Says where KV may lie without delaying the first token, by measured costs: ``cacheblend store calibrate``."""
+"""Finds tiers whose KV does not delay the first token, by measured costs: ``cacheblend store calibrate``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.calibrate.costs import token_bytes
 from cacheblend_rag.calibrate.workbench import Workbench
 
-# What keeping KV costs, in some unit: only the order of the tiers matters.
+# Price of storing KV, in an arbitrary unit: only the order of the tiers matters.
 _PRICES: Final = {"ram": 10.0, "redis": 9.0, "disk": 1.0, "s3": 0.2, "gs": 0.2, "az": 0.2}
 _QUESTION: Final = 32
 
 
 @dataclass(frozen=True)
 class TierPlan:
-    """Says what to expect of a typical prompt whose KV lies in one tier.
+    """Holds the expected times of a typical prompt whose KV is in one tier.
 
     Attributes:
-        tier: The tier's name.
-        load_s: Seconds that loading all of it takes.
-        used: Chunks that the loading controller would load; the others are sooner computed.
+        tier: Name of the tier.
+        load_s: Seconds that loading all of the prompt's KV takes.
+        used: Number of chunks that the loading controller would load; computing the other chunks is faster.
         ratio: The highest recompute ratio that costs no time.
         seconds: Time to first token.
     """
@@ -38,12 +38,12 @@ class TierPlan:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """Says where a typical prompt's KV may lie (paper section 5.1).
+    """Holds the tiers in which a typical prompt's KV may lie (paper section 5.1).
 
     Attributes:
         least: The lowest recompute ratio that the model needs.
         prefill_s: Seconds of an ordinary prefill.
-        tiers: What to expect of each tier.
+        tiers: The expected times of each tier.
         cheapest: The cheapest tier from which loading hides behind recomputing; None if there is none.
     """
 
@@ -54,18 +54,18 @@ class StoragePlan:
 
 
 def plan_storage(place: Workbench, costs: Costs, chunks: int, chunk_tokens: int) -> StoragePlan | None:
-    """Return what to expect of a prompt of ``chunks`` chunks of ``chunk_tokens``, by the tier that its KV is in.
+    """Return the expected times of a prompt of ``chunks`` chunks of ``chunk_tokens`` tokens, for each tier.
 
-    None of the chunks counts as exact. None if the model is not blended.
+    No chunk counts as exact. Return None if the model is not blended.
     """
     load = typical_load(place, chunks, chunk_tokens)
     return None if load is None else plan_tiers(load, costs)
 
 
 def typical_load(place: Workbench, chunks: int, chunk_tokens: int, ratio: float | None = None) -> Load | None:
-    """Return a prompt of ``chunks`` chunks of ``chunk_tokens``, none of them exact and in no tier yet.
+    """Return the load of a prompt of ``chunks`` chunks of ``chunk_tokens`` tokens, none exact and none in a tier yet.
 
-    Its lowest ratio is the model profile's unless one is given. None if the model is not blended.
+    The lowest ratio is the model profile's unless ``ratio`` is given. Return None if the model is not blended.
     """
     engine = place.engine
     if not engine.gate.passed:
@@ -77,7 +77,7 @@ def typical_load(place: Workbench, chunks: int, chunk_tokens: int, ratio: float 
 
 
 def plan_tiers(load: Load, costs: Costs) -> StoragePlan:
-    """Return what to expect of ``load``, whatever tiers it names, in each tier of ``costs``."""
+    """Return the expected times of ``load`` in each tier of ``costs``; the tiers of the load's own spans are ignored."""
     found = []
     for tier, cost in costs.tiers.items():
         spans = [replace(span, tier=tier) for span in load.spans]
@@ -91,7 +91,7 @@ def plan_tiers(load: Load, costs: Costs) -> StoragePlan:
 
 @dataclass(frozen=True)
 class BlendTimes:
-    """Holds the seconds of one blend: of loading alone, of computing alone, and to the first token, one overlapping the other."""
+    """Holds the seconds of one blend: loading alone, computing alone, and the first token when loading and computing overlap."""
 
     load_s: float
     compute_s: float
@@ -99,22 +99,22 @@ class BlendTimes:
 
 
 def blend_times(load: Load, costs: Costs, tier: str) -> BlendTimes:
-    """Return what a blend of all of ``load`` at its lowest ratio takes with its KV in ``tier``, whatever tiers it names."""
+    """Return the times of a blend of all of ``load`` at its lowest ratio with all KV in ``tier``."""
     moved = replace(load, spans=[replace(span, tier=tier) for span in load.spans])
     arm = Arm(moved, costs, (True,) * len(moved.spans))
     return BlendTimes(arm.load_s, arm.compute_s(load.least), arm.seconds(load.least))
 
 
 def cheapest_tier(load: Load, costs: Costs, prices: Mapping[str, float]) -> str | None:
-    """Return the cheapest tier that adds no delay to a blend of ``load`` at its lowest ratio, whatever tiers it names.
+    """Return the cheapest tier that adds no delay to a blend of ``load`` at its lowest ratio.
 
     Args:
         load: A typical prompt.
-        costs: Of every tier that has a price.
-        prices: For each tier what keeping a byte costs, in any unit.
+        costs: Costs of every tier that has a price.
+        prices: Price of storing a byte in each tier, in any unit.
 
     Returns:
-        The tier, or None if loading takes longer than recomputing from all of them.
+        The tier, or None if loading takes longer than recomputing in all tiers.
     """
     for tier in sorted(prices, key=lambda name: prices[name]):
         times = blend_times(load, costs, tier)

@@ -1,4 +1,4 @@
-"""Shows why: a prompt's chunks, coloured by KV deviation, with the recomputed tokens marked."""
+"""Shows a prompt's chunks, coloured by KV deviation, with the recomputed tokens marked."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from cacheblend_rag.retrieval.index import Hit
 
 @dataclass(frozen=True)
 class Deviations:
-    """Measures how far tokens' stored KV is from what the prompt makes of it, by position; and which were recomputed."""
+    """Holds, by position, the relative deviation of stored KV from the prompt's full prefill, and the recomputed positions."""
 
     of: dict[int, float]
     recomputed: frozenset[int]
 
 
 def measured_deviations(engine: BlendEngine, prompt: TokenizedPrompt, settings: BlendSettings) -> Deviations:
-    """Measure the KV deviation in this very prompt, beside a full prefill, and blend it once more to see what is recomputed.
+    """Measure the KV deviation in this prompt against a full prefill, and blend the prompt again to see the recomputed tokens.
 
-    Layers differ in scale, so each is divided by its mean; a token's deviation is the mean over layers.
+    Layers differ in scale, so that each layer is divided by its mean; a token's deviation is the mean over layers.
 
     Raises:
         InputError: The engine does not show its KV.
@@ -43,7 +43,7 @@ def measured_deviations(engine: BlendEngine, prompt: TokenizedPrompt, settings: 
             "Only the transformers engine can measure KV deviation in a prompt: leave --engine and --server out."
         )
     inspector = PromptInspector(engine, prompt)
-    layers = inspector.measure_deviation()[1:]  # layer 0 depends on nothing but the token
+    layers = inspector.measure_deviation()[1:]  # KV of layer 0 depends on the token alone
     mean = (layers / layers.mean(1, keepdim=True).clamp_min(1e-30)).mean(0)
     reuse = engine.profile.resolve(settings, engine.num_layers).reuse
     chosen = inspector.recomputed(settings).tolist() if reuse == "chunks" else ()
@@ -59,7 +59,7 @@ def shown_deviations(
 ) -> str:
     """Return the prompt's chunks as HTML: five shades by deviation, recomputed tokens underlined.
 
-    Raises as :func:`measured_deviations`.
+    Raises the errors of :func:`measured_deviations`.
     """
     deviations = measured_deviations(engine, prompt, settings)
     shades = _shades(deviations.of)
@@ -79,7 +79,7 @@ def shown_deviations(
 
 
 def _shades(deviations: dict[int, float]) -> dict[int, int]:
-    """Return each position's shade, 0 to 4: half of all tokens have none, and the highest 2% have the deepest."""
+    """Return each position's shade, 0 to 4: the lower half of all tokens has shade 0, and the highest 2% have shade 4."""
     if not deviations:
         return {}
     values = torch.tensor(list(deviations.values()), dtype=torch.float64)
@@ -97,7 +97,7 @@ def _legend(recomputed: int) -> str:
 
 
 def _runs(engine: BlendEngine, span: ChunkSpan, shades: dict[int, int], marks: frozenset[int]) -> Iterator[str]:
-    """Yield a chunk's text, one element for each run of tokens that look alike."""
+    """Yield a chunk's text, one element for each run of tokens with equal shade and mark."""
     pieces = token_texts(engine, span.chunk)
     looks = [(shades.get(at, 0), at in marks) for at in range(span.start, span.end)]
     for (shade, marked), run in groupby(zip(looks, pieces, strict=True), key=lambda pair: pair[0]):
@@ -107,9 +107,9 @@ def _runs(engine: BlendEngine, span: ChunkSpan, shades: dict[int, int], marks: f
 
 
 def token_texts(engine: BlendEngine, chunk: Chunk) -> list[str]:
-    """Return the piece of the chunk's text that each of its tokens stands for; together they are the text."""
+    """Return the piece of the chunk's text of each token; the joined pieces are the text."""
     token_ids, starts = encoder_for(engine.tokenizer).chunk(chunk.text)
-    if token_ids != list(chunk.token_ids):  # cut with neighbours, or registered with ids of its own
+    if token_ids != list(chunk.token_ids):  # tokenised with its neighbours, or registered with ids of its own
         return [engine.tokenizer.decode([token]) for token in chunk.token_ids]
     edges = [0, *starts[1:], len(chunk.text)]
     return [chunk.text[a:b] for a, b in pairwise(edges)]

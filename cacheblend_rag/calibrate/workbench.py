@@ -1,4 +1,4 @@
-"""Gives measurements an open engine, random chunks and prompts."""
+"""Provides measurements with an open engine, random chunks and prompts."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ EngineName = Literal["transformers", "vllm"]
 
 @dataclass(frozen=True)
 class Workbench:
-    """Gives measurements a model and a store.
+    """Holds the engine, the model's facts and the store's place for measurements.
 
     Attributes:
         engine: The engine; its parity gate has passed.
-        label: What the model is called in results.
+        label: Name of the model in results.
         directory: The directory whose disk is measured; None if the KV is in RAM.
-        device: Where the model is.
-        dtype: What it computes in.
-        vocab_size: Its vocabulary.
-        name: Of the engine.
-        kv: Where stored KV lies.
+        device: Device of the model.
+        dtype: Data type of the model's computation.
+        vocab_size: Size of the model's vocabulary.
+        name: Name of the engine.
+        kv: Place of the stored KV.
     """
 
     engine: TransformersEngine | VLLMEngine
@@ -54,7 +54,7 @@ class Workbench:
         directory: Path | None = None,
         kv: KVPlace = "ram",
     ) -> Workbench:
-        """Return an open engine as measurements use it."""
+        """Return the workbench of an open engine."""
         label = label or engine.fingerprint.name
         if isinstance(engine, TransformersEngine):
             runner, vocab_size = engine.runner, engine.subject().vocab_size
@@ -64,15 +64,16 @@ class Workbench:
 
     @property
     def model(self) -> Any:
-        """Return the transformers model itself, to run without this library; None in other engines."""
+        """Return the transformers model itself, to run without this library; None for other engines."""
         return self.engine.runner.model if isinstance(self.engine, TransformersEngine) else None
 
     def head(self, settings: Any, **more: Any) -> dict[str, Any]:
-        """Return what every result begins with: what was measured, with which settings, on which machine.
+        """Return the beginning of every result: engine, model, settings and machine.
 
         Args:
-            settings: Of the measurement, a dataclass; a ``ratio`` or ``policy`` of None is given as the model profile's.
-            more: Further settings, or other values of them.
+            settings: Settings of the measurement, a dataclass; a ``ratio`` or ``policy`` of None becomes the model
+                profile's.
+            more: Further settings, which replace settings of the same name.
         """
         given = asdict(settings)
         for name in ("ratio", "policy"):
@@ -91,7 +92,7 @@ class Workbench:
         return [] if self.directory is None else sorted(self.directory.rglob("*.safetensors"))
 
     def forget(self) -> None:
-        """Let nothing of earlier prompts help the next one, but what is in the store."""
+        """Empty the engine's prefix cache, so that only the store helps the next prompt."""
         self.engine.reset_prefix_cache()
 
     def random_chunks(self, count: int, tokens: int, seed: int) -> list[Chunk]:
@@ -121,7 +122,7 @@ class Workbench:
 
 @contextmanager
 def own_attention(model: Any) -> Iterator[None]:
-    """Run a model with the attention that transformers itself would have chosen."""
+    """Run a model with the attention implementation that transformers would have chosen."""
     ours = model.config.get_text_config()._attn_implementation
     if ours == "eager":
         yield

@@ -1,4 +1,4 @@
-"""Runs the command line, a thin skin over the Python API: a command's module is imported when that command is asked for."""
+"""Runs the command line, a thin layer over the Python API. A command's module is imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from cacheblend_rag.console.output import LogLines, echo
 from cacheblend_rag.errors import CacheBlendError, InputError
 
 UNEXPECTED_EXIT_CODE = 70
-"""A bug, in the words of sysexits.h: EX_SOFTWARE."""
+"""Exit code for a bug: EX_SOFTWARE of sysexits.h."""
 INTERRUPTED_EXIT_CODE = 130
-"""What a shell gives a command that Ctrl-C has ended."""
+"""Exit code that shells give a command ended by Ctrl-C."""
 
 _PLUGINS = "cacheblend_rag.commands"
 COMMANDS = {
@@ -36,12 +36,12 @@ COMMANDS = {
     "store": "cacheblend_rag.cli.store:store",
     "ui": "cacheblend_rag.cli.ui:ui",
 }
-"""Where each command is defined."""
+"""Module and attribute that define each command."""
 _OF_THE_LAB = frozenset(("bench", "demo", "eval", "figures", "learn", "marginal", "realm", "tune-retriever"))
 
 
 class Commands(Mapping[str, Any]):
-    """Finds commands by name: where a table says they are, and those that other packages bring as entry points of a group."""
+    """Finds commands by name, in a table of their places and among the entry points of other packages."""
 
     def __init__(self, table: Mapping[str, str], plugins: str = ""):
         self._table, self._plugins = table, plugins
@@ -69,7 +69,7 @@ class Commands(Mapping[str, Any]):
 
 
 class _Group(TyperGroup):
-    """Shows the library's own errors as they are, with their exit code."""
+    """Prints the library's own errors as messages, and exits with their exit code."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
@@ -116,14 +116,14 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    # The answer is what stdout is for, and libraries' chatter is nobody's answer. What a user has set stays.
+    # Other libraries' messages would disturb the output. Variables that the user has set stay.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # OpenMP's threads spin while they wait. On a core that another process wants, too, all wait for one that spins for long.
+    # OpenMP's threads spin while they wait. A long spin on a core that another process needs, too, delays all threads.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        # As stderr's: an answer may hold what a terminal's encoding lacks.
+        # As on stderr: an answer may contain characters that a terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -131,7 +131,7 @@ def _options(
 
 
 def tell_warnings() -> None:
-    """Have warnings and log lines printed as all that commands say on stderr."""
+    """Print warnings and log lines like all other messages of commands on stderr."""
     warnings.showwarning = _show_warning
     logging.lastResort = LogLines(logging.WARNING)
 
@@ -149,13 +149,13 @@ def _show_warning(
 
 
 def main() -> None:
-    """Run the command line; never shows a traceback unless ``CACHEBLEND_DEBUG`` is set."""
+    """Run the command line; show no traceback unless ``CACHEBLEND_DEBUG`` is set."""
     try:
         app(prog_name="cacheblend")
     except Exception as error:
         if os.environ.get("CACHEBLEND_DEBUG"):
             raise
-        # What the system refuses: a full disk, a name that is too long, a missing permission.
+        # Errors of the system: a full disk, a name that is too long, a missing permission.
         if isinstance(error, OSError):
             echo(f"Error: {error}", err=True)
             sys.exit(CacheBlendError.exit_code)

@@ -41,9 +41,9 @@ def ask(
     """Answer one question from the indexed documents."""
     from cacheblend_rag.rag.questions import check_question
 
-    check_question(question)  # before a model is loaded for it
+    check_question(question)  # before a model is loaded
     sampling, settings = how.sampling.params(), how.blend.settings()
-    # One prompt reads each chunk's KV once: RAM would be filled with it for nobody.
+    # One prompt reads each chunk's KV once, so a RAM tier would gain nothing.
     with _pipeline(how, namespace, retriever, ram_budget=0) as pipeline:
         answer = pipeline.ask(question, sampling, settings)
         sentence = _nearest(pipeline, question, answer)
@@ -66,14 +66,14 @@ def ask(
 
 @takes_groups
 def chat(how: QuestionOptions = CONVERSATION, retriever: options.Retriever = None) -> None:
-    """Answer questions one after another, streaming; one may refer to those before it. /help lists commands."""
+    """Answer questions in a conversation, streaming; a question may refer to earlier ones. /help lists commands."""
     sampling, settings = how.sampling.params(), how.blend.settings()
     with _pipeline(how, DEFAULT_NAME, retriever) as pipeline:
         Chat(pipeline, sampling, settings).run(sys.stdin.isatty())
 
 
 def _nearest(pipeline: RagPipeline | ResidentPipeline, question: str, answer: RagAnswer) -> tuple[int, int] | None:
-    """Return where the sentence nearest to the question stands in the most relevant source, if there is one."""
+    """Return the begin and end of the sentence nearest to the question in the most relevant source, if there is one."""
     if not answer.sources:
         return None
     text = answer.sources[0].text
@@ -89,7 +89,7 @@ def _nearest_facts(source: Hit, begin: int, end: int) -> dict[str, Any]:
 def _own_pipeline(
     how: QuestionOptions, namespace: str, retriever: Path | None, ram_budget: int | None = None
 ) -> AbstractContextManager[RagPipeline]:
-    """Open what answers, in this process."""
+    """Open a pipeline in this process."""
     return open_pipeline(
         how.model,
         how.store,
@@ -104,7 +104,7 @@ def _own_pipeline(
 def _pipeline(
     how: QuestionOptions, namespace: str, retriever: Path | None, ram_budget: int | None = None
 ) -> AbstractContextManager[RagPipeline | ResidentPipeline]:
-    """Return what answers: the process that keeps the model, where it may; else this one."""
+    """Return a pipeline in the process that keeps the model loaded, if possible, else a pipeline in this process."""
     own = partial(_own_pipeline, how, namespace, retriever, ram_budget)
     held = Held.by(how, namespace, retriever)
     return own() if held is None else ResidentPipeline(held, how.k, own)

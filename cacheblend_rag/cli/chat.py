@@ -1,4 +1,4 @@
-"""Holds the conversation of `cacheblend chat`."""
+"""Runs the conversation of `cacheblend chat`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Anything else is a question, which may refer to the ones before it."""
 
 
 class Chat:
-    """Reads questions from standard input until it ends."""
+    """Answers questions from standard input until the input ends."""
 
     def __init__(self, pipeline: RagPipeline | ResidentPipeline, sampling: SamplingParams, settings: BlendSettings):
         self._pipeline, self._sampling, self._settings = pipeline, sampling, settings
         self._answers: list[tuple[str, RagAnswer]] = []
-        self._begin = 0  # the first answer that the next question follows
+        self._begin = 0  # index of the first answer that the next question may refer to
 
     def run(self, interactive: bool) -> None:
-        """Converse; ``interactive`` shows a prompt and keeps typed lines for the arrow keys."""
+        """Run the conversation; ``interactive`` shows a prompt and enables line editing."""
         if interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401  (line editing in input())
@@ -54,7 +54,7 @@ class Chat:
                 echo("\n/quit or Ctrl-D leaves.")
 
     def _handle(self, line: str) -> bool:
-        """Do what a line says; return whether to go on."""
+        """Handle a line of input; return whether to continue."""
         if line == "/quit":
             return False
         if line == "/help":
@@ -85,7 +85,7 @@ class Chat:
                         echo(f"  {line}")
         except KeyboardInterrupt:
             echo("\n  (stopped)")
-        except InputError as error:  # this question only: too long for the window, for one
+        except InputError as error:  # concerns this question only, for example too long for the window
             echo(f"Error: {error}", err=True)
 
     def _print_sources(self) -> None:
@@ -93,5 +93,5 @@ class Chat:
             echo("No answer yet.")
             return
         for number, source in enumerate(self._answers[-1][1].sources, 1):
-            # Indented: a document may say what looks like the next source.
+            # Indented, because a document may contain text that looks like the next source.
             echo(f"[{number}] {cite(source)} ({in_one_line(source.path)})\n{indent(source.text, '    ')}\n")

@@ -1,4 +1,4 @@
-"""Words an answer's sources and the reuse behind it for a person, and for `--explain` how it came about."""
+"""Formats an answer's sources and KV reuse for people, and the details that `--explain` shows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AROUND = 160  # characters shown on either side of a marked sentence
 
 
 def source_lines(answer: RagAnswer, question: str) -> list[str]:
-    """Return a line for each source, with its score and what it says of the question, and the pipeline's notes."""
+    """Return a line for each source, with its score and a snippet about the question, and the pipeline's notes."""
     about = f"{question} {answer.answer}"
     found = [
         f"[{number}] {cite(s)} ({s.relevance}): {snippet(s.text, about)}" for number, s in enumerate(answer.sources, 1)
@@ -29,7 +29,7 @@ def source_lines(answer: RagAnswer, question: str) -> list[str]:
 
 
 def marked_lines(source: Hit, sentence: tuple[int, int]) -> list[str]:
-    """Return a heading, and the marked sentence of an answer's first source with what stands around it, in lines for people."""
+    """Return a heading, and lines with the marked sentence of an answer's first source and the text around the sentence."""
     begin, end = sentence
     before, after = " ".join(source.text[:begin].split()), " ".join(source.text[end:].split())
     if len(before) > _AROUND:
@@ -42,14 +42,14 @@ def marked_lines(source: Hit, sentence: tuple[int, int]) -> list[str]:
 
 
 def cite(source: Hit) -> str:
-    """Return the name of a source's document, and the page where it has pages."""
+    """Return the file name of a source's document, and the source's pages, if any."""
     return ", ".join(filter(None, (in_one_line(Path(source.path).name), source.pages)))
 
 
 def snippet(text: str, about: str, width: int = _WIDTH) -> str:
     """Return the part of ``text``, at most ``width`` characters, that shares most words with ``about``.
 
-    It is quoted as it stands there, but for white space: it becomes one line.
+    The part is quoted unchanged, except that white space is collapsed to make one line.
     """
     wanted, text = words(about), text.strip()
     found = list(sentences(text)) or [(0, 0)]
@@ -61,14 +61,14 @@ def snippet(text: str, about: str, width: int = _WIDTH) -> str:
 
 
 def _chosen(generation: Generation) -> str:
-    """Return how the recomputed tokens were chosen, where the engine says it."""
+    """Return how the recomputed tokens were chosen; empty if the engine does not report it."""
     if generation.policy is None or generation.ratio is None:
         return ""
     return f" ({generation.policy}, {generation.ratio:.0%})"
 
 
 def reuse_line(answer: RagAnswer) -> str:
-    """Return how the prompt was handled, and how soon the first token came."""
+    """Return how the prompt was processed, and the time to first token."""
     generation = answer.generation
     usage, ttft = generation.usage, seconds(generation.timings.ttft_s)
     if generation.mode == "blend":
@@ -84,7 +84,7 @@ def reuse_line(answer: RagAnswer) -> str:
 
 
 def explain_lines(answer: RagAnswer) -> list[str]:
-    """Return where each chunk's KV came from, what the prompt waited for it, and why it was handled so."""
+    """Return where each chunk's KV came from, how long the prompt waited for stored KV, and the reason."""
     generation = answer.generation
     loads = {load.chunk_id: load for load in generation.loads}
     rows = [["chunk", "document", "KV from", "read", "reading took"]]

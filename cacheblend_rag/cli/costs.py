@@ -26,9 +26,9 @@ def calibrate(
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a typical chunk.")] = 512,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Measure what loading from the store and computing cost here, for --ratio auto; say which tier is fast enough.
+    """Measure the cost of loading from the store and of computing, for --ratio auto; show which tiers are fast enough.
 
-    Engines compute at different speed: measure each that you use. Until it is measured, vLLM begins with what transformers takes.
+    Engines compute at different speeds: measure each engine that you use. Before that, vLLM uses the costs of transformers.
     """
     from cacheblend_rag.blending.profile import save_costs
     from cacheblend_rag.calibrate.costs import measure_costs
@@ -37,7 +37,7 @@ def calibrate(
 
     place = store_directory(directory)
     model = with_model(model, index_directory(directory, "default"))
-    # The KV that is measured with goes when the engine is closed; only the store's tiers are looked at.
+    # The KV used for measuring is deleted when the engine is closed; of the store, only the tiers are measured.
     opened = open_vllm(model, None, None, None, None) if engine == "vllm" else open_engine(model)
     with opened, status("Measuring") as say:
         bench = Workbench.of(opened)

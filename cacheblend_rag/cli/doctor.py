@@ -24,7 +24,7 @@ _CALIBRATION = "Calibration"
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """Groups the options that say what to calibrate on, to which standard, and where the result goes."""
+    """Groups the options of a calibration: its prompts, its standard, and its output."""
 
     prompts: Annotated[
         Path | None,
@@ -94,7 +94,7 @@ class CalibrationOptions:
     ] = None
 
     def check(self) -> None:
-        """Refuse options that contradict each other, which takes no model; raises InputError."""
+        """Raise InputError if options contradict each other, before a model is loaded."""
         near = self.as_near_as or ""
         by_bits = near.endswith("-bit")
         for names, both in (
@@ -129,7 +129,7 @@ def doctor(
     engine: options.Engine = "transformers",
     as_json: options.AsJSON = False,
 ) -> None:
-    """Say whether a model is blended, why, how, and what that gains on this machine; or calibrate it."""
+    """Report whether, why and how a model is blended, and what blending gains on this machine; or calibrate the model."""
     given = [
         f"--{each.name.replace('_', '-')}" for each in fields(wanted) if getattr(wanted, each.name) != each.default
     ]
@@ -194,7 +194,7 @@ def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptio
 
 
 def _say_if_few(prompts: int, needed: int, wanted: CalibrationOptions, store: Path | None) -> None:
-    """Say on stderr, before anything is measured, that there are too few prompts to show what is found on them."""
+    """Warn on stderr, before anything is measured, if the prompts are too few to prove a result."""
     if prompts >= needed:
         return
     advice = "index more documents" if store is not None else "leave out --count"

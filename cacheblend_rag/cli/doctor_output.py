@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_diagnosis(found: Diagnosis) -> None:
-    """Print what `doctor` found out about a model."""
+    """Print the diagnosis of a model."""
     lines: list[tuple[str, str]] = [
         ("model", f"{found.model} ({found.layers} layers, {found.dtype}, {found.device})"),
         ("fingerprint", found.fingerprint),
@@ -62,7 +62,7 @@ def print_diagnosis(found: Diagnosis) -> None:
 
 
 def _gate_lines(found: Diagnosis | VLLMDiagnosis) -> list[tuple[str, str]]:
-    """Return whether a model is blended, what its parity gate has found, and whether its tokenizer lets chunks stand apart."""
+    """Return lines on blending, the parity gate, and whether a prompt's tokens equal those of its text in one piece."""
     lines = [("blended", "yes" if found.blended else f"no: {found.reason}")]
     lines += [
         ("parity gate", f"{name}: off by {error:.1e} standard deviations (allowed {found.gate_limit:.0e})")
@@ -84,7 +84,7 @@ def _print_lines(lines: list[tuple[str, str]]) -> None:
 
 
 def print_vllm(found: VLLMDiagnosis) -> None:
-    """Print what `doctor --engine vllm` found out."""
+    """Print the diagnosis of `doctor --engine vllm`."""
     lines = [
         ("model", f"{found.model} ({found.layers} layers, {found.dtype}, {found.device})"),
         ("fingerprint", found.fingerprint),
@@ -106,7 +106,7 @@ def print_vllm(found: VLLMDiagnosis) -> None:
 
 
 def print_calibration(found: Calibration, file: Path) -> None:
-    """Print what `doctor --calibrate` measured and chose."""
+    """Print the measurements and the choice of `doctor --calibrate`."""
     what = {"likelihood": "exp(-KL)", "tokens": "agreement"}.get(found.standard.by, f"{found.standard.metric} kept")
     echo(
         f"{found.prompts} prompts, {found.tokens} tokens compared; each bound of {what} with full recompute holds with "

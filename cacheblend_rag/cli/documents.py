@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class _ListingGroup(TyperGroup):
-    """Runs `documents ls` where no command is named."""
+    """Runs `documents ls` if no command is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named = args and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
-        if not named and not ctx.resilient_parsing:  # a shell that completes names the command later
+        if not named and not ctx.resilient_parsing:  # shell completion names the command later
             args = ["ls", *args]
         return super().parse_args(ctx, args)
 
@@ -40,7 +40,7 @@ documents = typer.Typer(
 def ls(
     directory: options.Store = None, namespace: options.Namespace = "default", as_json: options.AsJSON = False
 ) -> None:
-    """List the documents that were indexed, with the number of their chunks."""
+    """List the indexed documents, with the number of their chunks."""
     found = _indexed(directory, namespace)
     if as_json:
         print_json([asdict(each) for each in found])
@@ -54,7 +54,7 @@ def _indexed(directory: Path | None, namespace: str) -> list[IndexedDocument]:
     from cacheblend_rag.retrieval.index import ChunkIndex
 
     home = index_directory(directory, namespace)
-    if ChunkIndex.exists(home):  # opened without the store of KV, which takes seconds to import
+    if ChunkIndex.exists(home):  # without the KV store, which takes seconds to import
         with ChunkIndex(home) as index:
             return index.documents()
     with open_inventory(directory, namespace) as inventory:
@@ -71,12 +71,12 @@ def rm(
     namespace: options.Namespace = "default",
     as_json: options.AsJSON = False,
 ) -> None:
-    """Take documents out of the index, and out of the store the KV of chunks that no other document holds.
+    """Remove documents from the index, and from the store the KV of chunks that no other document contains.
 
-    The files themselves stay where they are; `cacheblend index` on them, or on their directory, brings them back.
+    The files themselves stay; `cacheblend index` with the files, or their directory, indexes them again.
     """
     with open_inventory(directory, namespace) as inventory:
-        # All are looked up before one is removed: a mistyped name should leave nothing half done.
+        # All names are looked up before a document is removed, so that a mistyped name changes nothing.
         wanted = dict.fromkeys(path for name in paths for path in inventory.find_documents(name))
         removed = inventory.remove_documents(wanted)
     if as_json:

@@ -35,10 +35,10 @@ def dry_run(
     as_json: bool,
     **cut: Any,
 ) -> None:
-    """Print what indexing ``found`` into the store in ``root`` would take. Nothing is written there.
+    """Print the chunks, size and time of indexing ``found`` into the store in ``root``, without changing the store.
 
     Raises:
-        InputError: Options that would change the store.
+        InputError: An option would change the store.
     """
     if chosen.server is None and (changing := [name for name in budgets.given if name in ("--kv", "--encrypt")]):
         raise InputError(f"{', '.join(changing)} changes a store, and --dry-run leaves it as it is. Leave it out.")
@@ -59,9 +59,9 @@ def dry_run(
 def _opened(
     chosen: EngineOptions, budgets: BudgetOptions, root: Path, namespace: str, **cut: Any
 ) -> Iterator[tuple[RagPipeline, Entries | None]]:
-    """Open a model in front of a store that is thrown away, with the index there is; and that index's own store, if there is one.
+    """Open a pipeline on the existing index, if any, and a temporary store; yield the existing store's entries, too, or None.
 
-    The store lies where a new one would: its disk is the one that limits it.
+    Without an existing store, the temporary store is on the disk of a new store, because that disk limits its size.
     """
     from cacheblend_rag.retrieval.index import ChunkIndex
     from cacheblend_rag.store import open_store

@@ -49,7 +49,7 @@ _DryRun = Annotated[
 @takes_groups
 def index(
     paths: Annotated[
-        list[str],  # a Path of nothing would be the current directory
+        list[str],  # an empty Path would be the current directory
         typer.Argument(
             help="Files and directories: text, Markdown, HTML, PDF, Word, slides, tables, JSON, source code."
         ),
@@ -79,12 +79,12 @@ def index(
 ) -> None:
     """Split documents into chunks, compute and store their KV, and make them searchable. Unchanged files are skipped.
 
-    Ctrl-C loses nothing that was stored: the same command goes on from there.
+    Ctrl-C loses no stored KV: run the same command again to continue.
     """
     from cacheblend_rag.retrieval.documents import find_documents
     from cacheblend_rag.store.files import make_home
 
-    # Raises: a mistyped path should not cost the loading of a model.
+    # Raises InputError for a mistyped path before a model is loaded.
     found = find_documents(paths, include or (), exclude or ())
     home = index_directory(store, namespace)
     chosen = _with_model(model, home, found)
@@ -96,7 +96,7 @@ def index(
         print_estimate(chosen, budgets, found, root, namespace, ranking, as_json, **cut)
         return
     if root.is_dir():
-        with suppress(OSError):  # which is told below
+        with suppress(OSError):  # reported below
             make_home(root, namespace)
     opened = open_pipeline(chosen, store, budgets, must_exist=False, namespace=namespace, **cut)
     looks = partial(_unchanged, chosen, budgets, found, root, namespace, **cut)
@@ -107,7 +107,7 @@ def index(
 
 
 def _with_model(given: EngineOptions, home: Path, found: FoundDocuments) -> EngineOptions:
-    """Return the options with a model in them; raises InputError where the index is one of a model that these are nothing for."""
+    """Return the options with a model; raises InputError if the index is the bundled model's and the documents are not."""
     fitting = model_for(found.files)
     chosen = with_model(given, home, fitting)
     if given.model is None and chosen.model == BUNDLED_MODEL != fitting:
@@ -121,7 +121,7 @@ def _with_model(given: EngineOptions, home: Path, found: FoundDocuments) -> Engi
 def _unchanged(
     chosen: EngineOptions, budgets: BudgetOptions, found: FoundDocuments, root: Path, namespace: str, **cut: Any
 ) -> IndexReport | None:
-    """Return the report of a run that has nothing to do, as far as that can be told before a model is loaded."""
+    """Return the report of a run that has nothing to do; None if there is work, or only a model can decide."""
     from cacheblend_rag.rag.indexing import nothing_to_read
     from cacheblend_rag.retrieval.index import ChunkIndex
 
@@ -174,10 +174,10 @@ def _index_and_check(
 
 
 def _ask(error: TooMuchKVError) -> None:
-    """Ask whether to index more than the store can hold; end the command unless somebody says yes.
+    """Ask whether to index more than the store can hold; end the command unless the user agrees.
 
     Raises:
-        StoreError: There is nobody to ask.
+        StoreError: Standard input is not a terminal.
     """
     todo = f"{error.what}. The KV of older documents, and of much of these, would be computed and dropped."
     if not sys.stdin.isatty():
@@ -189,7 +189,7 @@ def _ask(error: TooMuchKVError) -> None:
 
 
 class _Shown:
-    """Tells a user how much there is to index, once that is known, and how far it is."""
+    """Prints how much there is to index, once the amount is known, and shows the progress."""
 
     def __init__(self) -> None:
         self.show: Callable[[float, int, str], None] = lambda done, total, at: None
@@ -220,7 +220,7 @@ class _Shown:
             echo(_room_line(plan, plan.kv_bytes), err=True)
 
     def interrupted(self) -> str:
-        """Return what is kept of a run that was stopped."""
+        """Return a message about the results that an interrupted run has stored."""
         at = self._at
         if at is None or at.plan is None:
             return "Stopped before anything was computed. Run the same command again to start over."

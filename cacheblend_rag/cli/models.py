@@ -10,7 +10,7 @@ from cacheblend_rag.console.output import echo, print_json, size, table
 
 
 def models(as_json: options.AsJSON = False) -> None:
-    """List models to begin with: their sizes, what they take on this machine, and which need no model hub."""
+    """List models to start with: their sizes, whether they fit this machine, and which need no model hub."""
     memory, dtype, where = machine()
     if as_json:
         print_json([_facts(each, memory, dtype) for each in KNOWN_MODELS])

@@ -1,9 +1,9 @@
-"""Asks a process that keeps a model loaded between commands, and starts one where none runs: the client's side.
+"""Sends questions to a process that keeps a model loaded between commands, and starts the process if none runs: the client.
 
-Importing torch, loading a model and judging it takes many times as long as its first token. So the first `ask` or `chat` starts a
-process (:mod:`cacheblend_rag.cli.resident_process`) that keeps the model, and later ones ask there, through a Unix socket in a
-directory that only this user can enter. Both sides look who the other one is before a word is exchanged. Whatever goes wrong with
-that process, the command answers by itself, as it would without.
+Importing torch, loading a model and running the parity gate takes many times as long as the first token. So the first `ask` or
+`chat` starts a process (:mod:`cacheblend_rag.cli.resident_process`) that keeps the model loaded. Later commands ask that process
+through a Unix socket in a directory that only this user can enter. Both sides check the other side's user before they send data.
+If anything goes wrong with the process, the command answers by itself.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from cacheblend_rag.rag.pipeline import RagPipeline
 
 MINUTES = "CACHEBLEND_RESIDENT_MINUTES"
-"""The environment variable that says how long the process stays after the last question; 0 starts none."""
+"""Environment variable with the minutes that the process stays after the last question; 0 starts no process."""
 _DEFAULT_MINUTES = 5.0
-# How long a process that is there may take to say that it takes the question; while it answers another one it says nothing.
+# Time within which a running process must accept a question; a process that answers another question does not accept.
 _PATIENCE_S = 3.0
-# Variables that decide how a model is loaded, where files are, and with which keys.
+# Beginnings of the variables that decide how a model is loaded, where files are, and which keys are used.
 _DECIDING = (
     "AWS_",
     "CACHEBLEND_",
@@ -62,11 +62,11 @@ _DECIDING = (
 
 
 class UnreachableError(Exception):
-    """No other process answers; the caller must."""
+    """Reports that no other process answers, so that the caller must answer."""
 
 
 class Question(NamedTuple):
-    """Asks for an answer, as :meth:`RagPipeline.stream` does, from ``k`` chunks."""
+    """Requests an answer from ``k`` chunks, with the arguments of :meth:`RagPipeline.stream`."""
 
     question: str
     k: int
@@ -76,20 +76,20 @@ class Question(NamedTuple):
 
 
 class Nearest(NamedTuple):
-    """Asks for the sentence of a passage that is nearest to a question."""
+    """Requests the sentence of a passage that is nearest to a question."""
 
     question: str
     text: str
 
 
 class Refused(NamedTuple):
-    """Says which of our own errors a question met."""
+    """Carries an error of this library that a question raised in the process."""
 
     kind: str
     message: str
 
     def error(self) -> errors.CacheBlendError:
-        """Return the error as this process raises it."""
+        """Return the error for this process to raise."""
         kind = getattr(errors, self.kind, errors.CacheBlendError)
         made = errors.CacheBlendError(self.message)
         if isinstance(kind, type) and issubclass(kind, InputError):
@@ -99,13 +99,13 @@ class Refused(NamedTuple):
 
 
 TAKEN, CHANGED, DONE = b"taken", b"changed", b"done"
-"""Said by the process: first that a question is taken, or that what is loaded is out of date and the process ends; at last that
-all is said."""
+"""Messages of the process. "taken" accepts a question. "changed" says that the process ends, because its loaded files are out of
+date. "done" follows a complete answer."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Says what a process keeps: a store with its index and the model in front of them, all paths whole."""
+    """Describes what a process keeps open: a store, its index and a model. All paths are absolute."""
 
     store: str
     namespace: str
@@ -114,10 +114,10 @@ class Held:
 
     @classmethod
     def by(cls, how: QuestionOptions, namespace: str, retriever: Path | None) -> Held | None:
-        """Return what a command's options ask for; None where the command itself must answer.
+        """Return the description for a command's options; None if the command itself must answer.
 
         Raises:
-            InputError: The environment's number of minutes is none, or an option cannot be used.
+            InputError: The environment variable is not a number of minutes, or an option cannot be used.
         """
         model = how.model
         elsewhere = model.server is not None or model.engine != "transformers" or how.budgets.given
@@ -134,21 +134,21 @@ class Held:
 
     @classmethod
     def read(cls, text: str) -> Held:
-        """Return what :attr:`text` says."""
+        """Return the description that :attr:`text` encodes."""
         told = json.loads(text)
         return cls(**{**told, "model": EngineOptions(**told["model"])})
 
     @property
     def text(self) -> str:
-        """Return this as one line."""
+        """Return the description as one line of JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
     def socket(self) -> Path:
-        """Return where the process for this is reached, which no other version and no other environment shares.
+        """Return the path of the process's socket, which differs between versions and environments.
 
         Raises:
-            UnreachableError: There is no directory that is this user's alone.
+            UnreachableError: No directory for sockets is private to this user.
         """
         deciding = {name: value for name, value in os.environ.items() if name.startswith(_DECIDING)}
         code = [__version__, sys.executable, str(Path(__file__).parent), sysconfig.get_path("purelib")]
@@ -160,7 +160,7 @@ def minutes() -> float:
     """Return how many minutes a process stays after its last question.
 
     Raises:
-        InputError: The environment says no number.
+        InputError: The environment variable is not a number.
     """
     text = os.environ.get(MINUTES, str(_DEFAULT_MINUTES))
     try:
@@ -170,7 +170,7 @@ def minutes() -> float:
 
 
 def _private_directory() -> Path:
-    """Return the directory of the sockets, made where it is missing: this user's, and nobody else's."""
+    """Return the directory of the sockets, made if missing; raises UnreachableError if other users can enter."""
     given = os.environ.get("XDG_RUNTIME_DIR")
     usable = given is not None and Path(given).is_dir()
     folder = Path(given or "") / "cacheblend" if usable else Path(tempfile.gettempdir()) / f"cacheblend-{os.geteuid()}"
@@ -185,14 +185,14 @@ def _private_directory() -> Path:
 
 
 def of_same_user(connected: socket.socket) -> bool:
-    """Say whether the process at the other end of a Unix socket is this user's."""
+    """Return whether the process at the other end of a Unix socket belongs to this user."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return bool(user == os.geteuid())
 
 
 def _connected(path: Path) -> Connection | None:
-    """Return a connection to the process that listens at ``path``; None where none does."""
+    """Return a connection to the process that listens at ``path``; None if no process listens."""
     found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         found.connect(str(path))
@@ -208,7 +208,7 @@ def _connected(path: Path) -> Connection | None:
 
 
 def start(held: Held, listening: socket.socket) -> None:
-    """Start the process for ``held``, which goes on ``listening``; it outlives this one and has none of its files."""
+    """Start the process for ``held`` with the socket ``listening``; the process outlives this one and inherits no other file."""
     subprocess.Popen(
         [sys.executable, "-P", "-m", "cacheblend_rag.cli.resident_process", str(listening.fileno()), held.text],
         pass_fds=(listening.fileno(),),
@@ -221,14 +221,14 @@ def start(held: Held, listening: socket.socket) -> None:
 
 
 def _reached(held: Held) -> tuple[Connection, bool]:
-    """Return a connection to the process for ``held``, started if need be, and whether it was."""
+    """Return a connection to the process for ``held``, and whether the process was started now."""
     from filelock import FileLock
 
     path = held.socket
     if (found := _connected(path)) is not None:
         return found, False
     with FileLock(path.with_name("starting.lock"), timeout=_PATIENCE_S, mode=0o600):
-        if (found := _connected(path)) is not None:  # another command was first
+        if (found := _connected(path)) is not None:  # another command has started the process
             return found, False
         with suppress(FileNotFoundError):
             path.unlink()  # left behind by a process that was killed
@@ -242,12 +242,12 @@ def _reached(held: Held) -> tuple[Connection, bool]:
 
 
 def _taken(held: Held) -> Connection:
-    """Return a connection to a process that waits for a question.
+    """Return a connection to a process that has accepted a question.
 
-    The socket listens before its process has loaded anything: a connection ends where the process does.
+    The socket listens before its process has loaded anything. A connection closes when the process ends.
     """
     try:
-        for _ in range(2):  # a process that is ending sends one to the next
+        for _ in range(2):  # a process that is ending makes the client try again
             connection, started = _reached(held)
             try:
                 said = connection.recv() if started or connection.poll(_PATIENCE_S) else None
@@ -267,12 +267,12 @@ def _taken(held: Held) -> Connection:
 
 
 class ResidentPipeline:
-    """Answers as a :class:`RagPipeline` does, by another process where one can be had, else by a pipeline of its own.
+    """Answers as a :class:`RagPipeline` does, through another process if possible, else with a pipeline in this process.
 
     Args:
-        held: What that process keeps.
+        held: Description of the other process.
         k: Most chunks in a prompt.
-        own: Opens the pipeline of its own, which is closed with this.
+        own: Opens the pipeline in this process, which :meth:`__exit__` closes.
     """
 
     def __init__(self, held: Held, k: int, own: Callable[[], AbstractContextManager[RagPipeline]]):
@@ -287,7 +287,7 @@ class ResidentPipeline:
         self._opened.close()
 
     def ask(self, question: str, sampling: SamplingParams, settings: BlendSettings) -> RagAnswer:
-        """Answer in one piece; raises what the pipeline does."""
+        """Answer in one piece; raises the pipeline's errors."""
         *_, last = self.stream(question, sampling, settings)
         assert last.answer is not None
         return last.answer
@@ -295,9 +295,9 @@ class ResidentPipeline:
     def stream(
         self, question: str, sampling: SamplingParams, settings: BlendSettings, history: Sequence[Turn] = ()
     ) -> Iterator[RagEvent]:
-        """Answer piece by piece; raises what the pipeline does.
+        """Answer piece by piece; raises the pipeline's errors.
 
-        Where the process ends in the middle, the answer begins anew on the next line.
+        If the process ends in the middle of an answer, the answer starts again on the next line.
         """
         said = False
         if self._own is None:
@@ -312,7 +312,7 @@ class ResidentPipeline:
         yield from self.own.stream(question, sampling, settings, history)
 
     def nearest(self, question: str, text: str) -> tuple[int, int] | None:
-        """Return what :func:`nearest_sentence` does; None where no process can be asked for it."""
+        """Return the result of :func:`nearest_sentence`; None if no process answers."""
         if self._own is not None:
             return nearest_in(self._own, question, text)
         try:
@@ -323,7 +323,7 @@ class ResidentPipeline:
 
     @property
     def own(self) -> RagPipeline:
-        """Return the pipeline of this process, opened now if it is not yet."""
+        """Return the pipeline in this process, opened on first use."""
         if self._own is None:
             self._own = self._opened.enter_context(self._open())
         return self._own
@@ -331,7 +331,7 @@ class ResidentPipeline:
     def _asked(self, question: Question | Nearest) -> Iterator[Any]:
         with status("Loading the model"):
             connection = _taken(self._held)
-        with connection:  # closed in the middle, the process stops answering
+        with connection:  # closing the connection early stops the answer
             try:
                 connection.send(question)
                 while True:
@@ -341,7 +341,7 @@ class ResidentPipeline:
                     if isinstance(said, str):
                         echo(said, err=True)
                         continue
-                    if said == DONE:  # behind what is stored after the answer
+                    if said == DONE:  # sent after the KV of the answer has been stored
                         return
                     yield said
             except (EOFError, OSError) as error:
@@ -349,7 +349,7 @@ class ResidentPipeline:
 
 
 def nearest_in(pipeline: RagPipeline, question: str, text: str) -> tuple[int, int] | None:
-    """Return what :func:`nearest_sentence` does, by the embedding model of a pipeline's index."""
+    """Return the result of :func:`nearest_sentence` with the embedding model of a pipeline's index."""
     from cacheblend_rag.retrieval.passages import nearest_sentence
 
     return nearest_sentence(text, question, pipeline.chunks.load_embedder())

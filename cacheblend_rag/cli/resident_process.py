@@ -1,7 +1,8 @@
-"""Keeps a store and a model open, and answers the questions of one user's commands, until none has come for some minutes.
+"""Keeps a store and a model open, and answers the questions of one user's commands until none has come for some minutes.
 
-:mod:`cacheblend_rag.cli.resident` starts it with the number of a listening socket and with what it is to keep. One connection is
-one question, and questions are answered one after another. A client that goes away stops its answer.
+:mod:`cacheblend_rag.cli.resident` starts this process with the number of a listening socket and a description of the store and
+model. Each connection carries one question, and questions are answered one after another. If a client disconnects, its answer
+stops.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ from cacheblend_rag.errors import CacheBlendError
 if TYPE_CHECKING:
     from cacheblend_rag.rag.pipeline import RagPipeline
 
-_LOOK_S = 5.0  # how often it looks whether it is out of date
-_HELLO_S = 10.0  # how long a client may take to send its question
+_LOOK_S = 5.0  # interval of the checks whether the loaded files are out of date
+_HELLO_S = 10.0  # time within which a client must send its question
 
 
 class Resident:
     """Answers questions that come through a socket.
 
     Args:
-        listening: The socket.
-        answer: Yields the events of an answer to a :class:`Question` or a :class:`Nearest`; raises what a pipeline does.
-        told: What was said on stderr while the model was loaded: each client is told as if it had loaded the model.
-        out_of_date: Says whether what was loaded is no longer what a command would load.
-        idle_s: How long it stays without a question.
+        listening: Listening socket.
+        answer: Yields the events of an answer to a :class:`Question` or a :class:`Nearest`; raises a pipeline's errors.
+        told: Messages printed on stderr while the model was loaded; each client prints them as if it had loaded the model.
+        out_of_date: Returns whether a command would now load other files or settings.
+        idle_s: Seconds without a question after which :meth:`serve` returns.
         interrupt: Raises KeyboardInterrupt in the thread that answers.
-        clock: Returns seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Resident:
         self._idle_s, self._clock = idle_s, clock
 
     def serve(self) -> None:
-        """Answer until no question has come for a while, or what was loaded is out of date."""
+        """Answer until no question has come for ``idle_s`` seconds, or the loaded files are out of date."""
         last = self._clock()
         while True:
             if select.select([self._listening], [], [], min(_LOOK_S, max(0.0, self._idle_s)))[0]:
@@ -86,14 +87,14 @@ class Resident:
                 return
 
     def _met(self) -> bool:
-        """Take one client; return whether to go on."""
+        """Serve one client; return whether to continue."""
         client, _ = self._listening.accept()
         if not of_same_user(client):
             client.close()
             return True
         with Connection(client.detach()) as connection, suppress(EOFError, OSError):
             if self._out_of_date():
-                self._listening.close()  # first: the client must not come back to this process
+                self._listening.close()  # first, so that the client cannot connect to this process again
                 connection.send(CHANGED)
                 return False
             connection.send(TAKEN)
@@ -102,8 +103,8 @@ class Resident:
         return True
 
     def _answered(self, connection: Connection, question: Any) -> None:
-        """Answer one question. What is no error of ours is not told: the client then answers itself, and meets it, too."""
-        # Every client is warned, not only the first: leaving this block forgets which warnings were given.
+        """Answer one question. Errors of other libraries are not sent: the client then answers itself and meets them, too."""
+        # Every client gets all warnings: leaving this block resets the record of warnings given.
         with suppress(KeyboardInterrupt, Exception), warnings.catch_warnings(), heard_by(connection.send):
             for text in self._told:
                 connection.send(text)
@@ -118,7 +119,7 @@ class Resident:
 
 @contextmanager
 def _stopped_without(connection: Connection, interrupt: Callable[[], None]) -> Iterator[None]:
-    """Interrupt the block where the client goes away: nothing more is to come from it."""
+    """Interrupt the block if the client disconnects; the client must not send anything more."""
     inside, outside = Pipe()
     lock, over = threading.Lock(), False
 
@@ -141,26 +142,26 @@ def _stopped_without(connection: Connection, interrupt: Callable[[], None]) -> I
 
 
 class Answers:
-    """Answers questions by an open pipeline as a process that was started for each of them would."""
+    """Answers questions with an open pipeline as a new process for each question would."""
 
     def __init__(self, pipeline: RagPipeline):
         self._pipeline = pipeline
 
     def __call__(self, question: Question | Nearest) -> Iterator[Any]:
-        """Yield the events of an answer, or where the nearest sentence is; raises what the pipeline does."""
+        """Yield the events of an answer, or the place of the nearest sentence; raises the pipeline's errors."""
         from cacheblend_rag.rag.pipeline import RagPipeline
 
         pipeline = self._pipeline
         if isinstance(question, Nearest):
             return iter([nearest_in(pipeline, *question)])
-        if not question.history:  # nothing is left from what others asked
+        if not question.history:  # reuse nothing from other commands' questions
             pipeline.engine.reset_prefix_cache()
         asked = RagPipeline(pipeline.engine, pipeline.chunks, k=question.k)
         return asked.stream(question.question, question.sampling, question.settings, question.history)
 
 
 def state_of(held: Held, pipeline: RagPipeline) -> tuple[object, ...]:
-    """Return what tells whether a command would load the same again: the states of files, and what the index was made with."""
+    """Return the states of all loaded files and the index's configuration; a change means that a command would load anew."""
     from cacheblend_rag.blending.profile import user_folder
     from cacheblend_rag.engines.models import SMOLLM2, smollm2_file
     from cacheblend_rag.retrieval.documents import INDEX_FILE
@@ -186,9 +187,9 @@ def _state(file: Path) -> tuple[object, ...]:
 
 
 def main(listening: socket.socket, held: Held) -> None:
-    """Load what is to be kept, and answer until nobody asks any more; an error ends it, and clients then answer themselves."""
+    """Open the pipeline and answer until idle; an error ends the process, and clients then answer by themselves."""
     tell_warnings()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the first command ran in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the first command ran in the background
     path = Path(listening.getsockname())
     own, told = _state(path), list[str]()
     with ExitStack() as opened:
@@ -216,7 +217,7 @@ def main(listening: socket.socket, held: Held) -> None:
         try:
             Resident(listening, answers, idle_s=60 * minutes(), told=tuple(told), out_of_date=out_of_date).serve()
         finally:
-            if _state(path) == own:  # not where another process has its socket there by now
+            if _state(path) == own:  # unless another process has its socket at the path meanwhile
                 path.unlink(missing_ok=True)
             listening.close()
 

@@ -34,10 +34,10 @@ def _serve(context: typer.Context, *, store: _Store = None, how: ServeFlags, bud
     """Serve the OpenAI API over vLLM, with blending and /v1/chunks.
 
     Any flag of vLLM's server may follow: --port, --api-key, --tensor-parallel-size, --max-model-len...
-    It listens to this machine alone (127.0.0.1); --host 0.0.0.0 needs an API key (CACHEBLEND_API_KEY or --api-key).
+    The server listens on this machine only (127.0.0.1); --host 0.0.0.0 needs an API key (CACHEBLEND_API_KEY or --api-key).
     """
     tell("Importing vLLM.")
-    import cacheblend_rag.engines.vllm  # noqa: F401  (first: it says what to install where vLLM is missing)
+    import cacheblend_rag.engines.vllm  # noqa: F401  (first: its error names what to install if vLLM is missing)
     from cacheblend_rag.server.launch import serve as run
 
     short, flags = _take_short(context.args)
@@ -54,10 +54,10 @@ def _serve(context: typer.Context, *, store: _Store = None, how: ServeFlags, bud
 
 
 def _take_short(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Take ``-m MODEL`` and ``-s DIR``, which mean here what they mean everywhere, from what is left for vLLM.
+    """Separate ``-m MODEL`` and ``-s DIR``, which all commands share, from the arguments for vLLM.
 
     Raises:
-        InputError: One of them has no value.
+        InputError: One of the two flags has no value.
     """
     taken: dict[str, str] = {}
     left: list[str] = []

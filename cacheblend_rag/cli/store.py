@@ -41,7 +41,7 @@ store = typer.Typer(
 def stats(
     directory: options.Store = None, namespace: options.Namespace = "default", as_json: options.AsJSON = False
 ) -> None:
-    """Show what the store holds, tier by tier. What a process has found and read, its answers and a server's metrics say."""
+    """Show the contents of the store, tier by tier. For reads and hits, see answers and a server's metrics."""
     from cacheblend_rag.store import recorded_tiers
 
     place = store_directory(directory)
@@ -80,7 +80,7 @@ def stats(
 
 
 def _say_unlisted(inventory: Inventory) -> None:
-    """Say on stderr of which tiers a listing knows nothing."""
+    """Warn on stderr about tiers that cannot be listed."""
     for name in inventory.store.unlisted:
         echo(
             f"The {name} tier cannot be listed: what it alone holds is neither counted nor checked here, and of it only the KV "
@@ -90,7 +90,7 @@ def _say_unlisted(inventory: Inventory) -> None:
 
 
 def _codec(tier: StoreStats) -> str:
-    return tier.codec.replace("raw", "none")  # as addresses say it
+    return tier.codec.replace("raw", "none")  # the word used in tier addresses
 
 
 def _tier_json(tier: StoreStats) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def keygen(
     namespace: options.Namespace = "default",
     as_json: options.AsJSON = False,
 ) -> None:
-    """Make a tenant's key for an encrypted store (--encrypt KEYS). To destroy a key is to destroy what it has encrypted."""
+    """Make a tenant's key for an encrypted store (--encrypt KEYS). Without its key, encrypted KV cannot be read any more."""
     from cacheblend_rag.store.source import make_key
 
     file = make_key(directory, namespace)
@@ -149,9 +149,9 @@ def reembed(
     embedding: options.Embedding = None,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Embed every chunk again, by another model if one is named, such as `tune-retriever --part both` makes. All KV stays.
+    """Embed every chunk again, with --embedding by another model, such as one of `tune-retriever --part both`. KV is unchanged.
 
-    Searches go on meanwhile, and see all old or all new vectors. The model before can be named again later.
+    Searches continue meanwhile, with all old or all new vectors. The previous model can be given again later.
     """
     from cacheblend_rag.retrieval.index import ChunkIndex
 
@@ -171,7 +171,7 @@ def verify(
     keep: Annotated[bool, typer.Option("--keep", help="Only report damaged entries; do not remove them.")] = False,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Read every KV entry against its checksums; exit code 3 if not all are good. What is removed is computed anew."""
+    """Check every KV entry against its checksums; exit code 3 if not all are good. Removed KV is computed again when needed."""
     with open_inventory(directory) as inventory, status("Verifying"):
         report = inventory.store.verify(repair=not keep)
         _say_unlisted(inventory)
@@ -221,7 +221,7 @@ def rm(
     namespace: options.Namespace = "default",
     as_json: options.AsJSON = False,
 ) -> None:
-    """Remove the KV of chunks. The chunks stay indexed; their KV is computed anew when a prompt needs it."""
+    """Remove the KV of chunks. The chunks stay indexed; their KV is computed again when a prompt needs the KV."""
     with open_inventory(directory, namespace) as inventory:
         removed = [inventory.remove(item_id) for item_id in ids]
     if as_json:

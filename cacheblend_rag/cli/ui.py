@@ -24,7 +24,7 @@ def ui(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the page, on this machine alone.")] = 7860,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the page in the browser.")] = False,
 ) -> None:
-    """Ask your documents in the browser, and see where each answer comes from. With --model bundled: on example documents."""
+    """Ask questions about your documents in the browser, and see the sources. --model bundled uses example documents."""
     from cacheblend_rag.demo.bundle import bundled_corpus
     from cacheblend_rag.ui.launch import serve
     from cacheblend_rag.ui.workspace import Choices

@@ -1,1 +1,1 @@
-"""Holds what every command shares: the root, options, groups of them, output, and how a model is opened."""
+"""Holds the code that commands share: options, option groups, output, and opening models."""

@@ -1,4 +1,4 @@
-"""Opens engines and pipelines with the options of a command, and chooses the model where a command is given none."""
+"""Opens engines and pipelines with the options of a command, and chooses the model if a command is given none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Options = TypeVar("_Options", bound=ModelOptions)
 
 
 def store_directory(given: Path | None) -> Path:
-    """Return the store's directory: the given one, else one in the user's cache directory (or ``CACHEBLEND_HOME``)."""
+    """Return the store's directory: ``given``, else a directory in the user's cache (or ``CACHEBLEND_HOME``)."""
     if given is not None:
         return from_home(given)
     from cacheblend_rag.blending.profile import user_folder
@@ -48,14 +48,14 @@ def index_directory(directory: Path | None, namespace: str) -> Path:
 
 
 def open_inventory(directory: Path | None, namespace: str = "default") -> Inventory:
-    """Open what a command's store and index hold, without a model."""
+    """Open the contents of a command's store and index, without a model."""
     from cacheblend_rag.rag.inventory import Inventory
 
     return Inventory(store_directory(directory), namespace)
 
 
 def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> TransformersEngine:
-    """Load the model of a command."""
+    """Load the model of a command with transformers."""
     _leave_it_to_answers()
     with status("Loading the model"):
         import torch
@@ -75,16 +75,16 @@ def open_engine(chosen: ModelOptions, store: KVStore | None = None) -> Transform
 def open_vllm(
     chosen: ModelOptions, store: Path | None, ram_budget: int | None, disk_budget: int | None, header: Header | None
 ) -> VLLMEngine:
-    """Start vLLM with the model of a command; ``store`` and ``header`` as its engine takes them.
+    """Start vLLM with the model of a command; :class:`VLLMEngine` describes ``store`` and ``header``.
 
     Raises:
-        InputError: An option that vLLM has no use for.
+        InputError: An option does not apply to vLLM.
         ModelError: vLLM is missing, or does not start; the message says why in a few lines.
     """
     for name, value in (("--device", chosen.device), ("--threads", chosen.threads)):
         if value is not None:
             raise InputError(f"{name} does not go with --engine vllm, which chooses for itself.")
-    # What a person wants to read is the answer; vLLM's own log is for servers.
+    # vLLM's log is for servers; a user of the command line wants to read only answers.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     _leave_it_to_answers()
     with status("Starting vLLM"):
@@ -109,10 +109,10 @@ def open_vllm(
 
 
 def open_server(chosen: EngineOptions) -> RemoteEngine:
-    """Connect to the server of a command; ``--model`` is the name it must serve.
+    """Connect to the server of a command; the server must serve the model that ``--model`` names.
 
     Raises:
-        InputError: An option that only a model loaded here has.
+        InputError: An option applies only to a model loaded in this process.
     """
     assert chosen.server is not None
     if chosen.engine != "transformers":
@@ -127,19 +127,19 @@ def open_server(chosen: EngineOptions) -> RemoteEngine:
 
 
 def _leave_it_to_answers() -> None:
-    """Keep off the terminal that a model is not calibrated: what commands print of answers says it."""
+    """Silence the 'not calibrated' warning, which commands print with their answers."""
     logging.getLogger("cacheblend_rag.blending.profile").setLevel(logging.ERROR)
 
 
 def open_any_engine(
     chosen: EngineOptions, store: Path, budgets: BudgetOptions, ram_budget: int | None = None
 ) -> BlendEngine:
-    """Open the model of a command in front of a store directory.
+    """Open the model of a command with a store directory.
 
-    With a server the KV is in the server's store. ``ram_budget`` is what RAM may hold of it where the options do not say it.
+    With a server, the KV is in the server's store. ``ram_budget`` is the RAM tier's size in bytes if the options set none.
 
     Raises:
-        InputError: Options that do not go together.
+        InputError: The options contradict each other.
     """
     from cacheblend_rag.store import open_store
 
@@ -166,9 +166,10 @@ def open_pipeline(
     ram_budget: int | None = None,
     **how: Any,
 ) -> Iterator[RagPipeline]:
-    """Open the store of a command with its model in front, within a namespace; ``how`` is what :class:`RagPipeline` takes.
+    """Open a pipeline with the store and model of a command, within a namespace; ``how`` is passed to :class:`RagPipeline`.
 
-    With a server the directory holds the index alone; the KV is in the server's store, and ``ram_budget`` as there.
+    With a server, the directory holds only the index, and the KV is in the server's store. For ``ram_budget``, see
+    :func:`open_any_engine`.
     """
     from cacheblend_rag.retrieval.index import ChunkIndex
     from cacheblend_rag.store.files import DEFAULT_NAME
@@ -176,7 +177,7 @@ def open_pipeline(
     path = store_directory(directory)
     home = index_directory(directory, namespace)
     if must_exist and not ChunkIndex.exists(home):
-        # Said at once: a wrong path should not cost the loading of a model.
+        # Raised for a wrong path before a model is loaded.
         named = "" if namespace == DEFAULT_NAME else f" {options.NAMESPACE_FLAG} {namespace}"
         raise StoreError(f"Nothing is indexed in {home}. Run `cacheblend index FILES --store DIR{named}` first.")
     with open_any_engine(with_model(chosen, home), path, budgets, ram_budget) as engine:
@@ -187,10 +188,10 @@ def open_pipeline(
 
 
 def with_model(chosen: _Options, home: Path | None = None, otherwise: str = SMOLLM2) -> _Options:
-    """Return the options of a command with a model in them, unless a server has it.
+    """Return the options of a command with a model, unless a server runs the model.
 
-    It is the one that was given; else the one that the index in ``home`` was made with; else ``otherwise``. SmolLM2 is named on
-    stderr where nobody has chosen it. With the index's model goes its KV writer, or none.
+    The model is the given one, else the model of the index in ``home``, else ``otherwise``. If nobody has chosen SmolLM2, a
+    message on stderr names it. With the index's model, a writer that is not given is the index's, or none.
     """
     from cacheblend_rag.retrieval.index import ChunkIndex
 
@@ -219,28 +220,28 @@ def _about_smollm2() -> str:
 
 
 def _as_indexed(chosen: _Options, made: IndexConfig) -> _Options:
-    """Return options with what an index was made with where they leave it open."""
+    """Return options with the model and the KV writer of an index, where the options name none."""
     model = chosen.model or made.model.name
     if chosen.writer is not None or found_anywhere(model) != made.model.name:
         return replace(chosen, model=model)
     if made.writer is None:
         return replace(chosen, model=model, writer=NO_WRITER)
-    # One that has gone from there may be where the model's own is.
+    # If the writer's directory is gone, the model's own writer may be the same.
     return replace(chosen, model=model, writer=made.writer.directory if Path(made.writer.directory).is_dir() else None)
 
 
 def model_for(files: Iterable[Path]) -> str:
-    """Return the model for documents that nobody has named one for: the bundled one knows the bundled documents alone."""
+    """Return the default model for documents: the bundled model if all are bundled documents, else SmolLM2."""
     from cacheblend_rag.demo.bundle import bundled_corpus
     from cacheblend_rag.retrieval.documents import file_digest
 
-    # By content: wherever the package lies.
+    # By content, wherever the package is installed.
     known = {file_digest(file) for file in bundled_corpus().iterdir()}
     return BUNDLED_MODEL if all(file_digest(file) in known for file in files) else SMOLLM2
 
 
 def found_anywhere(model: str | None) -> str | None:
-    """Return a model's whole path, where it is one: it is recorded in indexes, which are opened from elsewhere, too."""
+    """Return a model path as an absolute path, because indexes record it; return any other name unchanged."""
     if model is None or is_named(model) or not (at := from_home(model)).exists():
         return model
     return str(at.resolve())

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take groups of options as parameters: Typer sees their fields, the command the groups.
+    """Let a command take groups of options as parameters: Typer sees the fields, and the command gets the groups.
 
-    A group is a dataclass whose fields are annotated as a command's parameters are, all with a default; a field may be a group
-    itself. An instance as the parameter's default changes the fields' defaults.
+    A group is a dataclass whose fields are annotated like a command's parameters, all with a default; a field may itself be a
+    group. An instance as the parameter's default changes the fields' defaults.
 
     Raises:
-        ValueError: Two options have one name.
+        ValueError: Two options have the same name.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
@@ -42,14 +42,14 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
         built = {name: _build(group, values) for name, group in groups.items()}
         command(**built, **values)
 
-    # What inspect and Typer read instead of run's own parameters.
+    # inspect and Typer read these instead of run's own parameters.
     vars(run)["__signature__"] = inspect.Signature(flat)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
     return run
 
 
 def _parameters(defaults: Any) -> Iterator[inspect.Parameter]:
-    """Yield a group's fields as parameters, with the values of ``defaults`` as their defaults."""
+    """Yield a group's fields as parameters, with the values in ``defaults`` as the parameters' defaults."""
     for name, hint in _hints(type(defaults)).items():
         default = getattr(defaults, name)
         if is_dataclass(hint):
@@ -59,7 +59,7 @@ def _parameters(defaults: Any) -> Iterator[inspect.Parameter]:
 
 
 def _build(group: Any, values: dict[str, Any]) -> Any:
-    """Return a group made of its options, which are taken out of ``values``."""
+    """Return a group made of its options, which are removed from ``values``."""
     hints = _hints(group)
     return group(
         **{name: _build(hint, values) if is_dataclass(hint) else values.pop(name) for name, hint in hints.items()}
@@ -73,7 +73,7 @@ def _hints(group: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model of a command that loads one."""
+    """Groups the options of a command that loads a model."""
 
     model: options.Model = None
     device: options.Device = None
@@ -84,7 +84,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class EngineOptions(ModelOptions):
-    """The model of a command that any engine may run, a server's included."""
+    """Groups the model options of a command that can use any engine, servers included."""
 
     engine: options.Engine = "transformers"
     server: options.Server = None
@@ -92,7 +92,7 @@ class EngineOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class BlendOptions:
-    """Groups the options that say how stored KV is treated."""
+    """Groups the options that control the use of stored KV."""
 
     ratio: options.BlendRatio = None
     policy: options.Policy = None
@@ -100,7 +100,7 @@ class BlendOptions:
     quality: options.Quality = None
 
     def settings(self) -> BlendSettings:
-        """Return them as the engines take them.
+        """Return the options as :class:`BlendSettings`.
 
         Raises:
             InputError: A value is out of range.
@@ -112,7 +112,7 @@ class BlendOptions:
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """Groups the options that say where the store keeps its KV, and how much of it."""
+    """Groups the options on the places and sizes of the store's KV."""
 
     kv: options.KV = None
     ram_budget: options.RamBudget = None
@@ -120,10 +120,10 @@ class BudgetOptions:
     encrypt: options.Encrypt = None
 
     def nbytes(self) -> tuple[int | None, int | None]:
-        """Return the bytes of the RAM and of the disk tier; None where none are given.
+        """Return the budgets of the RAM tier and the disk tier in bytes; None for a budget that is not given.
 
         Raises:
-            InputError: One is no size.
+            InputError: A budget is not a size.
         """
         from cacheblend_rag.store.opening import parse_size
 
@@ -132,17 +132,17 @@ class BudgetOptions:
 
     @property
     def given(self) -> list[str]:
-        """Return the options that were given."""
+        """Return the names of the options that were given."""
         return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
 
     def note(self, directory: Path) -> None:
-        """Note in a store where its KV and its keys are from now on, and its disk's budget; say on stderr if it is another place.
+        """Record in a store the places of its KV and keys, and its disk budget; print a notice if the KV gets another place.
 
-        What is held in RAM is a matter of each process.
+        The RAM budget is not recorded: each process has its own.
 
         Raises:
-            InputError: It cannot be used, or does not go with the other options.
-            StoreError: It cannot be noted, or the KV that is there is not encrypted with these keys.
+            InputError: A place cannot be used, or the options contradict each other.
+            StoreError: The record cannot be written, or the stored KV is not encrypted with these keys.
         """
         from cacheblend_rag.store import record_tiers, recorded_tiers
 
@@ -161,7 +161,7 @@ class BudgetOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Groups the options that say how an answer is decoded."""
+    """Groups the options that control how an answer is decoded."""
 
     max_tokens: options.MaxTokens = 128
     temperature: options.Temperature = 0.0
@@ -169,7 +169,7 @@ class SamplingOptions:
     seed: options.Seed = None
 
     def params(self) -> SamplingParams:
-        """Return them as the engines take them.
+        """Return the options as :class:`SamplingParams`.
 
         Raises:
             InputError: A value is out of range.
@@ -181,7 +181,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class QuestionOptions:
-    """Groups the options that say where questions are answered from, and how."""
+    """Groups the options of commands that answer questions."""
 
     store: options.Store = None
     model: EngineOptions = field(default_factory=EngineOptions)
@@ -192,7 +192,7 @@ class QuestionOptions:
 
 
 CONVERSATION = QuestionOptions(sampling=SamplingOptions(max_tokens=256))
-"""The same for a conversation, whose answers are read and not processed."""
+"""Question options with the defaults of a conversation, whose answers people read and programs do not."""
 
 
 def _ratio(text: str | None) -> float | Literal["auto"] | None:

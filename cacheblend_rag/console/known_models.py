@@ -1,4 +1,4 @@
-"""Lists models that people begin with, and says what each takes: from the published shapes, so nothing is downloaded for it."""
+"""Lists models to start with, and computes their sizes from their published shapes, without a download."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Literal
 from cacheblend_rag.engines.models import BUNDLED_MODEL, SMOLLM2
 
 BESIDES = 3 << 29
-"""Bytes that a process takes besides weights: torch, the embedding model, a prompt's KV. `ask` with SmolLM2 peaks at 0.9 GiB."""
+"""Bytes of a process besides the weights: torch, the embedding model, a prompt's KV. `ask` with SmolLM2 peaks at 0.9 GiB."""
 _SIZES = {"float32": 4, "bfloat16": 2}
 DType = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model and its shape.
+    """Describes a model and its shape.
 
     Attributes:
-        name: What ``--model`` takes.
-        parameters: How many numbers the weights are.
-        layers: Layers with a KV cache.
-        kv_heads: Heads of keys and values in each.
-        head_dim: Numbers in each head.
-        source: Where the weights come from: this package, another package, or a model hub.
-        purpose: What the model is good for.
+        name: Value for ``--model``.
+        parameters: Number of weights.
+        layers: Number of layers with a KV cache.
+        kv_heads: Number of KV heads in each layer.
+        head_dim: Numbers in each KV head.
+        source: Origin of the weights: this package, another package, or a model hub.
+        purpose: Use that the model is good for.
     """
 
     name: str
@@ -41,7 +41,7 @@ class KnownModel:
         return "/" in self.name
 
     def weights(self, dtype: DType) -> int:
-        """Return the bytes of the weights, in RAM or, as bfloat16, on disk."""
+        """Return the size of the weights in bytes: in RAM or, as bfloat16, on disk."""
         return self.parameters * _SIZES[dtype]
 
     def kv(self, dtype: DType) -> int:
@@ -49,7 +49,7 @@ class KnownModel:
         return 2 * self.layers * self.kv_heads * self.head_dim * _SIZES[dtype]
 
     def fits(self, memory: int, dtype: DType) -> bool:
-        """Say whether the model can be run in ``memory`` bytes."""
+        """Return whether the model can run in ``memory`` bytes."""
         return self.weights(dtype) + BESIDES <= memory
 
 
@@ -65,11 +65,11 @@ KNOWN_MODELS = (
     KnownModel("Qwen/Qwen2.5-7B-Instruct", 7_616_000_000, 28, 4, 128, _HUB),
     KnownModel("meta-llama/Llama-3.1-8B-Instruct", 8_030_000_000, 32, 8, 128, _GATED),
 )
-"""Smallest first. Parameters of models from the hub are rounded to millions."""
+"""Models, smallest first. Parameters of models from the hub are rounded to millions."""
 
 
 def machine() -> tuple[int, DType, str]:
-    """Return the bytes of memory that a model may take here, the dtype that it is run in, and where that is, in words."""
+    """Return the bytes of memory for a model on this machine, the dtype that it runs in, and the kind of memory in words."""
     import torch
 
     from cacheblend_rag.store.opening import memory_bytes
@@ -80,5 +80,5 @@ def machine() -> tuple[int, DType, str]:
 
 
 def next_larger(memory: int, dtype: DType) -> KnownModel | None:
-    """Return the smallest model above SmolLM2 that fits ``memory`` bytes; None where none does."""
+    """Return the smallest model above SmolLM2 that fits ``memory`` bytes; None if no model fits."""
     return next((each for each in KNOWN_MODELS if each.from_hub and each.fits(memory, dtype)), None)

@@ -1,4 +1,4 @@
-"""Defines options that several commands share, so that they mean the same everywhere."""
+"""Defines options that several commands share."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ Encrypt = Annotated[
 
 
 def _where_it_is(embedding: str | None) -> str | None:
-    """Return a directory's whole path: it is recorded in the index, which is opened from elsewhere, too."""
+    """Return a directory's absolute path, because the index records it; return any other name unchanged."""
     if embedding is not None and (at := from_home(embedding)).is_dir():
         return str(at.resolve())
     return embedding

@@ -1,4 +1,4 @@
-"""Prints what commands say: JSON on stdout, tables for people, progress on stderr. All that they print goes through here."""
+"""Prints the output of commands: JSON or tables on stdout, progress on stderr. All output of commands goes through here."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import typer
 
 from cacheblend_rag.printable import in_one_line, printable
-from cacheblend_rag.printable import size as size  # noqa: PLC0414 - commands have all they print with from here
+from cacheblend_rag.printable import size as size  # noqa: PLC0414 - commands import all output functions from here
 
 Show = Callable[[float, int, str], None]
-"""Takes how much is done, of how much, and what is at hand."""
+"""Callback with the amount done, the total, and the current item."""
 
 _SECONDS_A_LINE = 5.0
 
@@ -26,7 +26,7 @@ _hearing: list[Callable[[str], object]] = []
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print a text, whoever wrote it, on stdout or stderr: it steers no terminal."""
+    """Print a text on stdout or stderr, with terminal control characters escaped."""
     if err and _hearing:
         _hearing[-1](text)
     else:
@@ -35,7 +35,7 @@ def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
 
 @contextmanager
 def heard_by(hear: Callable[[str], object]) -> Iterator[None]:
-    """Give ``hear`` each line that any thread would print on stderr while the block runs."""
+    """Pass each line that any thread would print on stderr to ``hear`` while the block runs."""
     _hearing.append(hear)
     try:
         yield
@@ -44,10 +44,10 @@ def heard_by(hear: Callable[[str], object]) -> Iterator[None]:
 
 
 class LogLines(logging.Handler):
-    """Prints log lines on stderr, as Python does where nobody has said where they go."""
+    """Prints log lines on stderr, as Python does without any logging configuration."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a line."""
+        """Print a log record as a line."""
         echo(self.format(record), err=True)
 
 
@@ -63,7 +63,7 @@ def print_json(data: Any) -> None:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as aligned columns: the first to the left, the others to the right; the first row is the heading."""
+    """Return rows as text in aligned columns: the first left-aligned, the others right-aligned. The first row is the heading."""
     rows = [list(map(in_one_line, row)) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
@@ -76,12 +76,12 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a time with the digits that matter."""
+    """Return a time as text, in milliseconds below one second, else in seconds."""
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
 def duration(value: float | None) -> str:
-    """Return an estimated time in the unit that fits it; a dash for None."""
+    """Return an estimated time as text in seconds, minutes or hours; a dash for None."""
     if value is None:
         return "-"
     if value < 90:
@@ -91,9 +91,9 @@ def duration(value: float | None) -> str:
 
 @contextmanager
 def progress(label: str) -> Iterator[Show]:
-    """Show on stderr how far the block is: a bar on a terminal, else a line every few seconds.
+    """Show the progress of the block on stderr: a bar on a terminal, else a line every few seconds.
 
-    Yields a function of how much is done, of how much, and what is at hand.
+    Yields a :data:`Show` function.
     """
     if not sys.stderr.isatty():
         lines = _Lines(label)
@@ -126,7 +126,7 @@ def progress(label: str) -> Iterator[Show]:
 
 
 def by_steps(show: Show, total: int, what: str) -> Callable[[int], None]:
-    """Return what takes how much was done since its last call, and shows how much that is in all."""
+    """Return a function that takes the amount done since its last call, and shows the amount done in all."""
     done = 0
 
     def step(more: int) -> None:
@@ -138,12 +138,12 @@ def by_steps(show: Show, total: int, what: str) -> Callable[[int], None]:
 
 
 class _Lines:
-    """Progress for a log: a line every few seconds, also while nothing moves, with the time left at the rate so far."""
+    """Shows progress in a log: a line every few seconds, even without progress, with the time left at the rate so far."""
 
     def __init__(self, label: str, clock: Callable[[], float] = time.monotonic):
         self._label, self._clock = label, clock
         self._at: tuple[float, int, str] | None = None
-        self._begin: tuple[int, float, float] | None = None  # of how much, and how much was done when
+        self._begin: tuple[int, float, float] | None = None  # total, and amount and time of the first call
 
     def __call__(self, done: float, total: int, at: str) -> None:
         if self._begin is None or self._begin[0] != total:
@@ -151,7 +151,7 @@ class _Lines:
         self._at = (done, total, in_one_line(at))
 
     def line(self) -> str | None:
-        """Return how far it is in words; None before anything is known."""
+        """Return the progress in words; None before the first call."""
         if self._at is None or self._begin is None:
             return None
         done, total, at = self._at
@@ -163,7 +163,7 @@ class _Lines:
 
 
 def _write_until(over: threading.Event, line: Callable[[], str | None]) -> None:
-    """Write to stderr every few seconds what ``line`` has to say, if anything."""
+    """Print the text that ``line`` returns, if any, on stderr every few seconds until ``over`` is set."""
     while not over.wait(_SECONDS_A_LINE):
         if (text := line()) is not None:
             echo(text, err=True)
@@ -171,7 +171,7 @@ def _write_until(over: threading.Event, line: Callable[[], str | None]) -> None:
 
 @contextmanager
 def _written(line: Callable[[], str | None]) -> Iterator[None]:
-    """Do so while the block runs."""
+    """Print the text that ``line`` returns every few seconds while the block runs."""
     over = threading.Event()
     thread = threading.Thread(target=_write_until, args=(over, line), name="progress", daemon=True)
     thread.start()
@@ -184,7 +184,7 @@ def _written(line: Callable[[], str | None]) -> Iterator[None]:
 
 @contextmanager
 def status(label: str) -> Iterator[Callable[[str], None]]:
-    """Show what is being done on stderr: on a terminal, else in a line when it has changed, every few seconds at most.
+    """Show the current activity on stderr: a status on a terminal, else a line every few seconds if the text has changed.
 
     Yields a function that changes the text.
     """
@@ -201,7 +201,7 @@ def status(label: str) -> Iterator[Callable[[str], None]]:
 
 
 def _last(label: str, texts: list[str]) -> str | None:
-    """Return the newest of what was to be said since the last time, and drop the rest."""
+    """Return the newest text with the label, and clear ``texts``; None if there is no text."""
     newest = None
     while texts:
         newest = texts.pop(0)

@@ -1,1 +1,1 @@
-"""Bundles a small model, a fictional corpus, and the methods that are compared on it."""
+"""Bundles a small model, a fictional corpus, and the methods that the demo compares on the corpus."""

@@ -10,13 +10,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class DemoQuestion:
-    """A question about the bundled corpus.
+    """Holds a question about the bundled corpus.
 
     Attributes:
         question: The question.
-        answer: What the corpus says.
-        kind: ``single``: one chunk holds all that is needed. ``cross``: a chunk speaks of what another one names. ``two_hop``
-            and ``two_hop_cross``: two facts, the latter with a reference across chunks.
+        answer: The corpus's answer.
+        kind: ``single``: one chunk holds all facts needed. ``cross``: a chunk refers to something that another chunk
+            names. ``two_hop`` and ``two_hop_cross``: two facts, the latter with a reference across chunks.
         source: File that holds the answer.
     """
 
@@ -27,18 +27,32 @@ class DemoQuestion:
 
 
 def bundled_corpus() -> Path:
-    """Return the directory of the bundled documents."""
+    """Return the directory of the bundled documents.
+
+    Example:
+        List the bundled documents::
+
+            for file in sorted(bundled_corpus().iterdir()):
+                print(file.name)
+    """
     return Path(str(files("cacheblend_rag") / "demo" / "corpus"))
 
 
 def bundled_questions() -> list[DemoQuestion]:
-    """Return the questions that come with the corpus."""
+    """Return the questions that come with the corpus.
+
+    Example:
+        Print the first question and its answer::
+
+            first = bundled_questions()[0]
+            print(first.question, first.answer)
+    """
     data = json.loads((files("cacheblend_rag") / "demo" / "questions.json").read_text(encoding="utf-8"))
     return [DemoQuestion(row["question"], row["answer"], row["kind"], row["source"]) for row in data]
 
 
 def demo_store_name(device: str | None) -> str:
-    """Name the demo's store after the model: another version of the package may bring another one."""
+    """Return the name of the demo's store, with the model's digest: package versions may bundle other models."""
     import torch
 
     from cacheblend_rag.engines.models import bundled_model_directory

@@ -1,4 +1,4 @@
-"""Names the four methods that are compared, and answers a prompt by each of them."""
+"""Names the four methods that the demo compares, and answers a prompt by each method."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ METHODS = {
     "full KV reuse": FULL_REUSE,
     "blend": BLEND,
 }
-"""The methods compared, as settings of one engine."""
+"""Methods that the demo compares, as settings of one engine."""
 
 
 def answer_by_each_method(
     engine: BlendEngine, prompt: Prompt, sampling: SamplingParams
 ) -> Iterator[tuple[str, Generation]]:
-    """Answer one prompt by every method of :data:`METHODS`, in its order; raises as :meth:`BlendEngine.generate` does."""
+    """Answer one prompt by every method of :data:`METHODS`, in order; raises as :meth:`BlendEngine.generate` does."""
     for name, settings in METHODS.items():
-        engine.reset_prefix_cache()  # else one method is served what the one before it has left there
+        engine.reset_prefix_cache()  # otherwise a method would reuse the prefix cache of the method before
         yield name, generate_answer(engine, prompt, sampling, settings)

@@ -1,4 +1,4 @@
-"""Defines `BlendEngine`, which users and integrations hold, and `Request`, one call of it with nothing left open."""
+"""Defines `BlendEngine`, the interface of all engines, and `Request`, one call of an engine with every option set."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _making_views = threading.Lock()
 
 @dataclass(frozen=True)
 class Request:
-    """Holds what an engine is asked to do, nothing left open; :meth:`BlendEngine.request` makes one."""
+    """Holds one call of an engine with every option set; :meth:`BlendEngine.request` creates a request."""
 
     prompt: TokenizedPrompt
     sampling: SamplingParams
@@ -44,30 +44,40 @@ class Request:
 
 
 class BlendEngine(Closing):
-    """A model that answers prompts made of text and chunks, reusing the chunks' stored KV.
+    """Answers prompts of text and chunks with one model, and reuses the chunks' stored KV.
 
-    Safe to call from several threads; how much runs side by side is the engine's business.
+    All methods may be called from several threads; each engine decides how many calls run at the same time.
 
     Attributes:
         fingerprint: Identity of the model, part of every store key.
         tokenizer: The model's Hugging Face tokenizer.
-        context_window: Most tokens of prompt and completion together.
+        context_window: Maximum number of tokens of prompt and completion together.
         num_layers: Number of transformer layers.
-        registry: Chunks the engine knows: references are resolved and plain text is matched against it.
-        header_ids: Tokens that chunks are precomputed behind.
-        gate: What the parity gate found; a model that fails it is not blended: it is served by ordinary prefill, or by prefix
-            caching where it has recurrent layers.
-        profile: The blend options that a request leaves open.
-        ranking: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`).
-        store: Where the chunks' KV is kept, if this process can see it.
-        device: What the model runs on; None if that is another machine's business.
-        dtype: What it computes in, likewise.
-        costs: What loading and computing cost, for the loading controller; None where nothing was measured.
-        writer: Names what writes the chunks' KV in the model's place (:mod:`cacheblend_rag.engines.writer`); None for the model.
-        namespace: Where its chunks and stored KV are (:meth:`within`).
-        prefix_cache_tokens: How many tokens the engine's own prefix cache holds at the most; 0 where it has none.
-        supports_json_schema: Whether it has guided decoding (:attr:`SamplingParams.json_schema`).
-        without_json_schema: What to do where it has not.
+        registry: Chunks that the engine knows; chunk references and plain text are looked up in the registry.
+        header_ids: Token ids of the header, behind which chunks are precomputed.
+        gate: Result of the parity gate. A model that fails the gate is not blended: the engine serves the model by
+            ordinary prefill, or by prefix caching if the model has recurrent layers.
+        profile: Default values of the blend options that a request leaves open.
+        ranking: When the static deviations of chunks are measured (:mod:`cacheblend_rag.blending.static`).
+        store: Store of the chunks' KV; None if this process cannot access the store.
+        device: Device that the model runs on; None if the model runs outside this process.
+        dtype: Dtype that the model computes in; None if the model runs outside this process.
+        costs: Costs of loading and computing, for the loading controller; None if nothing was measured.
+        writer: Identity of the KV writer that computes the chunks' KV (:mod:`cacheblend_rag.engines.writer`); None if
+            the model itself computes the KV.
+        namespace: Namespace of the engine's chunks and stored KV (:meth:`within`).
+        prefix_cache_tokens: Maximum number of tokens in the engine's own prefix cache; 0 if the engine has none or
+            limits its cache in bytes.
+        supports_json_schema: Whether the engine has guided decoding (:attr:`SamplingParams.json_schema`).
+        without_json_schema: Advice in the error message of an engine without guided decoding.
+
+    Example:
+        Precompute chunks once, then answer a prompt that contains the chunks::
+
+            chunks = split_text(text, engine.tokenizer)
+            engine.precompute(chunks)
+            prompt = BlendPrompt((*chunks, "Question: Who is the captain? Answer:"))
+            print(engine.generate(prompt).text)
     """
 
     supports_json_schema: ClassVar[bool] = False
@@ -90,13 +100,13 @@ class BlendEngine(Closing):
     prefix_cache_tokens: int = 0
     namespace: Namespace = DEFAULT
     _closed: bool = False
-    _root: Self | None = None  # of a view: the engine that it is a view of
+    _root: Self | None = None  # the engine behind a view; None for the engine itself
     _views: Mapping[str, Self] = MappingProxyType({})
-    _reopen: Callable[[], BlendEngine] | None = None  # how another process opens it, where it was opened by name
+    _reopen: Callable[[], BlendEngine] | None = None  # opens the engine in another process; None if not opened by name
 
     @property
     def entries(self) -> Entries | None:
-        """This model's entries in the store, behind the engine's header."""
+        """Return this model's entries in the store, computed behind the engine's header; None without a store."""
         return (
             None
             if self.store is None
@@ -104,14 +114,14 @@ class BlendEngine(Closing):
         )
 
     def within(self, name: str) -> Self:
-        """Return a view of this engine within a namespace: chunks, stored KV and prefix cache of its own, one model and store.
+        """Return the view of this engine for a namespace, with its own chunks, stored KV and prefix cache.
 
-        It is the same object each time. What the engine itself knows is in the one named ``default``. To close a view does
-        nothing; none may be used after its engine was closed.
+        A view shares the model and the store with its engine. Each name has one view; ``default`` names the engine
+        itself. Closing a view does nothing. A view must not be used after its engine was closed.
 
         Raises:
-            InputError: A name that is not 1 to 63 of a-z, 0-9, '.', '_' and '-', an engine that has no
-                views, or an encrypted store without the namespace's key.
+            InputError: The name is not 1 to 63 of a-z, 0-9, '.', '_' and '-', the engine supports no views, or the
+                store is encrypted and has no key for the namespace.
         """
         namespace, root = Namespace(name), self._root or self
         if name == DEFAULT_NAME:
@@ -128,31 +138,31 @@ class BlendEngine(Closing):
             return root._views[name]
 
     def _become(self) -> None:
-        """Finish a view, which is a copy of its engine so far; raises InputError where an engine can have none."""
+        """Turn a copy of an engine into a view; raise InputError if the engine supports no views."""
         raise InputError(f"{type(self).__name__} has no views within namespaces; use TransformersEngine or VLLMEngine.")
 
     @property
     def controlled(self) -> bool:
-        """Return whether there is a loading controller to choose a ratio of ``"auto"``."""
+        """Return whether a loading controller can choose the ratio when a request asks for ``"auto"``."""
         return self.costs is not None and self.costs.calibrated
 
     @abstractmethod
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
-        """Compute, store and register the KV of ``chunks`` (those already stored are skipped).
+        """Register ``chunks``, and compute and store their KV; chunks whose KV is already stored are skipped.
 
         Args:
-            chunks: Chunks cut with this engine's tokenizer.
-            progress: Called with the number of chunks finished since its last call.
+            chunks: Chunks that were split with this engine's tokenizer.
+            progress: Called with the number of chunks finished since the previous call.
 
         Raises:
-            StoreError: The store cannot be written. What was stored before stays.
+            StoreError: The store cannot be written. Entries stored before the error remain.
         """
 
     def precompute_first(self, chunks: Sequence[Chunk]) -> PrecomputeReport:
-        """Compute and store the KV of ``chunks`` as the model itself writes it, beside that of a KV writer, if it has one.
+        """Compute and store the model's own KV of ``chunks``, beside the KV writer's; does nothing without a KV writer.
 
-        It is what a prompt's first chunk takes, and is stored after the first prompt that lacked it; raises as
-        :meth:`precompute` does.
+        A prompt's first chunk uses the model's own KV. By default an engine stores the model's own KV of a chunk after
+        the first prompt that lacked the KV. Raises the same errors as :meth:`precompute`.
         """
         return PrecomputeReport()
 
@@ -160,21 +170,21 @@ class BlendEngine(Closing):
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:
-        """Answer piece by piece. Closing the iterator ends the work.
+        """Answer ``prompt`` piece by piece. Closing the iterator stops the computation.
 
-        A plain string is searched for registered chunks; without any it is an ordinary prefill. A prompt that
-        :meth:`tokenize` has returned is taken as it is.
+        A plain string is searched for registered chunks; a string without chunks is prefilled ordinarily. A prompt that
+        :meth:`tokenize` returned is used unchanged.
 
         Raises:
             PromptTooLongError: Prompt and ``max_tokens`` exceed the context window.
-            UnknownChunkError: A reference to a chunk that was never registered.
-            InputError: An option that this engine or model cannot serve.
+            UnknownChunkError: The prompt refers to a chunk that was never registered.
+            InputError: This engine or model does not support one of the options.
         """
 
     def generate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
-        """Answer in one piece; raises as :meth:`stream` does."""
+        """Return the whole answer to ``prompt``; raises the same errors as :meth:`stream`."""
         last = None
         for event in self.stream(prompt, sampling, settings):
             last = event.generation
@@ -182,10 +192,10 @@ class BlendEngine(Closing):
         return last
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
-        """Return the prompt as token ids, and where its chunks are; a plain string is searched for registered chunks.
+        """Return the prompt's token ids and chunk positions; a plain string is searched for registered chunks.
 
         Raises:
-            UnknownChunkError: A reference to a chunk that was never registered.
+            UnknownChunkError: The prompt refers to a chunk that was never registered.
         """
         if isinstance(prompt, TokenizedPrompt):
             return prompt
@@ -197,7 +207,7 @@ class BlendEngine(Closing):
     def request(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Request:
-        """Tokenise a prompt, fill in what is left open, and refuse what cannot be served; raises as :meth:`stream` does."""
+        """Tokenise a prompt, set open options and reject unsupported ones; raises the same errors as :meth:`stream`."""
         self.check_open()
         sampling = sampling or SamplingParams()
         if sampling.json_schema is not None and not self.supports_json_schema:
@@ -210,7 +220,7 @@ class BlendEngine(Closing):
     async def agenerate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
-        """Async twin of :meth:`generate`."""
+        """Answer asynchronously; see :meth:`generate`."""
         last = None
         async for event in self.astream(prompt, sampling, settings):
             last = event.generation
@@ -220,21 +230,21 @@ class BlendEngine(Closing):
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
-        """Async twin of :meth:`stream`; when the consumer is cancelled, the work ends at its next token at the latest."""
+        """Answer asynchronously; see :meth:`stream`. Cancelling the consumer stops the work by the next token."""
         async for event in iterate_in_thread(lambda _: self.stream(prompt, sampling, settings)):
             yield event
 
     def forget(self, chunks: Iterable[str | Chunk]) -> int:
-        """Drop chunks from the registry and delete their KV from the store; unknown ids are ignored.
+        """Remove chunks from the registry and delete their KV from the store; unknown ids are ignored.
 
-        KV that a chunk of another id with the same text needs stays.
+        The KV of a chunk is not deleted if a chunk with another id has the same text.
 
         Args:
-            chunks: Ids, or chunks where the registry may not know them any more. Those of an attached index stay known: their
-                KV is computed again when a prompt needs it.
+            chunks: Chunk ids; or chunks, which the registry need not know any more. Chunks of an attached index stay
+                registered: their KV is computed again when a prompt needs the KV.
 
         Returns:
-            How many stored entries were deleted.
+            Number of deleted store entries.
         """
         known = ((self.registry.get(given) if isinstance(given, str) else given) for given in chunks)
         gone = [chunk for chunk in known if chunk is not None]
@@ -245,16 +255,16 @@ class BlendEngine(Closing):
         return sum(self.entries.delete(chunk.token_ids) for chunk in alone)
 
     def prefetch(self, chunk_ids: Iterable[str]) -> None:
-        """Move the stored KV of chunks into the fastest tier (blocking); what is not stored or not known is left out."""
+        """Move the stored KV of chunks into the fastest tier (blocking); unknown and unstored chunks are ignored."""
         for chunk in map(self.registry.get, chunk_ids):
             if chunk is not None and self.entries is not None:
                 self.entries.warm(chunk.token_ids)
 
     def flush(self) -> None:  # most engines write before they return
-        """Wait until the chunks that answers found missing have been written back."""
+        """Wait until the KV that earlier prompts found missing has been written to the store."""
 
-    def reset_prefix_cache(self) -> None:  # most engines have none
-        """Empty the engine's own prefix cache, so that the next prompt finds the store alone (for measuring)."""
+    def reset_prefix_cache(self) -> None:  # most engines have no prefix cache
+        """Empty the engine's own prefix cache, so that the next prompt reuses stored KV only (for measurements)."""
 
     @abstractmethod
     def close(self) -> None:
@@ -262,31 +272,31 @@ class BlendEngine(Closing):
 
     @property
     def closed(self) -> bool:
-        """Return whether it was closed; a view is when its engine is."""
+        """Return whether the engine was closed; a view is closed when its engine is closed."""
         return (self._root or self)._closed
 
     def check_open(self) -> None:
-        """Refuse to go on with an engine that was closed; raises InputError."""
+        """Raise InputError if the engine was closed."""
         if self.closed:
             raise InputError(
                 f"This {type(self).__name__} was closed. Open another one, or close it when it is used no more."
             )
 
     def __copy__(self) -> Self:
-        """Return another object for the same model; its attributes are shared."""
+        """Return another object for the same model, which shares the attributes of this engine."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return itself: a model is not copied with what holds it."""
+        """Return the engine itself: a deep copy of an object that refers to an engine does not copy the model."""
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Say how another process gets it: one that was opened by name is opened there by that name.
+        """Return how another process opens this engine: by the name of the model, if the engine was opened by name.
 
         Raises:
-            InputError: It was made here.
+            InputError: The engine was not opened by name.
         """
         if self._root is not None:
             return methodcaller("within", self.namespace.name), (self._root,)
@@ -299,10 +309,10 @@ class BlendEngine(Closing):
 
 
 def check_length(prompt_tokens: int, max_tokens: int, context_window: int) -> None:
-    """Refuse an empty prompt, and one that leaves no room for its answer.
+    """Check that a prompt is not empty, and that prompt and answer fit the context window.
 
     Raises:
-        PromptTooLongError: Prompt and ``max_tokens`` exceed the context window, or there is no prompt.
+        PromptTooLongError: The prompt is empty, or prompt and ``max_tokens`` exceed the context window.
     """
     if not prompt_tokens:
         raise PromptTooLongError("The prompt is empty; give at least one token.")

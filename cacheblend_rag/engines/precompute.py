@@ -1,4 +1,4 @@
-"""Works out what must be computed of chunks before prompts need them: the entries that are missing."""
+"""Determines which entries of chunks are missing in a store, so that they can be computed before prompts need them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from cacheblend_rag.prompts.registry import ChunkRegistry
 
 @dataclass(frozen=True)
 class PrecomputePlan:
-    """Entries to compute, by their token ids.
+    """Lists the entries to compute, by their token ids.
 
     Attributes:
-        chunks: Token ids of the chunks to compute, and the id to report each under. Equal chunks are computed once.
-        token_ids: Everything to compute; ``()`` is the header's own entry, which comes first.
-        present: How many are stored already.
-        failed: Ids of chunks that cannot be computed, and why.
+        chunks: Token ids of the chunks to compute, with the chunk ids for the report. Equal chunks are computed once.
+        token_ids: Token ids of all entries to compute; ``()`` is the header's own entry, which comes first.
+        present: Number of chunks that are already stored.
+        failed: Ids of chunks that cannot be computed, each with the reason.
         unranked: Token ids of stored chunks whose static deviation must be measured.
-        most_ranked: Longest chunk that can be ranked, in tokens; 0 if none is to be.
+        most_ranked: Maximum length in tokens of a chunk that can be ranked; 0 if no chunk is to be ranked.
     """
 
     chunks: dict[tuple[int, ...], str]
@@ -33,7 +33,7 @@ class PrecomputePlan:
 
 
 def report_of(plan: PrecomputePlan, failed: Mapping[str, str], seconds: float, rank_s: float = 0.0) -> PrecomputeReport:
-    """Return what was done for chunks, once all but ``failed`` is stored."""
+    """Return the report of a plan that was carried out for all chunks but the ``failed`` ones."""
     stored = [token_ids for token_ids, chunk_id in plan.chunks.items() if chunk_id not in failed]
     ranked = len(plan.unranked) + sum(len(token_ids) <= plan.most_ranked for token_ids in stored)
     tokens = sum(map(len, plan.chunks))
@@ -48,13 +48,13 @@ def plan_precompute(
     probe_tokens: int | None = None,
     written_behind: int = 0,
 ) -> PrecomputePlan:
-    """Look up which of ``chunks`` must be computed; ``progress`` is told of those that need not.
+    """Look up which of ``chunks`` must be computed; ``progress`` is called with the number of chunks that need not be.
 
-    With ``probe_tokens``, how many stand before a chunk to rank it, static deviations are wanted too. What a KV writer writes
-    stands behind ``written_behind`` tokens.
+    Given ``probe_tokens``, the length of the probe in front of a chunk that is ranked, the plan also includes static
+    deviations. Chunks of a KV writer are computed behind header and ``written_behind`` tokens.
     """
     room = context_window - len(entries.header_ids) - (written_behind if entries.writer is not None else 0)
-    most_ranked = 0 if probe_tokens is None else max(0, room - 1 - probe_tokens)  # vLLM wants room for an answer, too
+    most_ranked = 0 if probe_tokens is None else max(0, room - 1 - probe_tokens)  # vLLM also needs room for an answer
     failed = {chunk.id: "it has no tokens" for chunk in chunks if not chunk.token_ids}
     wanted: dict[tuple[int, ...], str] = {}
     present: dict[tuple[int, ...], bool] = {}
@@ -63,7 +63,7 @@ def plan_precompute(
         if not token_ids or token_ids in wanted or token_ids in present:
             continue
         if entries.contains(token_ids):
-            # Another namespace's is ranked there: a ranking here would leave a copy that nobody has registered.
+            # Another namespace's entry is ranked there: ranking here would leave a copy that nobody has registered.
             rankable = len(token_ids) <= most_ranked and entries.owns(token_ids)
             present[token_ids] = not rankable or entries.has_static(token_ids)
         elif len(token_ids) >= room:
@@ -78,7 +78,7 @@ def plan_precompute(
 
 
 def drop_forgotten(chunks: Sequence[Chunk], registry: ChunkRegistry, entries: Entries) -> None:
-    """Delete again what was stored of chunks that were forgotten while it was computed: nobody could name them any more."""
+    """Delete the entries of chunks that were forgotten during the computation, since nobody can name them any more."""
     for chunk in chunks:
         if registry.get(chunk.id) is None and not registry.others_have(chunk):
             entries.delete(chunk.token_ids)

@@ -1,4 +1,4 @@
-"""Captures passes as CUDA graphs when they come again, for whichever engine runs them, and says which later ones each serves."""
+"""Captures repeated passes as CUDA graphs, for every engine, and finds the captured graph for a later pass."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ import torch
 
 _log = logging.getLogger(__name__)
 
-# Up to so many tokens, passes of a multiple of the second number are captured: few take as long as one, for the weights must be
-# read. Passes of more than all these keep a GPU busy without a graph.
+# Pairs (maximum tokens, step): widths of captured passes are multiples of the step. A pass of few tokens takes as long
+# as a pass of one, since all weights are read. Passes longer than the last maximum keep a GPU busy without a graph.
 _WIDTHS: Final = ((1, 1), (32, 32), (128, 64), (512, 32), (1024, 64), (2048, 128))
-# A graph of so many times as many tokens serves, too: capturing takes longer than many prompts' padding.
+# A graph may have up to this factor more tokens than the pass: capturing takes longer than the padding of many prompts.
 _SERVES: Final = 9 / 8
-# Relative error up to which a graph gives what the pass gave that it was made of: products of more rows round otherwise.
+# Maximum relative error of a graph against the ordinary pass: matrix products of more rows round differently.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 Kind = tuple[int, bool]
-"""Of how many tokens a pass is, and whether their attention is asked for."""
+"""Number of tokens of a pass, and whether the pass measures their attention."""
 _Result = TypeVar("_Result")
 _Made = TypeVar("_Made")
 
 
 def capture(run: Callable[[], _Result], pool: Any) -> tuple[_Result, Callable[[], object], Any]:
-    """Capture what ``run`` queues; return what it returns, what replays it, and the memory pool that the next may share."""
+    """Capture the GPU work of ``run``; return the result, a function that replays the work, and the memory pool."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads page-lock memory meanwhile.
+    # Other threads may page-lock memory during the capture.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = run()
     return result, graph.replay, graph.pool()
 
 
 def padded(values: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``values``, ``[tokens]``, and their last one again up to ``width``: computed again, it gives the same numbers."""
+    """Return ``values``, ``[tokens]``, padded to ``width`` with the last value: repeating a token changes nothing."""
     return torch.cat([values, values[-1:].expand(width - len(values))])
 
 
 class Replays(Generic[_Made]):
-    """Keeps what was captured of one model's passes.
+    """Keeps the captured passes of one model.
 
     Attributes:
-        passes: What was captured, by kind.
-        refused: Whether this model goes on without graphs.
+        passes: Captured passes, by kind.
+        refused: Whether this model runs without graphs from now on.
     """
 
     def __init__(self, agree: Callable[[bool], bool] = bool):
-        """Capture nothing yet; ``agree`` says whether something holds on every tensor-parallel rank."""
+        """Start without captured passes; ``agree`` returns whether a value is true on every tensor-parallel rank."""
         self.passes: dict[Kind, _Made] = {}
         self.refused = False
         self._met: set[Kind] = set()
         self._agree = agree
 
     def forget(self) -> None:
-        """Let go of all that was captured: the memory that it reads and writes is gone."""
+        """Discard all captured passes, because the memory that they read and write is gone."""
         self.passes, self._met = {}, set()
 
     def serving(self, tokens: int, looked: bool = False) -> _Made | None:
-        """Return what was captured for a pass of ``tokens``, whose attention is asked for if ``looked``; None if nothing was."""
+        """Return the captured pass for ``tokens``, with measured attention if ``looked``; None if there is none."""
         own = _width(tokens)
         widths = [width for width, looks in self.passes if looks == looked and own <= width <= _SERVES * own]
         return self.passes[min(widths), looked] if widths else None
 
     def due(self, tokens: int, looked: bool = False) -> Kind | None:
-        """Take note of a pass that nothing served; return as what it is to be captured, if it has come a second time."""
+        """Record a pass without a graph; return the pass's kind to capture if the kind has run before, else None."""
         kind = _width(tokens), looked
         if self.refused or not kind[0] or kind in self.passes:
             return None
@@ -79,16 +79,16 @@ class Replays(Generic[_Made]):
         make: Callable[[], _Made],
         replay: Callable[[_Made], Iterable[tuple[torch.Tensor, torch.Tensor]]],
     ) -> None:
-        """Capture a pass by ``make``, unless it gives something else.
+        """Capture a pass by ``make`` and keep it if it computes the same as the ordinary pass; else refuse graphs.
 
-        ``replay`` runs what was captured; it returns pairs of what that gave and what the ordinary pass gave.
+        ``replay`` runs the captured pass and returns pairs of its results and the ordinary pass's results.
         """
         made, why = None, "another rank cannot capture a pass"
         try:
             made = make()
-        except Exception as failure:  # a model that waits for the device, or whose shapes depend on what it computes
+        except Exception as failure:  # the model waits for the device, or its shapes depend on computed values
             why = _first_line(failure)
-        # A rank that replayed alone would wait for the others for ever.
+        # A rank that replayed alone would wait for the other ranks for ever.
         if not self._agree(made is not None) or made is None:
             self._refuse(why)
             return
@@ -114,7 +114,7 @@ def _first_line(failure: Exception) -> str:
 
 
 def _width(tokens: int) -> int:
-    """Return how many tokens the graph has that serves so many; 0 for none."""
+    """Return the width of the graph for a pass of ``tokens`` tokens; 0 if no graph is that wide."""
     for most, step in _WIDTHS:
         if tokens <= most:
             return -(-tokens // step) * step

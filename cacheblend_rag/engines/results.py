@@ -1,4 +1,4 @@
-"""Holds what comes out of an engine: an answer, whole or as a stream that threads hand to event loops, and what it took."""
+"""Holds an engine's answers, streamed pieces, timings and reports; passes streams from threads to event loops."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from cacheblend_rag.blending.outcome import PromptOutcome
 
 @dataclass(frozen=True)
 class Timings:
-    """Wall-clock seconds of one request.
+    """Holds wall-clock seconds of one request.
 
     Attributes:
         ttft_s: Time to first token, from the engine's receipt of the prompt.
         total_s: Time to the last token.
+
+    Example:
+        Print how long an answer took::
+
+            timings = engine.generate(prompt).timings
+            print(f"{timings.ttft_s:.2f} s to the first token, {timings.total_s:.2f} s in total")
     """
 
     ttft_s: float
@@ -27,12 +33,12 @@ class Timings:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Says how likely the model held a generated token, before temperature and nucleus.
+    """Holds the probability that the model gave a generated token, before temperature and nucleus sampling.
 
     Attributes:
-        token_id: The token.
-        logprob: Its natural-log probability.
-        top: Token ids and log-probabilities of the likeliest tokens, likeliest first; as many as were asked for.
+        token_id: Id of the token.
+        logprob: Natural logarithm of the token's probability.
+        top: Token ids and log-probabilities of the most likely tokens, most likely first; as many as requested.
     """
 
     token_id: int
@@ -41,20 +47,27 @@ class TokenLogprob:
 
 
 def likeliest(logprobs: Iterable[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
-    """Return the ``count`` likeliest of token ids with their log-probabilities, likeliest first."""
+    """Return the ``count`` most likely of pairs of token id and log-probability, most likely first."""
     return tuple(sorted(logprobs, key=lambda pair: -pair[1])[:count])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(PromptOutcome):
-    """A finished answer, and what became of its prompt.
+    """Holds a finished answer, and the outcome of its prompt.
 
     Attributes:
-        text: The answer.
-        token_ids: Generated token ids, the end-of-sequence token excluded.
+        text: Text of the answer.
+        token_ids: Generated token ids, without the end-of-sequence token.
         finish_reason: ``"stop"`` or ``"length"``.
         timings: Wall-clock seconds.
-        logprobs: One for each of ``token_ids``, where :attr:`SamplingParams.logprobs` asked for them.
+        logprobs: One item for each of ``token_ids`` if :attr:`SamplingParams.logprobs` is set; else empty.
+
+    Example:
+        Print an answer, and the number of prompt tokens that reused stored KV::
+
+            generation = engine.generate(prompt)
+            print(generation.text, generation.finish_reason)
+            print(generation.usage.reused_tokens, "of", generation.usage.prompt_tokens, "tokens reused")
     """
 
     text: str
@@ -73,7 +86,7 @@ class Generation(PromptOutcome):
         timings: Timings,
         logprobs: Iterable[TokenLogprob] = (),
     ) -> Generation:
-        """Return the answer to a prompt of which ``outcome`` is known; ``logprobs`` beyond its tokens are left out."""
+        """Return the answer to a prompt with this ``outcome``; ``logprobs`` beyond the answer's tokens are dropped."""
         usage = replace(outcome.usage, completion_tokens=len(token_ids))
         return cls(
             **{**vars(outcome), "usage": usage},
@@ -87,9 +100,16 @@ class Generation(PromptOutcome):
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """A piece of a streamed answer; the last event carries the whole :class:`Generation`.
+    """Holds a piece of a streamed answer; the last event carries the whole :class:`Generation`.
 
-    Without a tokenizer there is no text, and an event for every token all the same.
+    An engine without a tokenizer yields an event with empty text for every token.
+
+    Example:
+        Print an answer while the model generates it::
+
+            for event in engine.stream(prompt):
+                print(event.text, end="", flush=True)
+            print(event.generation.usage)
     """
 
     text: str
@@ -98,16 +118,23 @@ class StreamEvent:
 
 @dataclass(frozen=True)
 class PrecomputeReport:
-    """Says what :meth:`BlendEngine.precompute` did.
+    """Reports the work of :meth:`BlendEngine.precompute`.
 
     Attributes:
-        computed: Chunks whose KV was computed.
-        present: Chunks whose KV was in the store already.
-        tokens: Tokens of the former.
+        computed: Number of chunks whose KV was computed.
+        present: Number of chunks whose KV was already in the store.
+        tokens: Number of tokens in the computed chunks.
         seconds: Wall-clock time.
-        failed: Chunk ids, and why their KV is not in the store.
-        ranked: Chunks whose static deviation was measured.
-        rank_s: Seconds of that, where it can be told apart.
+        failed: Ids of chunks whose KV is not in the store, each with the reason.
+        ranked: Number of chunks whose static deviation was measured.
+        rank_s: Seconds spent on static deviations, if the engine measures them separately.
+
+    Example:
+        Precompute chunks and list the failures::
+
+            report = engine.precompute(chunks)
+            print(report.computed, "computed,", report.present, "already stored")
+            print(report.failed)
     """
 
     computed: int = 0
@@ -131,31 +158,32 @@ class PrecomputeReport:
 
 
 class GivenUp(BaseException):
-    """Ends the work on an answer for which nobody waits any more. Like GeneratorExit it passes whoever handles errors."""
+    """Ends the work on an answer that nobody waits for. Like GeneratorExit, it passes ``except Exception`` handlers."""
 
 
 Item = StreamEvent | BaseException | None
-"""What travels between threads: an event, the error that ended the stream, or None at its end."""
+"""Item passed between threads: an event, the error that ended the stream, or None at the end of the stream."""
 
 
 class EventQueue:
-    """Events from another thread, for the event loop it was made in.
+    """Passes events from other threads to the event loop in which the queue was created.
 
-    Unbounded and thread-safe: the producer never waits on the event loop, so it cannot deadlock with a gone consumer.
+    The queue is unbounded and thread-safe: a producer never waits for the event loop, and so cannot deadlock with a
+    consumer that is gone.
     """
 
     def __init__(self) -> None:
-        """Deliver to the running event loop."""
+        """Create a queue for the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Item] = asyncio.Queue()
 
     def put(self, item: Item) -> None:
-        """Deliver from any thread; once the loop is closed nobody listens."""
+        """Add an item from any thread; after the loop is closed, items are dropped."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
     async def events(self) -> AsyncIterator[StreamEvent]:
-        """Yield events to the end of the stream; raise the error that ended it."""
+        """Yield events until the end of the stream; raise the error that ended the stream."""
         while (item := await self._items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
@@ -163,10 +191,10 @@ class EventQueue:
 
 
 async def iterate_in_thread(make: Callable[[threading.Event], Iterator[StreamEvent]]) -> AsyncIterator[StreamEvent]:
-    """Run an iterator in a thread of its own until it ends, or the consumer goes away.
+    """Run an iterator in its own thread until the iterator ends or the consumer is gone; yield its events.
 
-    ``make`` is given what is set once the consumer has gone. An iterator that looks at it may raise :class:`GivenUp` at any
-    time; every other one is closed at its next event.
+    ``make`` creates the iterator from an event that is set once the consumer is gone. An iterator that checks the event
+    may raise :class:`GivenUp` at any time; other iterators are closed at their next item.
     """
     queue, gone = EventQueue(), threading.Event()
 
@@ -182,10 +210,10 @@ async def iterate_in_thread(make: Callable[[threading.Event], Iterator[StreamEve
             queue.put(None)
         except GivenUp:
             pass
-        except BaseException as error:  # handed to the consumer, which re-raises it
+        except BaseException as error:  # the consumer re-raises the error
             queue.put(error)
 
-    # What is current for the consumer (a span) is for the work, too.
+    # The consumer's context variables (its current span) also apply to the work.
     run = contextvars.copy_context().run
     threading.Thread(target=run, args=(produce,), name="cacheblend-stream", daemon=True).start()
     try:

@@ -1,4 +1,4 @@
-"""Says how to decode."""
+"""Defines the decoding options of a request."""
 
 from __future__ import annotations
 
@@ -10,33 +10,40 @@ from typing import Any, Final
 from cacheblend_rag.blending.settings import is_number, is_whole
 from cacheblend_rag.errors import InputError
 
-# What vLLM returns unless it is started with another `max_logprobs`.
+# vLLM's default of `max_logprobs`.
 _MOST_LOGPROBS = 20
-# vLLM and OpenAI's API take no more.
+# Upper limits of vLLM and OpenAI's API.
 _HOTTEST = 2.0
 _PENALTY = 2.0
 _SEEDS = 1 << 63
 REPEATED: Final = {"min_pattern_size": 16, "max_pattern_size": 128, "min_count": 2}
-"""What :attr:`SamplingParams.stop_repeating` is to vLLM; less may be a row of a table, more takes too long to compare."""
+"""vLLM's form of :attr:`SamplingParams.stop_repeating`. Shorter patterns may be table rows; longer ones cost time."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Says how to decode.
+    """Holds the decoding options of one request.
 
     Attributes:
-        max_tokens: Most tokens to generate.
-        temperature: 0 is greedy, 2 the highest.
+        max_tokens: Maximum number of tokens to generate.
+        temperature: Sampling temperature from 0 (greedy) to 2.
         top_p: Nucleus mass in (0, 1].
-        seed: Makes sampling repeatable.
-        stop: Strings that end the answer; they are not part of it.
-        json_schema: JSON schema (a mapping, or its JSON text) that the answer must conform to by guided decoding; engines
-            without it (:attr:`BlendEngine.supports_json_schema`) refuse it.
-        logprobs: Return the log-probability of every generated token and of so many likeliest alternatives (0 to 20).
-        top_k: Sample from so many of the likeliest tokens; 0 for all.
-        presence_penalty: Taken off the logit of every token that the answer has already, -2 to 2.
-        frequency_penalty: The same, times how often it has it.
-        stop_repeating: End an answer that says 16 to 128 tokens twice, one behind the other.
+        seed: Seed that makes sampling repeatable.
+        stop: Strings that end the answer and are not part of the answer.
+        json_schema: JSON schema (a mapping, or its JSON text) that the answer must conform to by guided decoding.
+            Engines without guided decoding (:attr:`BlendEngine.supports_json_schema`) reject a schema.
+        logprobs: Number (0 to 20) of most likely tokens whose log-probabilities are returned for every generated token,
+            beside the generated token's own; None returns no log-probabilities.
+        top_k: Number of most likely tokens to sample from; 0 for all tokens.
+        presence_penalty: Number, -2 to 2, subtracted from the logit of every token that the answer already contains.
+        frequency_penalty: Number, -2 to 2, subtracted from a token's logit for each occurrence in the answer.
+        stop_repeating: Whether an answer ends when its last 16 to 128 tokens repeat the tokens right before them.
+
+    Example:
+        Sample a short answer repeatably::
+
+            sampling = SamplingParams(max_tokens=64, temperature=0.7, top_p=0.9, seed=1)
+            generation = engine.generate(prompt, sampling)
     """
 
     max_tokens: int = 128
@@ -76,10 +83,10 @@ class SamplingParams:
                 raise InputError(f"{name} is {value!r:.200}; give -{_PENALTY} to {_PENALTY}.")
 
     def schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema as values.
+        """Return the JSON schema as a dictionary; None without a schema.
 
         Raises:
-            InputError: It is no JSON.
+            InputError: The schema is not JSON.
         """
         if not isinstance(self.json_schema, str):
             return None if self.json_schema is None else dict(self.json_schema)
@@ -91,11 +98,11 @@ class SamplingParams:
 
 
 def repeats(tokens: Sequence[int]) -> bool:
-    """Say whether tokens end with a passage that stands right before it, too, as vLLM's ``repetition_detection`` finds it."""
+    """Return whether ``tokens`` end with the same passage twice, as vLLM's ``repetition_detection`` finds it."""
     fewest, most, _ = REPEATED.values()
     return any(tokens[-2 * n : -n] == tokens[-n:] for n in range(fewest, min(most, len(tokens) // 2) + 1))
 
 
 def begun_at_end(text: str, mark: str) -> int:
-    """Return the length of the longest end of ``text`` that begins ``mark`` and is not all of it."""
+    """Return the length of the longest proper prefix of ``mark`` that ``text`` ends with."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

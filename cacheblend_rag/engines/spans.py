@@ -1,4 +1,4 @@
-"""Tells OpenTelemetry what an engine does: each request as spans, made of what its trace has recorded."""
+"""Reports each request of an engine to OpenTelemetry as spans, made from the request's trace."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PARTS = {
 
 
 class RequestSpans:
-    """The spans of one request, which last as long as the context; the request's own is a part of the one that is current.
+    """Creates the spans of one request, which end with the context; the request's span is a child of the current span.
 
     Attributes:
-        trace: Where to record what is done for the request; None where nobody wants to know.
+        trace: Trace that records the work for the request; None if no spans are recorded.
     """
 
     def __init__(self, namespace: str, side: spans.Side = "internal"):
-        """Begin a request to the engine of a ``namespace``; ``side`` says whether another process answers it."""
+        """Begin the span of a request in a ``namespace``; ``side`` is ``"client"`` if another process answers it."""
         self._span = spans.begin("cacheblend.generate", side)
         self.trace = Trace() if self._span.is_recording() else None
         if self.trace is not None:
@@ -39,16 +39,16 @@ class RequestSpans:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return headers for a process that does part of the work; see :func:`cacheblend_rag.spans.headers`."""
+        """Return HTTP headers for a process that does part of the work; see :func:`cacheblend_rag.spans.headers`."""
         return spans.headers(self._span)
 
     def answered(self, outcome: PromptOutcome) -> None:
-        """Note what became of the prompt."""
+        """Add the outcome of the prompt to the request's span."""
         if self.trace is not None:
             self._span.set_attributes(reuse_attributes(outcome))
 
     def __enter__(self) -> Self:
-        """Use as a context manager that ends the spans; the request's own is not made current, for streams are used outside."""
+        """Enter the context that ends the spans; the span does not become current, since streams are used outside."""
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -60,7 +60,7 @@ class RequestSpans:
 
 
 def reuse_attributes(outcome: PromptOutcome) -> dict[str, Any]:
-    """Return what a span says of a prompt: tokens, seconds, bytes and how many chunks; no ids and no text."""
+    """Return a span's attributes for a prompt: tokens, seconds, bytes and numbers of chunks; no ids and no text."""
     counts = asdict(outcome.usage)
     found: dict[str, Any] = {
         "gen_ai.usage.input_tokens": counts.pop("prompt_tokens"),
@@ -71,7 +71,7 @@ def reuse_attributes(outcome: PromptOutcome) -> dict[str, Any]:
         value = getattr(outcome, each.name)
         if isinstance(value, (str, int, float)):
             found[f"cacheblend.{each.name}"] = value
-        elif isinstance(value, tuple) and each.name != "loads":  # told by tier, below
+        elif isinstance(value, tuple) and each.name != "loads":  # reported by tier, below
             found[f"cacheblend.chunks.{each.name}"] = len(value)
     for load in outcome.loads:
         name = f"cacheblend.tier.{load.tier}.bytes"
@@ -105,7 +105,7 @@ def _times(events: _Events) -> tuple[float, float]:
 
 
 def _sums(events: _Events) -> dict[str, int]:
-    """Return the details of events, which are numbers of tokens, added up."""
+    """Return the sums of the events' details, which are numbers of tokens."""
     found: dict[str, int] = {}
     for event in events:
         for name, value in event.details.items():

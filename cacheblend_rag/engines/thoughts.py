@@ -1,4 +1,4 @@
-"""Tells an answer from what a model writes in front of it, between ``<think>`` and ``</think>``, while it thinks."""
+"""Separates an answer from the model's thoughts in front of the answer, between ``<think>`` and ``</think>``."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from cacheblend_rag.engines.sampling import SamplingParams, begun_at_end
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 _OPEN, _CLOSE = "<think>", "</think>"
-# Of a prompt's end, to see whether it opens the thoughts: the marker, and white space.
+# Number of last tokens of a prompt that are searched for the opening marker, which white space may follow.
 _TAIL: Final = 8
 _JSON_BEGINS: Final = tuple('{["-0123456789tfn')
 
 
 class Parts(NamedTuple):
-    """Holds the parts of what a model says, or of a piece of it: the answer alone, and the thoughts in front of it."""
+    """Holds the two parts of a model's output, or of a piece of the output: the answer, and the thoughts."""
 
     answer: str
     reasoning: str = ""
 
 
 class ThoughtReader:
-    """Separates the thoughts at an answer's begin from the answer, piece by piece; white space around the markers is dropped.
+    """Separates thoughts from the answer behind them, piece by piece; drops white space around the markers.
 
-    All of it is answer where the tokenizer has not got both markers, as tokens that are seen in texts.
+    The whole output is the answer if the tokenizer lacks one of the markers as a token that is visible in decoded text.
     """
 
     def __init__(self, tokenizer: Any, prompt: TokenizedPrompt, sampling: SamplingParams | None = None):
-        """Read the answer to ``prompt``, which may have opened the thoughts."""
+        """Prepare to read the answer to ``prompt``, which may end with the opening marker."""
         opening = _opening_id(tokenizer)
         self._thinking = None if opening is not None else False  # None: not known yet
         self._opened = opening is not None and _opens(tokenizer, prompt.token_ids, opening)
@@ -40,7 +40,7 @@ class ThoughtReader:
         self._held, self._fresh = "", False
 
     def push(self, piece: str, last: bool = False) -> Parts:
-        """Take the next piece of what the model says, or all of it; return what it certainly adds to either part."""
+        """Take the next piece, or all, of the model's output; return the text that certainly belongs to either part."""
         self._held += piece
         if self._thinking is None:
             self._begin(last)
@@ -52,12 +52,12 @@ class ThoughtReader:
         return Parts(answer, reasoning)
 
     def _begin(self, last: bool) -> None:
-        """Decide whether it begins with thoughts, once that can be seen."""
+        """Decide whether the output begins with thoughts, once enough text has arrived."""
         body = self._held.lstrip()
         if body.startswith(_OPEN):
             self._thinking, self._held = True, body[len(_OPEN) :]
         elif last or (body and not _OPEN.startswith(body)):
-            # Where decoding is guided from its first token, there are no thoughts although the prompt has opened them.
+            # Guided decoding may start at the first token: then there are no thoughts, although the prompt opened them.
             self._thinking = self._opened and not (self._guided and body.startswith(_JSON_BEGINS))
         self._fresh = bool(self._thinking)
 
@@ -80,7 +80,7 @@ class ThoughtReader:
 
 
 def without_thoughts(engine: BlendEngine, prompt: Prompt, done: Generation) -> Generation:
-    """Return what an engine has said to a prompt with the answer alone as its text."""
+    """Return the generation ``done`` with the answer alone, without thoughts, as its text."""
     if _opening_id(engine.tokenizer) is None:
         return done
     return replace(
@@ -91,22 +91,22 @@ def without_thoughts(engine: BlendEngine, prompt: Prompt, done: Generation) -> G
 def generate_answer(
     engine: BlendEngine, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
 ) -> Generation:
-    """Answer in one piece, with the answer alone as its text; raises as :meth:`BlendEngine.generate` does."""
+    """Return the whole answer, without thoughts; raises the same errors as :meth:`BlendEngine.generate`."""
     return without_thoughts(engine, prompt, engine.generate(prompt, sampling, settings))
 
 
 def _opening_id(tokenizer: Any) -> int | None:
-    """Return the token that opens thoughts; None where the tokenizer has not got both markers, or never shows them."""
+    """Return the token that opens thoughts; None if the tokenizer lacks a marker or decoding leaves a marker out."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     ids: list[Any] = [None if backend is None else backend.token_to_id(marker) for marker in (_OPEN, _CLOSE)]
     if None in ids:
         return None
-    shown = backend.decode(ids)  # special tokens are left out, of answers, too
+    shown = backend.decode(ids)  # leaves out special tokens, as decoding an answer does
     return int(ids[0]) if _OPEN in shown and _CLOSE in shown else None
 
 
 def _opens(tokenizer: Any, token_ids: Sequence[int], opening: int) -> bool:
-    """Say whether a prompt ends with the token that opens thoughts, and white space at most behind it."""
+    """Return whether a prompt ends with the token that opens thoughts, optionally followed by white space."""
     tail = list(token_ids[-_TAIL:])
     if opening not in tail:
         return False

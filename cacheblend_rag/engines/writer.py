@@ -1,9 +1,10 @@
-"""Reads a KV writer: a LoRA that acts while the KV of chunks is computed, and never while a prompt is; or one without a LoRA.
+"""Reads a KV writer: a LoRA that is active while the KV of chunks is computed, and inactive while prompts are computed.
 
-A writer is a directory in peft's format (``adapter_config.json``, ``adapter_model.safetensors``) with a ``writer.json`` that
-names the model it was made for. While ``header + chunk`` runs, it acts on all of these tokens, and of that run nothing but the
-chunk's KV is kept. The header's own KV, questions and answers are the model's, whose weights stay as they are. The writer named
-``"probe"`` has no LoRA: the model itself computes chunks behind header and probe, so that none stands at a prompt's begin.
+A writer is a directory in peft's format (``adapter_config.json``, ``adapter_model.safetensors``) with a ``writer.json``
+that names the writer's model. While ``header + chunk`` runs, the LoRA acts on all these tokens, and only the chunk's KV
+of the run is used. The model alone, with unchanged weights, computes the header's own KV, questions and answers. The
+writer named ``"probe"`` has no LoRA: the model itself computes chunks behind header and probe, so that no chunk is
+computed at the beginning of a prompt.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ _FORMAT: Final = 1
 CONFIG: Final = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _BASE = "base_model.model."
-# Options of peft's that change no number of a trained LoRA, or are read below. Any other that is switched on is refused.
+# peft options that change no number of a trained LoRA, or that are read below. Any other active option is rejected.
 _KNOWN = {
     "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type",
     "peft_version", "qalora_group_size", "r", "revision", "target_modules", "task_type", "use_rslora",
 }  # fmt: skip
-# Those that leave the model's own weights alone.
+# Values of init_lora_weights that do not change the model's own weights.
 _INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 class Part(NamedTuple):
-    """Holds what is added to a linear module's output: ``b @ (a @ x)``.
+    """Holds one linear module's LoRA, which adds ``b @ (a @ x)`` to the module's output.
 
     Attributes:
         a: ``[rank, in_features]``.
-        b: ``[out_features, rank]``, scaled.
+        b: ``[out_features, rank]``, multiplied by the LoRA's scale.
     """
 
     a: torch.Tensor
@@ -56,12 +57,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class KVWriter:
-    """Holds a writer as it was read.
+    """Holds a KV writer that was read from a directory.
 
     Attributes:
-        name: Its identity, part of the keys of all that it writes.
-        parts: What it adds to which of the model's linear modules, by their names in the transformers model.
-        card: How it was made, as ``writer.json`` says.
+        name: Identity of the writer, part of the key of every entry that it writes.
+        parts: LoRA parts, by the names of their linear modules in the transformers model.
+        card: Description from ``writer.json`` of how the writer was made.
     """
 
     name: WrittenBy
@@ -70,15 +71,16 @@ class KVWriter:
 
     @classmethod
     def read(cls, directory: str | Path, model: ModelFingerprint | None = None, files: Path | None = None) -> KVWriter:
-        """Read the writer in a directory for a model.
+        """Read the writer for a model from a directory.
 
         Args:
-            directory: The writer's, or the name of a model that comes with one.
-            model: The model it must be made for; None where that was checked before.
-            files: Directory of the model's files, if any: a writer that was made for it in one dtype serves all.
+            directory: Directory of the writer, ``"smollm2"`` or ``"probe"``.
+            model: Model that the writer must have been made for; None skips the check.
+            files: Directory of the model's files, if any; then a writer made for another dtype of the model fits too.
 
         Raises:
-            InputError: There is none, it is damaged or of another model, or takes something of peft's that is not supported.
+            InputError: The directory holds no writer, the writer is damaged or made for another model, or it uses an
+                unsupported peft option.
         """
         place = writer_directory(directory)
         refuse = partial(unusable, place)
@@ -90,7 +92,7 @@ class KVWriter:
         if about.get("behind_probe") is True:
             return cls(WrittenBy(probe_digest(), str(place), behind_probe=True), {})
         config = _json(place, CONFIG)
-        # Of a model with a name it is always the one: its files differ by where they came from, and by who has converted them.
+        # A shipped writer always fits its model: the model's files differ by source and by who converted them.
         named = model is not None and shipped_writer(model.name) == place
         if model and not named and about.get("model") not in (model.digest, *_in_other_dtypes(about, model, files)):
             raise refuse(
@@ -102,10 +104,10 @@ class KVWriter:
         return cls(WrittenBy(_digest(parts), str(place)), parts, card if isinstance(card, dict) else {})
 
     def on(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Writing:
-        """Return what makes it act on a transformers model.
+        """Return a context manager in which the writer acts on a transformers model.
 
         Raises:
-            InputError: The model has no linear module of a name or size that the writer adds to.
+            InputError: The model lacks a linear module of the writer, or the module has another size.
         """
         modules, hooks = dict(model.named_modules()), []
         for name, part in self.parts.items():
@@ -124,10 +126,10 @@ class KVWriter:
 
 
 class Writing:
-    """Makes a writer act: a context manager. Whoever enters it must have the model to himself."""
+    """Activates a writer within a context; the caller must have exclusive use of the model."""
 
     def __init__(self, hooks: Collection[tuple[torch.nn.Module, Callable[..., Any]]]):
-        """Act by forward ``hooks``, which their modules have inside the context alone."""
+        """Take pairs of module and forward hook; the hooks are registered inside the context only."""
         self._hooks = tuple(hooks)
         self._acting: list[Any] = []
 
@@ -141,14 +143,15 @@ class Writing:
 
 
 class WriterNotice:
-    """Says once that stored KV of chunks is not used, since the model itself has written it and not the KV writer."""
+    """Warns once that stored KV of chunks is not used, since the model itself and not the KV writer computed it."""
 
     _given = False
 
     def look(self, entries: Entries, missing: Sequence[Chunk]) -> None:
-        """Look whether the chunks that are ``missing`` among an engine's ``entries`` are all there as the model has written them.
+        """Warn if all chunks that are ``missing`` among an engine's ``entries`` are stored as the model's own KV.
 
-        Of a single one that says nothing: it may have come first in an earlier prompt, and the writer's KV of it be evicted.
+        A single such chunk is no reason to warn: it may have been the first chunk of an earlier prompt, and its KV from
+        the writer may have been evicted.
         """
         texts = {chunk.token_ids for chunk in missing}
         if self._given or entries.writer is None or len(texts) < 2:
@@ -165,7 +168,7 @@ class WriterNotice:
 
 
 def describe(directory: Path, model: ModelFingerprint, card: Mapping[str, Any]) -> None:
-    """Write the ``writer.json`` of a writer made for ``model`` beside peft's files; ``card`` says how it was made."""
+    """Write the ``writer.json`` of a writer for ``model`` beside peft's files; ``card`` describes how it was made."""
     text = json.dumps({"format": _FORMAT, "model": model.digest, "card": dict(card)}, indent=2)
     (directory / FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -178,9 +181,10 @@ def add(
     output: Any,
     over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Add a :class:`Part`, its ``b`` turned (``[rank, out_features]``), to a linear module's output, in place: a forward hook.
+    """Add a :class:`Part`, with ``b`` transposed (``[rank, out_features]``), in place to a linear module's output.
 
-    The output may stand in front of others. ``over_ranks`` adds up over ranks that each have a share of the input.
+    The function is a forward hook. The module may return a tuple whose first item is the output. ``over_ranks`` sums a
+    tensor over ranks that each hold a share of the input features.
     """
     low = inputs[0].reshape(-1, a.shape[1]) @ a.T
     if over_ranks is not None:
@@ -189,12 +193,12 @@ def add(
 
 
 def unusable(place: Path | str, why: str) -> InputError:
-    """Return the error that says why a writer cannot be used."""
+    """Return the error for a writer in ``place`` that cannot be used, with the reason ``why``."""
     return InputError(f"The KV writer in {place} cannot be used: {why}.")
 
 
 def _in_other_dtypes(about: Mapping[str, Any], model: ModelFingerprint, files: Path | None) -> list[str]:
-    """Return the digests of a model in every dtype that models are run in, where the one it has is not the writer's."""
+    """Return the model's digests in all supported dtypes; none without ``files`` or if the writer names ``model``."""
     every = [torch.float32, torch.bfloat16, torch.float16]
     return [] if files is None or about.get("model") == model.digest else ModelFingerprint.digests(files, every)
 
@@ -210,7 +214,7 @@ def _json(place: Path, name: str) -> dict[str, Any]:
 
 
 def _scale(place: Path, config: Mapping[str, Any]) -> tuple[int, float]:
-    """Return rank and scale of a LoRA by peft's configuration of it."""
+    """Return rank and scale of a LoRA from its peft configuration."""
     if config.get("peft_type") != "LORA":
         raise unusable(place, f"it is a {config.get('peft_type')} of peft's, and only LORA is supported")
     switched_on = sorted(name for name, value in config.items() if value and name not in _KNOWN)

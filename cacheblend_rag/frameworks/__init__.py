@@ -1,6 +1,6 @@
-"""Serves the packages for LangChain and LlamaIndex: it holds what both need, and names what they use of the other folders.
+"""Serves the LangChain and LlamaIndex packages: holds their common parts, and re-exports names of other folders.
 
-They use nearly all of it as soon as they are imported, so nothing here waits for its first use.
+Both packages need nearly all names as soon as they are imported, so no import here is lazy.
 """
 
 from cacheblend_rag.blending.settings import Quality as Quality

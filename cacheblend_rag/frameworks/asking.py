@@ -1,4 +1,4 @@
-"""Puts together what a framework's model asks its engine, by its own options and the call's; says what became of each prompt."""
+"""Makes engine requests of a framework's model and call options, and reports what became of each prompt."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ CALL_OPTIONS = (*SAMPLING_OPTIONS, *OPTION_NAMES)
 """Names of the options that a call of a framework's model may give in place of the model's own attributes."""
 
 DEFAULT_MAX_TOKENS = 512
-"""Most tokens of an answer, where the context window leaves as many."""
+"""Maximum number of tokens in an answer, if the context window leaves as many."""
 
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "stop_sequences": "stop", "request_timeout": "timeout"}
 
 
 def with_usual_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a model or call with our names where OpenAI's and others' were given.
+    """Return the options of a model or call, with OpenAI's and others' names replaced by the library's names.
 
-    ``max_completion_tokens`` is ``max_tokens``, ``stop_sequences`` is ``stop``, ``request_timeout`` is ``timeout``; OpenAI's
-    ``logprobs=True`` and ``top_logprobs=n`` are ``logprobs=n``.
+    ``max_completion_tokens`` becomes ``max_tokens``, ``stop_sequences`` becomes ``stop``, and ``request_timeout``
+    becomes ``timeout``; OpenAI's ``logprobs=True`` and ``top_logprobs=n`` become ``logprobs=n``.
 
     Raises:
-        InputError: One thing is given under two names.
+        InputError: One option is given under two names, or ``top_logprobs`` without ``logprobs=True``.
     """
     found = {name: value for name, value in options.items() if name not in (*_OTHER_NAMES, "top_logprobs")}
     for other, name in _OTHER_NAMES.items():
@@ -59,14 +59,14 @@ def with_usual_names(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_of(options: Mapping[str, Any], room: int) -> SamplingParams:
-    """Return how to decode; what is None is left open.
+    """Return the sampling parameters; an option that is None keeps its default.
 
     Args:
-        options: SamplingParams' names; ``stop`` may be one string.
+        options: Options by the names of SamplingParams; ``stop`` may be one string.
         room: Tokens that the context window leaves for the answer.
 
     Raises:
-        InputError: A value of a wrong type or outside its range.
+        InputError: A value has a wrong type, or is outside its range.
     """
     names = (*SAMPLING_OPTIONS, "json_schema")
     given = {name: options[name] for name in names if options.get(name) is not None}
@@ -76,28 +76,29 @@ def sampling_of(options: Mapping[str, Any], room: int) -> SamplingParams:
 
 
 def blend_settings(options: Mapping[str, Any]) -> BlendSettings:
-    """Return how to treat stored KV.
+    """Return the settings for the reuse of stored KV.
 
     Raises:
-        InputError: A value of a wrong type or outside its range.
+        InputError: A value has a wrong type, or is outside its range.
     """
     return BlendSettings.from_params({name: options[name] for name in OPTION_NAMES if name in options})
 
 
 def check_given(options: Mapping[str, Any]) -> None:
-    """Refuse what cannot be an option's value, before pydantic coerces it: what is wrong is said as in a call.
+    """Raise the error that a call would raise for invalid options, before pydantic coerces the values.
 
     Raises:
-        InputError: A value of a wrong type or outside its range.
+        InputError: A value has a wrong type, or is outside its range.
     """
     blend_settings(options)
     checked_on_miss(options.get("on_miss", "warn"))
 
 
 def options_of(model: Any, call: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return the attributes of a framework's model that a call may give, too, and over them what ``call`` gives.
+    """Return the attributes of a framework's model that a call may override, with the values of ``call`` over them.
 
-    Where a call gives ``quality`` the model's ratio, policy and check layers are nothing to it, and the other way round.
+    A call's ``quality`` overrides the model's ratio, policy and check layers; each of these in a call overrides
+    ``quality``.
     """
     own = {name: getattr(model, name) for name in CALL_OPTIONS}
     if call.get("quality") is not None:
@@ -108,24 +109,24 @@ def options_of(model: Any, call: Mapping[str, Any] = MappingProxyType({})) -> di
 
 
 class AnswerPart(NamedTuple):
-    """Holds what a piece of an answer adds to its text and to its thoughts, and with the last piece the calls of tools."""
+    """Holds the text and the thoughts in a piece of an answer and, in the last piece, the calls of tools."""
 
     text: str
-    calls: CallsRead | None = None  # where it may hold any
+    calls: CallsRead | None = None  # None if the piece is not the last, or no tools were shown
     reasoning: str = ""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One call of a framework's model, ready for its engine; :func:`ask` makes it.
+    """Holds one call of a framework's model, ready for its engine; :func:`ask` makes it.
 
     Attributes:
-        engine: The engine that answers.
-        request: What it is asked.
-        retrieved: What became in its prompt of what was retrieved for it.
-        reader: Reads calls of tools off the answer, where it may hold any.
-        policy: The policy that may give way to no other, if any.
-        thoughts: Reads thoughts off the answer; None where they are part of it.
+        engine: Engine that answers.
+        request: Request to the engine.
+        retrieved: Report on the texts that were retrieved for the prompt.
+        reader: Reads calls of tools in the answer; None if the prompt shows no tools.
+        policy: Policy that the engine must not replace by another, if any.
+        thoughts: Separates thoughts from the answer; None if thoughts are part of the answer.
     """
 
     engine: BlendEngine
@@ -140,23 +141,23 @@ class Asked:
         return self.request.prompt, self.request.sampling, self.request.settings.asked
 
     def answer(self) -> Generation:
-        """Return the answer; raises as :meth:`BlendEngine.generate` does."""
+        """Return the answer; raises the errors of :meth:`BlendEngine.generate`."""
         return self.engine.generate(*self._arguments)
 
     async def aanswer(self) -> Generation:
-        """Async twin of :meth:`answer`."""
+        """Return the answer asynchronously; see :meth:`answer`."""
         return await self.engine.agenerate(*self._arguments)
 
     def events(self) -> closing[Any]:
-        """Return the stream of the answer as a context manager; leaving it ends the engine's work."""
+        """Return the stream of the answer as a context manager; leaving the context ends the engine's work."""
         return closing(cast(Any, self.engine.stream(*self._arguments)))
 
     def aevents(self) -> aclosing[Any]:
-        """Async twin of :meth:`events`."""
+        """Return the asynchronous stream of the answer as a context manager; see :meth:`events`."""
         return aclosing(cast(Any, self.engine.astream(*self._arguments)))
 
     def read(self, text: str, last: bool = True) -> AnswerPart:
-        """Take the next text of the answer, or all of it, and return its parts; the ``last`` brings the calls."""
+        """Return the parts of the answer's next text, or of the whole answer; the ``last`` text also has the calls."""
         said = Parts(text) if self.thoughts is None else self.thoughts.push(text, last)
         if self.reader is None:
             return AnswerPart(said.answer, None, said.reasoning)
@@ -167,7 +168,7 @@ class Asked:
         return AnswerPart(text + calls.text, calls, said.reasoning)
 
     def report(self, done: Generation) -> dict[str, Any]:
-        """Return what an answer's metadata say of its KV and of what was retrieved; InputError where ``policy`` gave way."""
+        """Return an answer's metadata on KV and retrieved texts; raise InputError if the engine replaced ``policy``."""
         if self.policy is not None and done.policy not in (None, self.policy):
             raise InputError(f"{done.reason}. Leave the policy open, or set on_miss='warn'.")
         retrieved = self.retrieved.answered(done.missing)
@@ -179,7 +180,7 @@ class Asked:
         }
 
     def logprobs(self, done: Generation) -> dict[str, Any]:
-        """Return the log-probabilities of an answer under OpenAI's key; nothing where they were not asked for."""
+        """Return the log-probabilities of an answer under OpenAI's key, or an empty dict if they were not requested."""
         if self.request.sampling.logprobs is None:
             return {}
         return {"logprobs": {"content": openai_logprobs(done.logprobs, self.engine.tokenizer)}}
@@ -195,21 +196,21 @@ def ask(
     tools: ToolsAsked = NO_TOOLS,
     chat: bool = False,
 ) -> Asked:
-    """Put a call together; its prompt is tokenised here and nowhere else.
+    """Prepare a call of a framework's model, and tokenise its prompt; no other function tokenises the prompt.
 
     Args:
-        engine: The engine that answers.
-        build: Builds the prompt, of the chunks that the engine knows then.
+        engine: Engine that answers.
+        build: Builds the prompt from the chunks that the engine knows at the time.
         options: :data:`CALL_OPTIONS`, ``json_schema`` and ``on_miss``.
-        log: What was retrieved.
-        run: The run of the framework that this call is part of.
-        tools: The tools that the prompt shows, and which of them the answer must call.
-        chat: Whether thoughts are told from the answer.
+        log: Log of the retrieved texts.
+        run: Run of the framework that contains this call.
+        tools: Tools that the prompt shows, and which tool the answer must call.
+        chat: Whether to separate thoughts from the answer.
 
     Raises:
-        InputError: A value of a wrong type or outside its range.
+        InputError: A value has a wrong type, or is outside its range.
         PromptTooLongError: Prompt and answer exceed the context window.
-        AlteredChunkError: As ``on_miss`` wants it.
+        AlteredChunkError: The prompt has altered chunks, and ``on_miss`` is ``"error"``.
     """
     options = {**options, "json_schema": _form_of(tools, options.get("json_schema"))}
     settings = blend_settings(options)
@@ -217,7 +218,7 @@ def ask(
     tokens = engine.tokenize(prompt)
     texts = [part for part in prompt.segments if isinstance(part, str)]
     if len(texts) == len(prompt.segments):
-        # An engine that is a client may yet find chunks in the text, in the registry of its server.
+        # A client engine's server may find chunks in the text that only the server's registry knows.
         tokens = replace(tokens, text="".join(texts))
     room = engine.context_window - len(tokens.token_ids)
     request = engine.request(tokens, sampling_of(options, room), settings)
@@ -229,7 +230,7 @@ def ask(
 
 
 def _form_of(tools: ToolsAsked, schema: Mapping[str, Any] | str | None) -> Mapping[str, Any] | str | None:
-    """Return the JSON schema of an answer that is to conform to ``schema``, or may or must call a tool."""
+    """Return the JSON schema of an answer that must call a tool, or must conform to ``schema`` but may call a tool."""
     if tools.required is not False:
         return call_schema(tools.specs, tools.required)
     if schema is None or not tools.specs:
@@ -238,10 +239,11 @@ def _form_of(tools: ToolsAsked, schema: Mapping[str, Any] | str | None) -> Mappi
 
 
 def openai_logprobs(logprobs: Iterable[TokenLogprob], tokenizer: Any) -> list[dict[str, Any]]:
-    """Return log-probabilities in the form of OpenAI's chat API: for each token its text, bytes and alternatives.
+    """Return log-probabilities in the form of OpenAI's chat API: the text, bytes and alternatives of each token.
 
-    A token's text is what it adds behind those before it, so that they join to the answer. A token that ends inside a character
-    adds none and has no bytes; the one that completes the character has all of it.
+    The text of a token is the text that the token adds to the tokens before it, so that all texts join to the answer. A
+    token that ends inside a character has an empty text and no bytes; the token that completes the character has the
+    whole character.
     """
     backend, stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=False)
 

@@ -1,4 +1,4 @@
-"""Says which tools an answer must call, as a JSON schema, and reads the calls of tools off an answer."""
+"""Builds the JSON schema of required tool calls, and parses the tool calls in an answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPEN, _CLOSE, _FENCE = "<tool_call>", "</tool_call>", "```"
 _DEFINED = re.compile(r"^#/(\$defs|definitions)/")
 _MARK = re.compile(f"{_OPEN}|{_FENCE}")
 _FENCE_OPEN = re.compile(rf"{_FENCE}[\w-]*\s*")
-# A string of JSON may hold a fence; one that is not closed ends with its line, or is still being written.
+# A JSON string may contain a fence. An unclosed string ends with its line, or is still being written.
 _STRING = r'"(?:[^"\\\n]|\\.)*+(?:"|\\?\Z)'
 _ENDS_FENCE = re.compile("[`\n]")
 _PART = re.compile(
@@ -31,7 +31,7 @@ _PART = re.compile(
 
 
 class ToolsAsked(NamedTuple):
-    """Holds the tools that a prompt shows, and which one its answer must call: a name, True for any, False for none."""
+    """Holds the tools that a prompt shows, and the required tool: a name, True for any tool, False for none."""
 
     specs: Sequence[Mapping[str, Any]] = ()
     required: str | bool = False
@@ -48,7 +48,7 @@ def tools_asked(tools: Sequence[Mapping[str, Any]], choice: Any) -> ToolsAsked:
 
 
 def check_shown(engine: BlendEngine, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse tools that the model would never see.
+    """Raise an error if the model would never see the tools.
 
     Raises:
         InputError: The chat template does not show tools.
@@ -61,14 +61,14 @@ def check_shown(engine: BlendEngine, tools: Sequence[Mapping[str, Any]]) -> None
 
 
 def required_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | bool:
-    """Say which tool an answer must call: a name, True for any one, False for none.
+    """Return which tool an answer must call: a name, True for any tool, False for none.
 
     Args:
-        choice: OpenAI's ``tool_choice``, with what LangChain allows beside it.
+        choice: OpenAI's ``tool_choice``, or another form that LangChain allows.
         tools: Tools in OpenAI's form.
 
     Raises:
-        InputError: A choice of no known form, or of a tool that is not bound.
+        InputError: The choice has an unknown form, or names a tool that is not bound.
     """
     if isinstance(choice, Mapping):
         choice = choice.get("function", choice).get("name")
@@ -87,9 +87,9 @@ def required_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | bool
 def call_schema(
     tools: Sequence[Mapping[str, Any]], required: str | bool, answer: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the JSON schema of a call of the ``required`` tool, True for any: an object with ``name`` and ``arguments``.
+    """Return the JSON schema of a call of the ``required`` tool, True for any: an object with name and arguments.
 
-    With an ``answer`` what conforms to that schema will do as well.
+    With an ``answer``, a value that conforms to the schema ``answer`` is valid as well.
     """
     calls: list[dict[str, Any]] = []
     definitions: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def call_schema(
 
 
 def _lifted(schema: Mapping[str, Any], owner: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without its definitions, which are put into ``definitions`` under names of their owner's own."""
+    """Return a schema without its definitions, which move to ``definitions`` under names that begin with ``owner``."""
     left = dict(schema)
     for place in ("$defs", "definitions"):
         for name, definition in left.pop(place, {}).items():
@@ -125,7 +125,7 @@ def _lifted(schema: Mapping[str, Any], owner: str, definitions: dict[str, Any]) 
 
 
 def _moved(schema: Any, owner: str) -> Any:
-    """Let references to an owner's definitions point to where :func:`_lifted` puts them."""
+    """Return a schema whose references to an owner's definitions point to the places that :func:`_lifted` chose."""
     if isinstance(schema, Mapping):
         return {
             key: _DEFINED.sub(f"#/$defs/{owner}.", value)
@@ -137,7 +137,7 @@ def _moved(schema: Any, owner: str) -> Any:
 
 
 class CallRead(NamedTuple):
-    """A call of a tool: its name and arguments."""
+    """Holds a call of a tool: its name and arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -145,7 +145,7 @@ class CallRead(NamedTuple):
 
 @dataclass(frozen=True)
 class CallsRead:
-    """Holds what stands at an answer's end: the rest of its text, its calls, what should be one, and why it cannot be read."""
+    """Holds the end of an answer: the rest of its text, its calls, its invalid calls, and why they cannot be read."""
 
     text: str
     calls: tuple[CallRead, ...] = ()
@@ -154,18 +154,18 @@ class CallsRead:
 
 
 def new_call_id() -> str:
-    """Return an id for a call: nine letters and digits, as the templates of Mistral's models want it and no other minds."""
+    """Return an id for a call: nine letters and digits, which Mistral's templates require and others accept."""
     return uuid4().hex[:9]
 
 
 class CallReader:
     r"""Separates the tool calls of an answer from its text, piece by piece.
 
-    A call is a JSON object with the name of a bound tool and its arguments (``arguments``, or ``parameters`` as Llama 3 writes
-    them). Three forms are read: blocks ``<tool_call>{...}</tool_call>`` (Hermes, Qwen), fenced blocks (Qwen2.5-Coder), and an
-    answer that is nothing but one such object, or a list of them (Llama 3, Mistral). JSON that calls no bound tool is text.
-    A ``<tool_call>`` block that cannot be read is an invalid call, and so is an answer that had to be one: a forced call that was
-    cut off, say.
+    A call is a JSON object with the name of a bound tool and its arguments (``arguments``, or ``parameters`` as Llama 3
+    writes them). Three forms are read: blocks ``<tool_call>{...}</tool_call>`` (Hermes, Qwen), fenced blocks
+    (Qwen2.5-Coder), and an answer that is nothing but one such object, or a list of such objects (Llama 3, Mistral).
+    JSON that calls no bound tool is text. A ``<tool_call>`` block that cannot be read is an invalid call. An answer
+    that had to be a call and cannot be read is an invalid call, too, such as a required call that was cut off.
 
     Example:
         >>> tool = {"type": "function", "function": {"name": "now"}}
@@ -177,15 +177,15 @@ class CallReader:
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], required: str | bool = False):
-        """Read calls of ``tools``; with ``required`` the answer is known to be one."""
-        self._names = _names(tools)  # a list: what a model calls a name may be anything
+        """Read calls of ``tools``; with ``required``, the whole answer is read as a call."""
+        self._names = _names(tools)  # a list, because a model may give a name of any type
         self._required = self._held = required is not False
         self._text = ""
         self._sent = 0
         self._open = False  # whether a fence has begun that may hold calls
 
     def push(self, piece: str) -> str:
-        """Take the next piece of the answer; return the text that is certainly not part of a call."""
+        """Add the next piece of the answer; return the text that is certainly not part of a call."""
         self._text += piece
         if self._text.lstrip()[:1] in ("", "{", "[") or (self._open and not _ENDS_FENCE.search(piece)):
             return ""
@@ -203,7 +203,7 @@ class CallReader:
         return self._text[begun : self._sent]
 
     def _pass_fence(self) -> bool:
-        """Go past the fence that comes next, where no call can stand in it; return whether that is known yet."""
+        """Skip the next fence if no call can stand in the fence; return whether the fence can be judged yet."""
         opened = _FENCE_OPEN.match(self._text, self._sent)
         assert opened is not None
         part = _PART.match(self._text, self._sent)
@@ -219,7 +219,7 @@ class CallReader:
         return True
 
     def finish(self) -> CallsRead:
-        """Return what is left of the answer, at its end."""
+        """Return the rest of the answer, with its calls, at the end of the answer."""
         whole = self._called(_json(self._text)) if self._sent == 0 else None
         if whole is not None:
             return CallsRead("", tuple(whole))
@@ -243,17 +243,17 @@ class CallReader:
         )
 
     def _calls(self, part: re.Match[str]) -> list[CallRead] | None:
-        """Return the calls in a block, None where anything else stands in it."""
+        """Return the calls in a block, or None if the block holds anything else."""
         if part["fenced"] is None:
             return self._called(_json(part["block"]))
         body = _json(part["fenced"])
-        # A model shows any JSON in a fence: a record with a name is no call.
+        # A model may show any JSON in a fence: an object with only a name is no call.
         items = body if isinstance(body, list) else [body]
         shaped = all(isinstance(item, dict) and ("arguments" in item or "parameters" in item) for item in items)
         return self._called(body) if shaped else None
 
     def _called(self, body: Any) -> list[CallRead] | None:
-        """Return the calls that a JSON value is: one, or a list of them; None for any other value."""
+        """Return the calls in a JSON value that is a call or a list of calls, or None for any other value."""
         items = body if isinstance(body, list) else [body]
         calls = [call for item in items if (call := self._call(item)) is not None]
         return calls if calls and len(calls) == len(items) else None
@@ -274,5 +274,5 @@ def _names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # a model that repeats itself may nest without end
+    except (ValueError, RecursionError):  # a model that repeats itself may nest JSON without end
         return None

@@ -1,4 +1,4 @@
-"""Computes the KV of texts that stand in somebody's index already, and says what it will take; embeds texts for such an index."""
+"""Computes the KV of texts in an existing index, estimates the cost, and embeds texts for such an index."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from cacheblend_rag.retrieval.embedding import Embedder
 
 _T = TypeVar("_T")
 _BATCH = 64
-"""Texts whose KV is computed by one call: little is done twice where a run is stopped."""
+"""Number of texts whose KV one call computes: a run that is stopped repeats little."""
 _SAMPLE = 8
 
 
 @dataclass(frozen=True)
 class ExistingEstimate:
-    """Says what computing the KV of an index will take.
+    """Estimates the cost of computing the KV of an index.
 
     Attributes:
-        chunks: Different texts in it that can be chunks of a prompt.
-        stored: Those of them whose KV is stored; over a server none is known to be.
-        tokens: Tokens of the others, which are to be computed.
-        nbytes: About how much room their KV takes where it outlasts the process; None where a server keeps it.
-        seconds: About how long computing them takes, measured on a few of them; None where there were none.
+        chunks: Number of different texts in the index that can be chunks of a prompt.
+        stored: Number of these chunks whose KV is stored; over a server, only measured chunks are known to be stored.
+        tokens: Tokens of the other chunks, whose KV is to be computed.
+        nbytes: Approximate size of their KV in tiers that outlast the process; None if a server stores the KV.
+        seconds: Approximate time to compute their KV, measured on a few chunks; None without a measurement.
     """
 
     chunks: int
@@ -49,7 +49,7 @@ class ExistingEstimate:
 
 
 def estimate_existing(engine: BlendEngine, texts: Iterable[str]) -> ExistingEstimate:
-    """Return what :func:`precompute_existing` will take. It computes a few of the texts, which is then done.
+    """Return the cost of :func:`precompute_existing`, and compute the KV of a few texts to measure the cost.
 
     Raises:
         StoreError: The store cannot be written.
@@ -85,15 +85,15 @@ def precompute_existing(
     compute: Callable[[Sequence[_T]], PrecomputeReport],
     progress: Callable[[int], None] | None = None,
 ) -> PrecomputeReport:
-    """Compute and store the KV of what is in an index. What is stored is skipped, so that a run that was stopped goes on.
+    """Compute and store the KV of an index's items. Stored KV is skipped, so that a stopped run can continue.
 
     Args:
         items: Documents or nodes, each of which is one chunk.
-        compute: Computes those of a batch.
-        progress: Called with the number of items finished since its last call.
+        compute: Computes the KV of a batch of items.
+        progress: Called with the number of items finished since the last call.
 
     Raises:
-        StoreError: The store cannot be written. What was stored before stays.
+        StoreError: The store cannot be written. KV that was stored before stays.
     """
     done = PrecomputeReport()
     for batch in _batches(items):
@@ -121,11 +121,11 @@ def open_embedder(name: str, query_encoder: str | Path | None, device: str | Non
 
     Args:
         name: A directory, or a sentence-transformers model of the hub.
-        query_encoder: Directory that `cacheblend tune-retriever` has made for this model: it embeds the questions.
-        device: As torch names it.
+        query_encoder: Directory that `cacheblend tune-retriever` has made for this model, to embed the questions.
+        device: Name of a torch device.
 
     Raises:
-        ModelError: It cannot be loaded.
+        ModelError: The model cannot be loaded.
         StoreMismatchError: The query encoder was tuned for another model.
     """
     embedder = Embedder.load(name, device)
@@ -133,6 +133,6 @@ def open_embedder(name: str, query_encoder: str | Path | None, device: str | Non
 
 
 def text_vectors(embedder: Embedder, texts: Sequence[str]) -> list[list[float]]:
-    """Return a unit vector for each text: of one longer than the model reads, the mean of its windows'."""
+    """Return a unit vector for each text; a text longer than the model reads has the mean of its windows' vectors."""
     means = [windows.mean(axis=0) for windows in embedder.texts(texts)]
     return [(mean / max(float(np.linalg.norm(mean)), 1e-12)).tolist() for mean in means]

@@ -1,4 +1,4 @@
-"""Keeps what retrievers have returned until the model is asked, finds what became of it in the prompt, and decides about it."""
+"""Records retrieved texts until the model is asked, finds the texts in the prompt, and reacts to altered texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef
 from cacheblend_rag.prompts.registry import MATCH_WINDOW
 
 Retrieved = tuple[str, ...]
-"""The text of something retrieved, first as its prompt is expected to hold it, then in other forms that are as good."""
+"""Forms of one retrieved text: first the form that the prompt is expected to have, then other acceptable forms."""
 
 _MOST_RUNS = 16384
 _MOST_HELD = 1024
@@ -27,12 +27,13 @@ _MOST_LOOSE = 32
 
 
 class RetrievalLog:
-    """Notes what was retrieved in which run, and tells a model's run what was retrieved for it. Thread-safe.
+    """Records which run retrieved which texts, and returns the texts retrieved for a model's run. Thread-safe.
 
-    Runs form trees, as callbacks and tracers show them: a chain, the retriever and the model in it. What a run has retrieved is
-    its parent's when it ends, so that the model finds it with the runs it is part of, and requests that run side by side, each a
-    tree of its own, do not see one another's. What the outermost run retrieved is *loose* when that ends: it may be for any
-    prompt that follows. Bounded: runs that never end, and what nobody asks for, are forgotten, the oldest first.
+    Runs form trees, as callbacks and tracers show them: a chain, with a retriever and a model in it. When a run ends,
+    its texts become its parent's texts. A model then finds the texts of all runs that contain the model, and concurrent
+    requests, each a tree, do not see each other's texts. When the outermost run ends, its texts become *loose*: they
+    may belong to any later prompt. The log is bounded: runs that never end, and texts that nobody asks for, are
+    dropped, the oldest first.
     """
 
     def __init__(self) -> None:
@@ -42,25 +43,25 @@ class RetrievalLog:
         self._lock = threading.Lock()
 
     def begin(self, run: Hashable, parent: Hashable | None) -> None:
-        """Note that a run has begun."""
+        """Record that a run has begun."""
         with self._lock:
             self._parents[run] = parent
             if len(self._parents) > _MOST_RUNS:
                 self._end(next(iter(self._parents)))
 
     def end(self, run: Hashable) -> None:
-        """Note that a run has ended; one that is not known is ignored."""
+        """Record that a run has ended; an unknown run is ignored."""
         with self._lock:
             self._end(run)
 
     def note(self, run: Hashable | None, items: Iterable[Retrieved], *, replace: bool = False) -> None:
-        """Note what ``run`` has retrieved, in place of what was retrieved by the runs in it.
+        """Record the texts that ``run`` has retrieved, in place of the texts that the runs in it have retrieved.
 
         Args:
-            run: The run; one that is not open counts as none.
-            items: What it returned; one without a text is left out.
-            replace: Whether these are what has come of something retrieved before, and stand in its place: of what is held by
-                the nearest of the runs that it is part of.
+            run: The run; a run that is not open counts as no run.
+            items: The retrieved texts; an item without a text is left out.
+            replace: Whether the items were made from texts retrieved before. The items then replace the texts of the
+                nearest run around ``run`` that has texts.
         """
         with self._lock:
             self._held.pop(run, None)
@@ -71,7 +72,7 @@ class RetrievalLog:
             self._hold(run, filter(None, items))
 
     def of(self, run: Hashable | None) -> list[Retrieved]:
-        """Return what was retrieved for a run: by the runs that are part of the same ones; first what is nearest."""
+        """Return the texts retrieved for a run: the texts of the run and of all runs around it, nearest run first."""
         found: list[Retrieved] = []
         with self._lock:
             while run is not None:
@@ -81,7 +82,7 @@ class RetrievalLog:
 
     @property
     def loose(self) -> list[Retrieved]:
-        """Return what was retrieved lately and for no run that is open, oldest first."""
+        """Return the texts that were retrieved lately and belong to no open run, oldest first."""
         with self._lock:
             return list(dict.fromkeys(self._loose))
 
@@ -101,21 +102,22 @@ RetrievedStatus = Literal["matched", "not_stored", "altered", "absent", "skipped
 STATUSES: tuple[RetrievedStatus, ...] = ("matched", "not_stored", "altered", "absent", "skipped")
 
 _SAMPLE, _SAMPLES = 16, 24
-_SHARE = 0.1  # of a text's samples, above which it stands in the prompt in part
-_CUT = "\n[...]\n"  # in place of a chunk
+_SHARE = 0.1  # share of a text's samples above which the prompt has a part of the text
+_CUT = "\n[...]\n"  # stands for a chunk
 
 
 @dataclass(frozen=True)
 class RetrievedFate:
-    """Says what became of one retrieved text.
+    """Reports what became of one retrieved text.
 
     Attributes:
-        id: The id of its chunk.
-        status: ``"matched"``: it stands in the prompt whole, or in a rendition of it, and is a chunk there. ``"not_stored"``: the
-            same, but its KV was not stored, and was computed in place. ``"altered"``: it stands there changed or in part, as
-            text. ``"absent"``: nothing of it is there. ``"skipped"``: it stands there whole, as text (see ``detail``).
-        detail: Why it was skipped.
-        chunk: The id of the chunk in the prompt that it is, or is part of.
+        id: Id of the text's chunk.
+        status: ``"matched"``: a chunk of the prompt is the whole text, contains it, or is a rendition.
+            ``"not_stored"``: the text is matched, but the chunk's KV was not stored, and was computed in place.
+            ``"altered"``: the prompt has the text changed or in part, outside chunks. ``"absent"``: the prompt has no
+            part of the text. ``"skipped"``: the prompt has the whole text, outside chunks (see ``detail``).
+        detail: Why the text was skipped.
+        chunk: Id of the matched chunk in the prompt.
     """
 
     id: str
@@ -126,36 +128,36 @@ class RetrievedFate:
 
 @dataclass(frozen=True)
 class RetrievalReport:
-    """Says what became of all that was retrieved for a prompt, text by text."""
+    """Reports what became of each text that was retrieved for a prompt."""
 
     fates: tuple[RetrievedFate, ...] = ()
 
     @property
     def altered(self) -> list[RetrievedFate]:
-        """Those whose KV could not be used because of how they were formatted."""
+        """Return the fates of texts whose KV could not be used because of their formatting."""
         return [fate for fate in self.fates if fate.status == "altered"]
 
     @property
     def summary(self) -> str:
-        """Return the numbers, in words; empty where nothing was retrieved."""
+        """Return the counts in words, or an empty string if nothing was retrieved."""
         words = {"altered": "altered between retriever and model", "not_stored": "not stored yet"}
         counts = [(status, sum(fate.status == status for fate in self.fates)) for status in STATUSES]
         told = [f"{count} {words.get(status, status)}" for status, count in counts if count]
         return ", ".join([f"{len(self.fates)} retrieved", *told]) if self.fates else ""
 
     def answered(self, missing: Iterable[str]) -> RetrievalReport:
-        """Return the report once it is known which chunks' KV was missing."""
+        """Return the report updated with the ids of chunks whose KV turned out to be missing."""
         gone = set(missing)
         return RetrievalReport(
             tuple(replace(fate, status="not_stored") if fate.chunk in gone else fate for fate in self.fates)
         )
 
     def found(self) -> RetrievalReport:
-        """Return the report without what is absent: where nobody knows whether it was retrieved for this prompt."""
+        """Return the report without absent texts, for texts that may not have been retrieved for this prompt."""
         return RetrievalReport(tuple(fate for fate in self.fates if fate.status != "absent"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as answers carry it."""
+        """Return the report in the form that answers carry."""
         return {
             "summary": self.summary,
             "retrieved": len(self.fates),
@@ -168,14 +170,14 @@ class RetrievalReport:
 
 
 def fates_of(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> RetrievalReport:
-    """Say what became of retrieved texts, each once, in a prompt of these pieces."""
+    """Return the report on retrieved texts, each distinct text once, in a prompt of the given pieces."""
     chunks = [piece for piece in prompt if isinstance(piece, Chunk)]
-    # What is taken by chunks is nobody else's: a neighbour may share a passage with one.
+    # Text inside chunks is left out: a neighbouring chunk may share a passage with a retrieved text.
     plain = _CUT.join(text_of(piece) for piece in prompt if not isinstance(piece, Chunk))
     named = {chunk_id(texts[0]): texts for texts in items if texts[0]}
     fates = {name: _whole(name, texts, chunks, plain) for name, texts in named.items()}
     lost = [name for name, fate in fates.items() if fate is None]
-    # A chain may change the case of what was retrieved, too.
+    # A chain may also change the case of a retrieved text.
     folded = plain.casefold() if lost else ""
     forms = {name: [text.casefold() for text in texts] for name, texts in named.items()} if lost else {}
     for name in lost:
@@ -186,7 +188,7 @@ def fates_of(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> RetrievalRe
 
 
 def renditions_in(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> list[str]:
-    """Return the other forms of these texts, and the renditions of all their forms, that stand in a prompt as text."""
+    """Return the other forms of the texts, and the renditions of all forms, that the prompt has outside chunks."""
     plain = [text_of(piece) for piece in prompt if not isinstance(piece, Chunk)]
     others = (form for texts in items for form in texts[1:])
     forms = chain(others, (form for texts in items for text in texts for form in renditions(text)))
@@ -194,7 +196,7 @@ def renditions_in(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> list[s
 
 
 def _whole(name: str, texts: Retrieved, chunks: Sequence[Chunk], plain: str) -> RetrievedFate | None:
-    """Say what became of a text that stands in the prompt whole, or in a rendition that is a chunk there."""
+    """Return the fate of a text that the prompt has whole, or as a chunk in a rendition; None for any other text."""
     by_text = {chunk.text: chunk.id for chunk in chunks}
     same = (by_text[text] for text in texts if text in by_text)
     within = (chunk.id for chunk in chunks for text in texts if text in chunk.text)
@@ -207,10 +209,10 @@ def _whole(name: str, texts: Retrieved, chunks: Sequence[Chunk], plain: str) -> 
 
 
 def _in_part(text: str, plain: str, others: str) -> bool:
-    """Say whether a text stands there changed or cut, by samples of it that no other retrieved text has: many begin alike."""
+    """Return whether a text is there changed or cut, by samples that no other text has: many texts begin alike."""
     step = max(1, (len(text) - _SAMPLE) // _SAMPLES)
     samples = [text[at : at + _SAMPLE] for at in range(0, max(1, len(text) - _SAMPLE + 1), step)]
-    if not any(sample in plain for sample in samples):  # as of all that a reranker has left out: that is told at once
+    if not any(sample in plain for sample in samples):  # as for all texts that a reranker has left out: a fast answer
         return False
     own = [sample for sample in samples if sample not in others]
     return sum(sample in plain for sample in own) > _SHARE * len(samples)
@@ -223,7 +225,7 @@ def _why_skipped(text: str) -> str:
 
 
 OnMiss = Literal["ignore", "warn", "error"]
-"""What to do about retrieved chunks that a formatter has altered: nothing, log a warning, or raise."""
+"""What to do about retrieved chunks that a formatter has altered: ignore them, log a warning, or raise an error."""
 
 _log = logging.getLogger("cacheblend_rag.misses")
 
@@ -231,20 +233,21 @@ _log = logging.getLogger("cacheblend_rag.misses")
 def find_retrieved(
     engine: BlendEngine, build: Callable[[], BlendPrompt], log: RetrievalLog, run: Hashable | None, on_miss: OnMiss
 ) -> tuple[BlendPrompt, RetrievalReport]:
-    """Build a prompt, and say what became in it of what was retrieved for it.
+    """Build a prompt, and report what became of the texts retrieved for the prompt.
 
-    A retrieved text that stands there in a rendition (escaped, or with its whitespace closed up) is a chunk of its own: computed
-    the first time, reused from then on. ``build`` is called again when the engine has learned some chunks. Without a ``run`` that
-    asks, or where it retrieved nothing, what was retrieved lately counts where it is found.
+    A retrieved text that the prompt has in a rendition (escaped, or with its whitespace closed up) is a chunk of its
+    own: computed the first time, reused from then on. ``build`` is called again when the engine has learned such
+    chunks. Without a ``run``, or if the run retrieved nothing, texts that were retrieved lately count if the prompt has
+    them.
 
     Raises:
-        AlteredChunkError: There are some, and ``on_miss`` is ``"error"``.
+        AlteredChunkError: The prompt has altered chunks, and ``on_miss`` is ``"error"``.
     """
     prompt = build()
     retrieved = log.of(run)
     loose = not retrieved
     if loose:
-        # Another view's or engine's is none of this one's business.
+        # Texts that the engine does not know belong to another view or engine.
         retrieved = [texts for texts in log.loose if _known(engine, texts)]
     if not retrieved:
         return prompt, RetrievalReport()
@@ -262,7 +265,7 @@ def find_retrieved(
 
 
 def checked_on_miss(value: Any) -> OnMiss:
-    """Return what is to be done about misses; raises InputError for anything else."""
+    """Return a valid ``on_miss``; raise InputError for any other value."""
     if value not in get_args(OnMiss):
         raise InputError(f"on_miss is {value!r}; give one of {', '.join(map(repr, get_args(OnMiss)))}.")
     found: OnMiss = value

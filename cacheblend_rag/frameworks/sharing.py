@@ -1,4 +1,4 @@
-"""Shares engines by name: equal arguments give the same engine, which stays open until the process ends."""
+"""Shares engines: equal arguments give the same engine, which stays open until the process ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
 
 EngineName = Literal["transformers", "vllm"]
-"""What runs a model in this process."""
+"""Names of the engines that run a model in this process."""
 
 HERE: Final = "transformers"
 BUNDLED: Final = "bundled"
@@ -41,25 +41,26 @@ def shared_engine(
     timeout_s: float | None = None,
     max_retries: int | None = None,
 ) -> BlendEngine:
-    """Return the engine of these arguments; whoever gives the same ones shares it.
+    """Return the engine for these arguments; callers with equal arguments share one engine.
 
-    Where neither ``model`` nor ``base_url`` is given, ``CACHEBLEND_BASE_URL`` and then ``CACHEBLEND_MODEL`` say which; without
-    ``store`` a model here has that of ``CACHEBLEND_STORE``, else RAM alone. It is closed when the process ends; one that was
-    closed before is opened anew.
+    If neither ``model`` nor ``base_url`` is given, the environment variable ``CACHEBLEND_BASE_URL`` or else
+    ``CACHEBLEND_MODEL`` supplies one. Without ``store``, a local model has the store of ``CACHEBLEND_STORE``, or else
+    RAM alone. The engine is closed when the process ends; an engine that was closed before is opened anew.
 
     Args:
-        model: A directory, a GGUF file, a hub name, ``"smollm2"`` or ``"bundled"``; with ``base_url`` the name that the
-            server must serve.
-        engine: What runs the model here.
-        store: As of :class:`TransformersEngine`.
-        device: Likewise; vLLM chooses for itself.
+        model: A directory, a GGUF file, a hub name, ``"smollm2"`` or ``"bundled"``; with ``base_url`` the name of the
+            model that the server must serve.
+        engine: Name of the engine that runs a local model.
+        store: Store of a local engine, as :class:`TransformersEngine` takes it.
+        device: Device of a local model, as :class:`TransformersEngine` takes it; vLLM chooses the device itself.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes fp32 on a CPU, the model's own elsewhere.
-        writer: What computes chunks' KV, as of :class:`TransformersEngine`.
-        threads: CPU threads of torch in this process, so of all its models: what was named last counts; vLLM chooses for itself.
+        writer: KV writer that computes chunks' KV, as :class:`TransformersEngine` takes it.
+        threads: CPU threads of torch in this process, for all of its models: the last value counts; vLLM chooses
+            itself.
         base_url: Address of a `cacheblend serve`.
-        api_key: Its key; None takes ``CACHEBLEND_API_KEY`` from the environment.
-        timeout_s: Longest wait for the next piece of its answer, in seconds.
-        max_retries: How often a request is sent to it again.
+        api_key: API key of the server; None takes ``CACHEBLEND_API_KEY`` from the environment.
+        timeout_s: Longest wait for the next piece of the server's answer, in seconds.
+        max_retries: How often a request is sent to the server again.
 
     Raises:
         InputError: Neither a model nor a server is named, or arguments do not go together.
@@ -131,7 +132,7 @@ def _named(
 
 
 def check_run_options(dtype: Any = None, threads: Any = None) -> None:
-    """Refuse values that no model can be run with, before one is opened.
+    """Raise an error for values with which no model can run, before a model is loaded.
 
     Raises:
         InputError: ``dtype`` names no dtype that a model runs in, or ``threads`` is no number of threads.
@@ -145,7 +146,7 @@ def check_run_options(dtype: Any = None, threads: Any = None) -> None:
 
 
 def _shared(key: tuple[Any, ...], start: Callable[[], BlendEngine]) -> BlendEngine:
-    found = _opened.get(key)  # who has one does not wait while another model is loaded
+    found = _opened.get(key)  # an open engine is returned without waiting while another model loads
     if found is None or found.closed:
         with _opening:
             found = _opened.get(key)

@@ -1,7 +1,8 @@
-"""Keeps an engine's chunks in step with a framework's documents: deleting one drops KV only when no other needs it.
+"""Tracks which documents of a framework hold a chunk, so that KV is deleted only when no document needs the KV.
 
-A text's renditions are the forms that formatters commonly give it, each a chunk of its own: its tokens, and so its KV, are those
-that a prompt with it has. All can be made from the text alone, so that what is stored of them is deleted with it.
+A text's renditions are the forms that formatters commonly give the text. Each rendition is a chunk of its own, because
+a prompt with the rendition has other tokens, and so other KV. All renditions can be made from the text alone, so that
+their stored KV is deleted together with the text's KV.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MOST_KEPT = 256
 
 @lru_cache(_MOST_KEPT)
 def renditions(text: str) -> tuple[str, ...]:
-    """Return the renditions of a text that differ from it, without outer whitespace; those too short to be found are left out."""
+    """Return the renditions that differ from the text, without outer whitespace or renditions too short to be found."""
     forms = (
         json.dumps(text)[1:-1],
         in_json(text),
@@ -47,15 +48,15 @@ _Use = tuple[object, Hashable]
 
 
 class ChunkUses:
-    """The chunks that frameworks have brought to one engine, and the documents that hold them. Thread-safe.
+    """Tracks the chunks that frameworks have brought to one engine, and the documents with the chunks. Thread-safe.
 
-    A document is named by the vector store it is in and its id there. What was in a vector store before this process
-    started is learned when it is retrieved; a chunk that something else registered with the engine, such as a
-    ``RagPipeline``, is in use for good.
+    A document is identified by its vector store and by its id in the store. Documents that were in a vector store
+    before this process started are learned when they are retrieved; a chunk that other code registered with the engine,
+    such as a ``RagPipeline``, is in use forever.
     """
 
     def __init__(self, engine: BlendEngine):
-        """Start without uses; the engine is not kept alive."""
+        """Start without uses and without a reference to the engine."""
         self._lock = threading.Lock()
         self._documents: dict[_Use, str] = {}
         self._uses: defaultdict[str, set[_Use]] = defaultdict(set)
@@ -63,20 +64,21 @@ class ChunkUses:
         self._header = len(getattr(engine, "header_ids", ()))
 
     def introduce(self, chunks: Iterable[Chunk], engine: BlendEngine | None = None) -> None:
-        """Note chunks that are about to be registered with the engine because of us."""
+        """Record chunks that a framework is about to register with the engine."""
         with self._lock:
             self._ours.update(c.id for c in chunks if engine is None or c.id not in engine.registry)
 
     def register(self, engine: BlendEngine, texts: Iterable[str]) -> list[Chunk]:
-        """Register the chunks of whole texts with the engine, without computing anything; return them.
+        """Register whole texts as chunks with the engine, without computing anything; return the chunks.
 
-        Text that is empty, not valid Unicode or longer than the context window is left out: it can never be a chunk of a prompt.
+        A text that is empty, not valid Unicode or longer than the context window is left out: it can never be a chunk
+        of a prompt.
         """
         chunks = []
         for text in texts:
             try:
                 chunk = chunk_of(text, engine.tokenizer, engine.registry)
-            except InputError:  # not valid Unicode: it reaches the model, if at all, as ordinary text
+            except InputError:  # not valid Unicode: the model sees such a text, if at all, as ordinary text
                 continue
             if chunk is not None and self._header + len(chunk.token_ids) < engine.context_window:
                 chunks.append(chunk)
@@ -87,7 +89,7 @@ class ChunkUses:
         return chunks
 
     def hold(self, owner: object, documents: Iterable[tuple[Hashable | None, Chunk | None]]) -> set[str]:
-        """Note that ``owner``'s documents hold these chunks, or none; return the ids of chunks that nothing uses any more."""
+        """Record the chunk, or None, that each of ``owner``'s documents holds; return the ids of unused chunks."""
         with self._lock:
             freed = set()
             for name, chunk in documents:
@@ -101,7 +103,7 @@ class ChunkUses:
             return self._given_up(freed)
 
     def release(self, owner: object, names: Iterable[Hashable]) -> set[str]:
-        """Note that ``owner``'s documents are gone; return the ids of chunks that nothing uses any more."""
+        """Record that ``owner``'s documents are gone; return the ids of chunks that became unused."""
         with self._lock:
             return self._given_up({self._let_go(owner, name) for name in names})
 
@@ -111,7 +113,7 @@ class ChunkUses:
             return [name for (holder, name) in self._documents if holder is owner]
 
     def forget(self, engine: BlendEngine, chunk_ids: Iterable[str]) -> None:
-        """Make the engine forget chunks that nothing uses any more, and the renditions of their texts; their KV is deleted.
+        """Make the engine forget unused chunks and the renditions of their texts, and delete their KV.
 
         Raises:
             StoreError: The store cannot be written.
@@ -120,11 +122,11 @@ class ChunkUses:
         gone = [chunk for chunk in named.values() if chunk is not None]
         forms = [make_chunk(form, engine.tokenizer) for chunk in gone for form in renditions(chunk.text)]
         with self._lock:
-            # One that is a document's own text, or that something else registered, is not ours to delete.
+            # A rendition that is a document's own text, or that other code registered, stays.
             forms = [f for f in forms if f.id not in self._uses and (f.id in self._ours or f.id not in engine.registry)]
             self._ours -= {form.id for form in forms}
         if named:
-            # A server may know what this process has forgotten.
+            # A server may know chunks that this process has forgotten.
             engine.forget([*gone, *forms, *(name for name, chunk in named.items() if chunk is None)])
 
     def _let_go(self, owner: object, name: Hashable) -> str:
@@ -135,7 +137,7 @@ class ChunkUses:
         return chunk_id
 
     def _given_up(self, chunk_ids: set[str]) -> set[str]:
-        """Return those that were brought here and are used no more; they are not ours from now on."""
+        """Return the chunks that frameworks brought and that are unused now; stop tracking them."""
         unused = {chunk_id for chunk_id in chunk_ids & self._ours if chunk_id not in self._uses}
         self._ours -= unused
         return unused
@@ -146,7 +148,7 @@ _uses_lock = threading.Lock()
 
 
 def uses_of(engine: BlendEngine) -> ChunkUses:
-    """Return the uses of ``engine``'s chunks: one table an engine, shared by all that works with it."""
+    """Return the uses of ``engine``'s chunks: one table for each engine, shared by all callers."""
     with _uses_lock:
         known = _uses.get(engine)
         if known is None:
@@ -155,7 +157,7 @@ def uses_of(engine: BlendEngine) -> ChunkUses:
 
 
 _log = logging.getLogger(__name__)
-# One thread for all: what it reads ahead of the model comes from one disk.
+# One thread for all engines, because all KV that is read ahead comes from one disk.
 READER = ThreadPoolExecutor(1, "cacheblend-read-ahead")
 
 _Owner = TypeVar("_Owner")
@@ -163,9 +165,9 @@ _owners: dict[int, Any] = {}
 
 
 def owner_of(base: object, make: Callable[[], _Owner]) -> _Owner:
-    """Return what stands for a vector store as the owner of its documents: made once, and kept while the store lives.
+    """Return the object that stands for a vector store as owner of its documents: made once for the store's lifetime.
 
-    A store that is wrapped twice is one owner; it need not be hashable.
+    A store that is wrapped twice is one owner; the store need not be hashable.
     """
     if id(base) not in _owners:
         _owners[id(base)] = make()
@@ -175,26 +177,27 @@ def owner_of(base: object, make: Callable[[], _Owner]) -> _Owner:
 
 
 class StoreChunks:
-    """Knows which chunks of an engine the documents of one vector store hold. Thread-safe.
+    """Tracks which chunks of an engine the documents of one vector store hold. Thread-safe.
 
     Attributes:
-        engine: The engine that answers.
-        forms: The most texts that a document has: as prompts are expected to hold it, and others that are as good.
+        engine: Engine that answers.
+        forms: Maximum number of texts of a document: the form that prompts are expected to have, and other acceptable
+            forms.
     """
 
     def __init__(self, engine: BlendEngine, owner: object, forms: int = 1):
-        """Start with what is known of ``owner`` already; see :func:`owner_of`."""
+        """Start with the recorded uses of ``owner``; see :func:`owner_of`."""
         self.engine, self.forms = engine, forms
         self._owner, self._uses = owner, uses_of(engine)
 
     def hold(self, documents: Iterable[tuple[Hashable | None, Sequence[str]]]) -> list[Chunk]:
-        """Register documents' texts with the engine, and note who holds them; what nothing holds any more is forgotten.
+        """Register documents' texts with the engine, and record which documents hold them; forget unused chunks.
 
         Args:
-            documents: Each one's id, None where it has none, and its texts.
+            documents: Id (None without one) and texts of each document.
 
         Returns:
-            The chunks that are registered, without those that a later document of the same id has let go of; see
+            The registered chunks, without chunks that a later document of the same id has released; see
             :meth:`ChunkUses.register`.
         """
         given = [(name, [form.strip() for form in forms]) for name, forms in documents]
@@ -202,14 +205,14 @@ class StoreChunks:
         chunks = {chunk.id: chunk for chunk in registered}
         held: list[tuple[Hashable | None, Chunk | None]] = []
         for name, forms in given:
-            # A document may have fewer texts than the one that it replaces.
+            # A document may have fewer texts than the document that it replaces.
             found = [chunks.get(chunk_id(form)) for form in forms] + [None] * (self.forms - len(forms))
             held += [(None if name is None else (name, at), chunk) for at, chunk in enumerate(found)]
         self._uses.forget(self.engine, self._uses.hold(self._owner, held))
         return [chunk for chunk in registered if chunk.id in self.engine.registry]
 
     def release(self, names: Iterable[Hashable]) -> None:
-        """Note that documents are gone; what nothing holds any more is forgotten."""
+        """Record that documents are gone; forget unused chunks."""
         held = [(name, at) for name in names for at in range(self.forms)]
         self._uses.forget(self.engine, self._uses.release(self._owner, held))
 
@@ -227,5 +230,5 @@ def read_ahead(engine: BlendEngine, chunks: Sequence[Chunk]) -> None:
 def _prefetch(engine: BlendEngine, chunk_ids: list[str]) -> None:
     try:
         engine.prefetch(chunk_ids)
-    except Exception:  # the prompt reads it again, and reports what is wrong
+    except Exception:  # the prompt reads the KV again, and reports the error
         _log.debug("Stored KV could not be read ahead.", exc_info=True)

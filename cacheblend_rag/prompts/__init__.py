@@ -1,1 +1,1 @@
-"""Makes prompts of text and chunks: chunks, templates, token ids, and known chunks found in plain text."""
+"""Builds prompts from text and chunks: chunks, templates, token ids, and a search for known chunks in plain text."""

@@ -1,6 +1,6 @@
-"""Defines a chunk, the unit of retrieval and of KV reuse, named by its content; turns text into token ids.
+"""Defines a chunk, the unit of retrieval and of KV reuse, identified by its content; encodes text as token ids.
 
-That is done apart from the state that a Hugging Face tokenizer shares between its callers.
+Encoding does not use the mutable state that a Hugging Face tokenizer shares between its callers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from cacheblend_rag.errors import InputError, ModelError
 _T = TypeVar("_T")
 
 EDGE = 16
-"""So many characters of what stands beside a text decide how the tokenizer cuts its ends."""
+"""Number of neighbouring characters that decide how the tokenizer splits the two ends of a text."""
 
 _KEPT = 1 << 14
-# What stands beside a chunk in most prompts.
+# Text before and after a chunk in most prompts.
 _BEHIND, _BEFORE = "\n", "\n\na"
 
 
 class PerTokenizer(Generic[_T]):
-    """Keeps what was made of a tokenizer for as long as it lives, or until its vocabulary or template changes. Thread-safe."""
+    """Caches one value per tokenizer while the tokenizer lives and its vocabulary and template stay. Thread-safe."""
 
     def __init__(self, make: Callable[[Any], _T]):
-        """Make it by ``make``, which is given the tokenizer."""
+        """Make each value by calling ``make`` with the tokenizer."""
         self._make = make
         self._known: WeakKeyDictionary[Any, tuple[object, _T]] = WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -50,9 +50,10 @@ class PerTokenizer(Generic[_T]):
 class TextEncoder:
     """Encodes document text and template text with one tokenizer, from any number of threads.
 
-    A tokenizer call with ``split_special_tokens=`` flips a switch inside the object that all its users share, so two
-    threads can hand each other control tokens. This class keeps two private copies of the backend instead: one that
-    parses special tokens (text rendered by a chat template) and one that never does (documents).
+    A tokenizer call with ``split_special_tokens=`` changes a setting of the tokenizer object that all callers share, so
+    that one thread could make another thread parse control tokens. This class has two private copies of the backend
+    instead: the template copy parses special tokens (text rendered by a chat template), the document copy never parses
+    special tokens.
 
     Attributes:
         prefix_ids: Special tokens the tokenizer puts before a text by default (BOS, or nothing).
@@ -75,7 +76,7 @@ class TextEncoder:
         self._template = Tokenizer.from_str(json.dumps(spec))
         template = str(getattr(tokenizer, "chat_template", None) or "")
         for token in spec["added_tokens"]:
-            # Some models add their turn markers as ordinary tokens; a document must not be able to spell those either.
+            # Some models add their turn markers as ordinary tokens. A document must not spell turn markers either.
             token["special"] = token["special"] or (bool(token["content"].strip()) and token["content"] in template)
         self._document = Tokenizer.from_str(json.dumps(spec))
         self._document.encode_special_tokens = True
@@ -88,47 +89,48 @@ class TextEncoder:
         self.prefix_ids = self._default_prefix()
 
     def template(self, text: str) -> list[int]:
-        """Encode text whose special tokens mean what they say (rendered by a chat template). Adds none."""
+        """Encode text that a chat template has rendered. Special tokens are parsed, and none are added."""
         return list(_encode(self._template, text, False).ids)
 
     def template_between(self, text: str, begin: int, end: int) -> list[int]:
-        """Return those tokens of a template's ``text`` that lie between two characters, as they are in all of it."""
+        """Encode all of a template's ``text``; return the tokens between the characters ``begin`` and ``end``."""
         encoding = _encode(self._template, text, False)
         found = zip(encoding.ids, encoding.offsets, strict=True)
         return [token for token, (first, behind) in found if begin <= first < behind <= end]
 
     def between(self, before: str, text: str, after: str, data: int = 0) -> list[int] | None:
-        """Return the tokens of a template's ``text`` as they are between two other texts.
+        """Return the tokens of a template's ``text`` as encoded between ``before`` and ``after``.
 
-        Returns None where a token reaches over an end of it, or is a special one that its first ``data`` characters, which are a
-        document's, spell.
+        The result is None if a token crosses an end of ``text``, or if the first ``data`` characters, which come from a
+        document, spell a special token.
         """
         encoding = _encode(self._template, before + text + after, False)
-        ids, offsets = encoding.ids, encoding.offsets  # each reading of them copies all
+        ids, offsets = encoding.ids, encoding.offsets  # each access copies the list
         found = _within(offsets, len(before), len(before) + len(text))
         if found is None or any(ids[at] in self._special and offsets[at][0] < len(before) + data for at in found):
             return None
         return [ids[at] for at in found]
 
     def chunk(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of a chunk, and the characters that they start at, as they are behind a line's end.
+        """Return the tokens of a chunk, encoded behind a line break, and the character offset of each token.
 
-        Tokens that reach over the chunk's end, where a blank line follows, are left out: what they begin with (:meth:`tail`) is
-        tokenised with what follows it in a prompt. A chunk whose edges the tokenizer cuts otherwise is tokenised on its own.
+        Tokens that cross the chunk's end, if a blank line follows, are left out: the chunk's last characters
+        (:meth:`tail`) are encoded together with the following text of a prompt. If the tokenizer joins the chunk with
+        the text before it, or the chunk spells a special token, the chunk is encoded alone.
         """
         encoding = _encode(self._document, _BEHIND + text + _BEFORE, False)
-        begin, ids, offsets = len(_BEHIND), encoding.ids, encoding.offsets  # each reading of them copies all
+        begin, ids, offsets = len(_BEHIND), encoding.ids, encoding.offsets  # each access copies the list
         found = _within(offsets, begin, begin + len(text) - self._longest_tail(text))
         if not found or self._spelled(ids, text):
             return self.document(text), self.document_starts(text)
         return [ids[at] for at in found], [offsets[at][0] - begin for at in found]
 
     def tail(self, text: str, token_ids: Sequence[int]) -> str:
-        """Return the end of a chunk's text that its tokens leave out."""
+        """Return the end of a chunk's text that the chunk's tokens do not cover."""
         known = self._tails.get((text, len(token_ids)))
         if known is None:
             longest = self._longest_tail(text)
-            # Chunks may come with tokens of others' making, which are all of it.
+            # Tokens that another program made may cover the whole text.
             known = "" if not longest or self.document(text) == list(token_ids) else text[-longest:]
             if len(self._tails) >= _KEPT:
                 self._tails.clear()
@@ -136,14 +138,14 @@ class TextEncoder:
         return known
 
     def document(self, text: str) -> list[int]:
-        """Encode text in which nothing is a special token. Adds none."""
+        """Encode document text. Special tokens are neither parsed nor added."""
         encoding = _encode(self._document, text, False)
         return self._cut_apart(text) if self._spelled(encoding.ids, text) else list(encoding.ids)
 
     def markers(self, text: str) -> list[tuple[int, int]]:
-        """Return the character ranges of ``text`` that :meth:`template` may read as special tokens: ascending, apart."""
+        """Return the character ranges that :meth:`template` may parse as special tokens: ascending, disjoint."""
         if not self._renamed:
-            # Those that touch stay apart: they are two tokens.
+            # Adjacent ranges are not merged, because they are two tokens.
             merged: list[tuple[int, int]] = []
             for begin, end in self._contents_in(text):
                 if merged and begin < merged[-1][1]:
@@ -151,17 +153,17 @@ class TextEncoder:
                 else:
                     merged.append((begin, end))
             return merged
-        # A normalizer may make a token of what is spelled in another way: then only the tokens themselves tell.
+        # A normalizer may turn other spellings into a special token, so only the encoded tokens show the ranges.
         encoding = _encode(self._template, text, False)
         found = zip(encoding.ids, encoding.offsets, strict=True)
         return [(begin, end) for token, (begin, end) in found if token in self._special]
 
     def controls(self, token_ids: Iterable[int]) -> list[int]:
-        """Return those of the tokens that are special ones."""
+        """Return the special tokens among ``token_ids``."""
         return [token for token in token_ids if token in self._special]
 
     def document_starts(self, text: str) -> list[int]:
-        """Return the character offset at which each token of ``text`` starts (ascending), special tokens not parsed."""
+        """Return the character offset of each token of ``text`` (ascending), without parsing special tokens."""
         starts = [start for start, _ in _encode(self._document, text, False).offsets]
         highest = 0
         for index, start in enumerate(starts):
@@ -169,7 +171,7 @@ class TextEncoder:
         return starts
 
     def _longest_tail(self, text: str) -> int:
-        """Return how many characters at the end of a chunk are of tokens that reach over it, where a blank line follows."""
+        """Return how many characters at a chunk's end belong to tokens that reach into a following blank line."""
         end = text[-4 * EDGE :]
         offsets = _encode(self._document, _BEHIND + end + _BEFORE, False).offsets
         edge = len(_BEHIND) + len(end)
@@ -177,7 +179,7 @@ class TextEncoder:
         return edge - begins if begins > len(_BEHIND) else 0
 
     def _contents_in(self, text: str) -> list[tuple[int, int]]:
-        """Return where special tokens are spelled: ascending; they may overlap."""
+        """Return the character ranges in which ``text`` spells special tokens: ascending, possibly overlapping."""
         ranges: list[tuple[int, int]] = []
         for content in set(self._special.values()):
             at = text.find(content)
@@ -190,7 +192,7 @@ class TextEncoder:
         return any(token in self._special and self._special[token] in text for token in ids)
 
     def _cut_apart(self, text: str) -> list[int]:
-        # Unigram and WordLevel vocabularies hold control tokens as ordinary entries: encode the halves of each apart.
+        # Unigram and WordLevel vocabularies have control tokens as ordinary entries: encode each marker in two halves.
         cuts = {0, len(text)} | {begin + max(1, (end - begin) // 2) for begin, end in self._contents_in(text)}
         pieces = (text[a:b] for a, b in pairwise(sorted(cuts)))
         return [token for piece in pieces for token in _encode(self._document, piece, False).ids]
@@ -205,7 +207,7 @@ class TextEncoder:
 
 
 def _within(offsets: Sequence[tuple[int, int]], begin: int, end: int) -> range | None:
-    """Return which tokens lie between two characters; None where one reaches over either."""
+    """Return the indices of the tokens between characters ``begin`` and ``end``; None if a token crosses either end."""
     starts = [start for start, _ in offsets]
     first, last = bisect_left(starts, begin), bisect_left(starts, end)
     if any(stop > edge for at, edge in ((first, begin), (last, end)) for _, stop in offsets[max(0, at - 4) : at]):
@@ -214,7 +216,7 @@ def _within(offsets: Sequence[tuple[int, int]], begin: int, end: int) -> range |
 
 
 def _keep_spaces(processor: dict[str, Any] | None) -> None:
-    """Let a tokenizer say where its tokens start with the space that belongs to them."""
+    """Make the offsets of a tokenizer's tokens include the leading space of each token."""
     for each in [processor, *(processor or {}).get("processors", ())]:
         if each and "trim_offsets" in each:
             each["trim_offsets"] = False
@@ -228,13 +230,13 @@ def _encode(backend: Tokenizer, text: str, add_special_tokens: bool) -> Any:
 
 
 encoder_for = PerTokenizer(TextEncoder)
-"""Returns the encoder of a tokenizer, made on first use and again when its vocabulary or chat template changed."""
+"""Returns the encoder of a tokenizer, made on first use and again after a change of its vocabulary or chat template."""
 _integers: list[int] = []
 _integers_lock = threading.Lock()
 
 
 def pack_ids(ids: Iterable[int]) -> tuple[int, ...]:
-    """Return ``ids`` as a tuple that shares its integers with every other: 8 bytes a token instead of 36."""
+    """Return ``ids`` as a tuple that shares its integers with all such tuples: 8 bytes a token instead of 36."""
     ids = list(ids)
     top = max(ids, default=-1)
     with _integers_lock:
@@ -244,24 +246,30 @@ def pack_ids(ids: Iterable[int]) -> tuple[int, ...]:
 
 
 def begins_with_space(tokenizer: Any, token_ids: Sequence[int]) -> bool:
-    """Say whether an answer of these tokens begins with a space by itself, as every engine decodes it.
+    """Return whether an answer of ``token_ids`` begins with a space if the answer is decoded alone.
 
-    vLLM decodes it behind the prompt's last token, where some tokenizers turn their word boundary into a space.
+    vLLM decodes an answer behind the prompt's last token, where some tokenizers turn their word boundary into a space.
     """
     return bool(tokenizer.decode(list(token_ids), skip_special_tokens=True).startswith(" "))
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a document, the unit of retrieval and of KV reuse.
+    """Holds a piece of a document, the unit of retrieval and of KV reuse.
 
     Attributes:
-        id: Content hash of the text; the same text has the same id everywhere.
+        id: Content hash of the text; equal texts have equal ids everywhere.
         text: The exact text, without outer whitespace.
-        token_ids: Its tokens, as the model will see them; never re-tokenised. Of a tokenizer that joins a text's last characters
-            with the blank line behind them, without that last token.
-        metadata: ``source``, ``start`` and ``end`` (character offsets in the source), and what else the loader knows.
-        metadata_bytes: Their size as JSON; 0 without any.
+        token_ids: Tokens of the text, as the model will see them; never re-tokenised. If the tokenizer joins the text's
+            last characters with a following blank line, the tokens end before these characters.
+        metadata: ``source``, ``start`` and ``end`` (character offsets in the source), and further values from the
+            loader.
+        metadata_bytes: Size of the metadata as JSON in bytes; 0 without metadata.
+
+    Example::
+
+        chunk = make_chunk("The Gull sailed in 1911.", engine.tokenizer, {"source": "logs.md"})
+        print(chunk.id, len(chunk.token_ids), chunk.metadata["source"])
     """
 
     id: str
@@ -271,10 +279,10 @@ class Chunk:
     metadata_bytes: int = field(default=0, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be stored and found again, or be answered.
+        """Check the id and the metadata.
 
         Raises:
-            InputError: The id has a NUL, or the metadata hold what is no JSON.
+            InputError: The id has a NUL character or is not valid Unicode, or the metadata cannot be written as JSON.
         """
         checked_id(self.id)
         if self.metadata:
@@ -289,7 +297,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class PlainText:
-    """Text in which nothing is a special token, such as a part of a known document whose KV is not used here."""
+    """Holds text without special tokens, such as a part of a known document whose KV is not used in the prompt."""
 
     text: str
 
@@ -298,7 +306,7 @@ _JSON = json.JSONEncoder(allow_nan=False, default=str)
 
 
 def checked_id(name: str) -> str:
-    """Return a chunk's id; raises InputError for one that SQLite's functions cannot read, or not beyond its NUL."""
+    """Return the id ``name``; raise InputError if SQLite cannot read the id: a NUL character, or invalid Unicode."""
     if "\0" in name:
         raise InputError(f"the id {name!r} has a NUL character. Use another id.")
     try:
@@ -309,18 +317,29 @@ def checked_id(name: str) -> str:
 
 
 def chunk_id(text: str) -> str:
-    """Return the id of a chunk with that text: 128 bits of its SHA-256, in hex."""
+    """Return the id of a chunk with the text ``text``: 128 bits of the text's SHA-256 hash, as hex digits.
+
+    Example::
+
+        name = chunk_id("The Gull sailed in 1911.")
+        known = name in engine.registry
+    """
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def make_chunk(text: str, tokenizer: Any, metadata: Mapping[str, Any] | None = None) -> Chunk:
-    """Make one chunk of text that is already cut, by whatever splitter.
+    """Make one chunk of text that any splitter has already cut.
 
-    Outer whitespace is stripped, because prompts and chat templates strip it too. Strings such as ``<|im_end|>`` in the
-    text are encoded as plain text and never become control tokens.
+    The function strips outer whitespace, because prompts and chat templates strip outer whitespace, too. Strings such
+    as ``<|im_end|>`` in the text are encoded as plain text and never become control tokens.
 
     Raises:
-        InputError: The text holds nothing but whitespace, or is not valid Unicode.
+        InputError: The text is empty or has only whitespace, or is not valid Unicode.
+
+    Example::
+
+        chunks = [make_chunk(text, engine.tokenizer) for text in texts]
+        report = engine.precompute(chunks)
     """
     text = text.strip()
     if not text:

@@ -1,9 +1,10 @@
-"""Finds which of a million texts may stand where in a prompt, by hashes alone: 20 bytes a text of any length.
+"""Finds which of a million texts may occur where in a prompt, by hashes alone: 20 bytes per text of any length.
 
-A text's hash is a polynomial of its code points modulo 2^64, so that the hash of any part of a prompt is one subtraction and
-one multiplication of prefix sums. A text is filed under the hash of its *opening*: its first 16, 128 or 1024 characters,
-as many as it has. A prompt is searched for openings first, all its positions at once; only where one stands are whole texts
-compared, by length and hash. What is found is a candidate: the caller compares the text itself.
+A text's hash is a polynomial of its code points modulo 2^64, so that the hash of any part of a prompt is one
+subtraction and one multiplication of prefix sums. The table indexes a text by the hash of its *opening*: its first 16,
+128 or 1024 characters, whichever is the longest that the text has. The search compares openings at all positions of the
+prompt at once. At the positions with an equal opening, the search compares whole texts by length and hash. The result
+is a list of candidates; the caller compares the texts themselves.
 """
 
 from __future__ import annotations
@@ -16,32 +17,32 @@ import numpy as np
 import numpy.typing as npt
 
 OPENINGS = (16, 128, 1024)
-"""Lengths of openings, in characters. The long ones are for texts that begin alike: a page's header, a line of dashes."""
+"""Lengths of openings in characters. Long openings serve texts that begin alike: a page's header, a line of dashes."""
 
 SIGNATURE = np.dtype([("length", "<u4"), ("opening", "<u8"), ("digest", "<u8")])
-"""What is known of a text: its length in characters, the hash of its opening and that of the whole."""
+"""Signature of a text: length in characters, hash of the opening, hash of the whole text."""
 
 Signatures = npt.NDArray[np.void]
 Hashes = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
 Range = tuple[int, int]
-"""Characters of a text: from, and up to but not including."""
+"""Range of characters in a text: begin (inclusive) and end (exclusive)."""
 
-_BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse
+_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _MIX = 0xD6E8FEB86659FD93  # odd, and unlike the base
 _MIN_SLOTS = 1 << 16
 _SLOTS_PER_TEXT = 16
 _PAIRS_AT_ONCE = 1 << 20
 _MAX_PAIRS = 1 << 20
-"""Texts that are compared with positions of one prompt, all in all: without a limit, texts that begin alike would take minutes
-for a prompt that repeats that beginning. Positions where fewer texts begin are compared first."""
+"""Most comparisons of a text with a position, for one prompt. Without a limit, texts that begin alike take minutes for
+a prompt that repeats the beginning. Positions with fewer texts to compare are compared first."""
 _SMALL = 4096
 _KEPT_POWERS = 1 << 20  # 8 MB
 
 
 def signatures_of(texts: Sequence[str]) -> Signatures:
-    """Return the signature ``[len(texts)]`` of each text; that of a text shorter than the shortest opening is of no use."""
+    """Return the signatures ``[len(texts)]``; signatures of texts shorter than the shortest opening are not usable."""
     ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
     begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(texts) else ends
     hashes = PromptHashes("".join(texts))
@@ -53,14 +54,14 @@ def signatures_of(texts: Sequence[str]) -> Signatures:
 
 
 def opening_length(lengths: npt.NDArray[np.uint32]) -> Indices:
-    """Return how long the openings of texts of these lengths are, in characters."""
+    """Return the lengths of the openings, in characters, for texts with ``lengths`` characters."""
     shelf = np.maximum(np.searchsorted(OPENINGS, lengths, "right") - 1, 0)
     found: Indices = np.asarray(OPENINGS, np.int64)[shelf]
     return found
 
 
 class PromptHashes:
-    """The hash of any part of a text of so many characters."""
+    """Computes the hash of any part of a text from prefix sums."""
 
     def __init__(self, text: str):
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
@@ -76,7 +77,7 @@ class PromptHashes:
         return hashes
 
     def windows(self, length: int) -> Hashes:
-        """Return the hashes of all parts of that length: ``[max(0, self.length - length + 1)]``."""
+        """Return the hashes of all parts with ``length`` characters: ``[max(0, self.length - length + 1)]``."""
         count = max(0, self.length - length + 1)
         hashes: Hashes = self._sums[length:] - self._sums[:count]
         hashes *= self._inverses[:count]
@@ -85,7 +86,7 @@ class PromptHashes:
 
 @dataclass(frozen=True)
 class CandidateTexts:
-    """Texts that may stand in a prompt: where each begins, how long it is, and its number (as given to the table)."""
+    """Holds the texts that may occur in a prompt: position, length, and number (as given to the table) of each text."""
 
     at: Indices
     length: Indices
@@ -93,7 +94,7 @@ class CandidateTexts:
 
     @classmethod
     def joined(cls, parts: Sequence[CandidateTexts]) -> Self:
-        """Return all of ``parts``: from the left, the longest first where several begin, then in the order of numbers."""
+        """Join ``parts``, sorted by ascending position, then by descending length, then by ascending number."""
         at, length, number = (
             np.concatenate([np.zeros(0, np.int64), *(getattr(part, name) for part in parts)])
             for name in ("at", "length", "number")
@@ -103,15 +104,15 @@ class CandidateTexts:
 
     @property
     def columns(self) -> tuple[Indices, Indices, Indices]:
-        """Return their three arrays."""
+        """Return the three arrays."""
         return self.at, self.length, self.number
 
     def away_from(self, ranges: Sequence[Range]) -> CandidateTexts:
-        """Return those that overlap none of ``ranges`` (ascending, apart)."""
+        """Return the candidates that overlap none of ``ranges`` (ascending, disjoint)."""
         return CandidateTexts(*(column[~self._touch(ranges)] for column in self.columns)) if ranges else self
 
     def touching(self, ranges: Sequence[Range]) -> CandidateTexts:
-        """Return those that overlap one of ``ranges`` (ascending, apart)."""
+        """Return the candidates that overlap one of ``ranges`` (ascending, disjoint)."""
         return CandidateTexts(*(column[self._touch(ranges)] for column in self.columns))
 
     def _touch(self, ranges: Sequence[Range]) -> npt.NDArray[np.bool_]:
@@ -123,15 +124,15 @@ class CandidateTexts:
 
 
 class TextTable:
-    """The signatures of texts, each with a number. Immutable, so readers need no lock; :meth:`with_more` makes another."""
+    """Holds signatures of texts, each with a number. The table is immutable: :meth:`with_more` returns a new table."""
 
     def __init__(self, shelves: Sequence[Sequence[_Shelf]] = ()):
-        """Use shelves made before; by default the table is empty."""
+        """Use existing shelves; by default the table is empty."""
         self._shelves = tuple(map(tuple, shelves)) or tuple(() for _ in OPENINGS)
         self.size = sum(shelf.size for row in self._shelves for shelf in row)
 
     def with_more(self, signatures: Signatures, numbers: Indices) -> TextTable:
-        """Return a table that also has these texts; those shorter than the shortest opening are left out."""
+        """Return a table that also has the given texts, except texts shorter than the shortest opening."""
         openings = opening_length(signatures["length"])
         openings[signatures["length"] < OPENINGS[0]] = 0
         rows = []
@@ -143,13 +144,13 @@ class TextTable:
         return TextTable(rows)
 
     def candidates(self, text: str) -> CandidateTexts:
-        """Return the texts that may stand in ``text``, in the order of :meth:`Candidates.joined`."""
+        """Return the texts that may occur in ``text``, in the order of :meth:`CandidateTexts.joined`."""
         if not self.size:
             return CandidateTexts.joined([])
         hashes = PromptHashes(text)
         found = []
         budget = _MAX_PAIRS
-        # The longest openings first, of which the fewest are alike; no shelf of texts may use up what the others need.
+        # The longest openings come first, because few are alike. No shelf may use up the budget of the other shelves.
         for length, row in reversed(list(zip(OPENINGS, self._shelves, strict=True))):
             windows = hashes.windows(length) if row else hashes.windows(hashes.length + 1)
             for shelf in row if len(windows) else ():
@@ -160,7 +161,7 @@ class TextTable:
 
 
 def _shelved(row: Sequence[_Shelf], new: _Shelf) -> list[_Shelf]:
-    """Return shelves with a new one, joined so that each is at least twice as large as the next: few, and rarely sorted."""
+    """Add a shelf, and join shelves until each is at least twice as large as the next, so that few sorts are needed."""
     shelves = [*row, new]
     while len(shelves) > 1 and shelves[-2].size < max(2 * shelves[-1].size, _SMALL):
         last = shelves.pop()
@@ -170,10 +171,11 @@ def _shelved(row: Sequence[_Shelf], new: _Shelf) -> list[_Shelf]:
 
 @dataclass(frozen=True)
 class _Shelf:
-    """Texts with openings of one length, in the order of their openings' hashes; all arrays are as long.
+    """Holds texts with openings of one length, sorted by the hash of the opening.
 
     Attributes:
-        filter: Whether any opening's hash falls into a slot, of its two; longer than the others.
+        filter: Whether the hash of any opening falls into a slot; each hash has two slots. The other arrays have one
+            item a text.
     """
 
     openings: Hashes
@@ -200,8 +202,8 @@ class _Shelf:
         return _Shelf.of(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in names))
 
     def candidates(self, prompt: PromptHashes, windows: Hashes, budget: int) -> tuple[list[CandidateTexts], int]:
-        """Return the texts that may stand in a prompt, and how many were compared: ``budget`` at most."""
-        # Each step leaves few positions to the next one, which costs more for each.
+        """Return the texts that may occur in a prompt, and the number of comparisons: ``budget`` at most."""
+        # Each step leaves few positions to the next step, which costs more per position.
         (at,) = self.filter.take(_slot(windows, len(self.filter))).nonzero()
         at = at[self.filter.take(_other_slot(windows[at], len(self.filter)))]
         first = self.openings.searchsorted(windows[at], "left")
@@ -212,13 +214,13 @@ class _Shelf:
             order = np.argsort(count, kind="stable")
             kept = np.sort(order[np.cumsum(count[order]) <= budget])
             at, first, count = (values[kept] for values in (at, first, count))
-        # A block is as many positions as have about a million texts to compare: memory stays small, whatever the prompt.
+        # A block has positions with about a million comparisons, which limits the memory for any prompt.
         blocks = count.cumsum() // _PAIRS_AT_ONCE
         found = [self._compared(prompt, at[a:b], first[a:b], count[a:b]) for a, b in _runs(blocks)]
         return found, int(count.sum())
 
     def _compared(self, prompt: PromptHashes, at: Indices, first: Indices, count: Indices) -> CandidateTexts:
-        """Compare at each position ``at`` the ``count`` texts from ``first`` on by length and hash."""
+        """Compare by length and hash: the prompt at each position ``at`` with ``count`` texts from ``first`` on."""
         begins = at.repeat(count)
         offsets = np.arange(len(begins)) - (count.cumsum() - count).repeat(count)
         texts = first.repeat(count) + offsets
@@ -250,7 +252,7 @@ def _powers(base: int, count: int) -> Hashes:
 
 
 def _slot(hashes: Hashes, slots: int) -> Indices:
-    # The high bits of a multiplicative hash are the mixed ones. Signed numbers are what NumPy takes as indices without a copy.
+    # The high bits of a multiplicative hash are the well-mixed bits. NumPy accepts signed indices without a copy.
     return (hashes >> np.uint64(64 - (slots.bit_length() - 1))).view(np.int64)
 
 

@@ -1,9 +1,10 @@
-"""Places known chunks in a rendered prompt: in what users and documents say, never in what the template writes.
+"""Locates known chunks in a rendered prompt: in the text of users and documents, never in the template's text.
 
-A chunk's text is searched for in each message's content, before it is rendered. Where the template puts the contents is seen by
-rendering the messages once more with a stand-in for each: what stands between the stand-ins is the template's, and what stands in
-their places is the content, unless the template has rewritten it. Where it writes a content inside a JSON string, as Llama 3's do
-with what a tool returned, a chunk is the registered one of the escaped text, if there is one.
+The search runs on each message's content before rendering. To find the places of the contents, the messages are
+rendered a second time with a probe in place of each content. Text between the probes is the template's text, and the
+text in place of a probe is the content, unless the template has rewritten the content. Some templates write a content
+inside a JSON string, as Llama 3's templates do with the result of a tool. Then the chunk is the registered chunk of the
+escaped text, if there is one.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ Piece = str | PlainText | Chunk
 
 _begin: Callable[[Range], int] = itemgetter(0)
 _end: Callable[[Range], int] = itemgetter(1)
-_PROBE = f"{PROBE}-{token_hex(8)}-"  # another in each process: no document can know it
+_PROBE = f"{PROBE}-{token_hex(8)}-"  # random in each process, so that no document can contain the probe
 
-# What templates cut off a content's ends.
+# The ways in which templates trim the ends of a content.
 _TRIMS: tuple[Callable[[str], tuple[int, int]], ...] = (
     lambda text: (0, len(text)),
     lambda text: (len(text) - len(text.lstrip()), len(text.rstrip())),
@@ -37,10 +38,10 @@ _TRIMS: tuple[Callable[[str], tuple[int, int]], ...] = (
 
 
 def search_content(text: str, registry: ChunkRegistry, named: Sequence[Chunk], encoder: TextEncoder) -> list[Piece]:
-    """Split what somebody says into text and chunks: each named one once, in the order they are named, then all registered ones.
+    """Split a message's content into text and chunks: each ``named`` chunk once, in order, then all registered chunks.
 
-    A known chunk's text is data, whatever overlaps it: where another chunk takes a part of it, special tokens that are spelled
-    in the rest of it come as :class:`~cacheblend_rag.prompts.chunk.PlainText`.
+    A known chunk's text is data, even if another chunk overlaps it. If a chunk takes a part of the text, the rest
+    becomes :class:`~cacheblend_rag.prompts.chunk.PlainText` where it spells special tokens.
     """
     places = _named_places(text, named, [])
     places = sorted([*places, *registry.places(text, _ranges(places))], key=lambda place: place[0])
@@ -64,7 +65,7 @@ def search_content(text: str, registry: ChunkRegistry, named: Sequence[Chunk], e
 
 
 def search_rendered(text: str, registry: ChunkRegistry, named: Sequence[Chunk], encoder: TextEncoder) -> list[Piece]:
-    """Do the same in a text that a template may have written: no chunk is found where special tokens are spelled."""
+    """Split a rendered text as :func:`search_content` splits a content, but find no chunk over special tokens."""
     markers = encoder.markers(text)
     places = _named_places(text, named, markers)
     places += registry.places(text, sorted([*_ranges(places), *markers]))
@@ -74,21 +75,22 @@ def search_rendered(text: str, registry: ChunkRegistry, named: Sequence[Chunk], 
 
 
 class Contents:
-    """The contents of messages, each in pieces, and stand-ins for them.
+    """Holds the contents of messages, split into pieces, and a probe for each content.
 
     Attributes:
-        texts: The contents.
-        probes: What to render in their place; nothing for one without text, which templates may treat in their own way.
+        texts: Text of each content.
+        probes: Text to render in place of each content. A content without text is its own probe, because templates may
+            treat empty contents in a special way.
     """
 
     def __init__(self, contents: Sequence[Sequence[Piece]]):
-        """Hold ``contents`` in the order in which their messages stand."""
+        """Hold ``contents`` in the order of their messages."""
         self._contents = contents
         self.texts = ["".join(map(text_of, pieces)) for pieces in contents]
         self.probes = [f"{_PROBE}{i}." if text.strip() else text for i, text in enumerate(self.texts)]
 
     def spells(self, encoder: TextEncoder) -> bool:
-        """Say whether known chunks in them spell special tokens."""
+        """Return whether known chunks in the contents spell special tokens."""
         known = (text_of(piece) for pieces in self._contents for piece in pieces if not isinstance(piece, str))
         return any(map(encoder.markers, known))
 
@@ -96,11 +98,11 @@ class Contents:
         """Return the pieces of ``rendered``.
 
         Args:
-            rendered: The messages as the template renders them.
-            skeleton: The same with the probes.
-            registry: Chunks that may stand in place of those that the template has escaped.
-            encoder: Knows special tokens. What the template has rewritten otherwise, and all behind it, is searched for the
-                contents' chunks as in :func:`search_rendered`.
+            rendered: The rendered messages.
+            skeleton: The messages rendered with the probes.
+            registry: Chunks that can replace chunks whose text the template has escaped.
+            encoder: Encoder that knows the special tokens. From the first content that the template has rewritten in
+                another way, the text is searched for the contents' chunks, as in :func:`search_rendered`.
         """
         first, *rest = skeleton.split(_PROBE)
         pieces: list[Piece] = []
@@ -109,7 +111,7 @@ class Contents:
             pieces, end = [first], len(first)
             for part in rest:
                 digits, dot, literal = part.partition(".")
-                if not dot or not digits.isdecimal():  # the template has cut it
+                if not dot or not digits.isdecimal():  # the template has cut the probe
                     break
                 number = int(digits)
                 found = self._standing(rendered, end, number, literal, registry)
@@ -125,7 +127,7 @@ class Contents:
     def _standing(
         self, rendered: str, at: int, number: int, literal: str, registry: ChunkRegistry
     ) -> list[Piece] | None:
-        """Return the part of a content that stands at ``at``, with the template's ``literal`` behind it."""
+        """Return the pieces of content ``number`` if its text stands at ``at`` with ``literal`` behind, else None."""
         text = self.texts[number]
         for write in (str, in_json):
             for trim in _TRIMS:
@@ -142,12 +144,12 @@ def text_of(piece: Piece) -> str:
 
 
 def in_json(text: str) -> str:
-    """Return a text as it stands inside a JSON string that a chat template writes."""
+    """Return a text as a chat template escapes the text inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _written(piece: Piece, write: Callable[[str], str], registry: ChunkRegistry) -> Piece:
-    """Return a piece as it is written; a chunk that this changes is data, and a chunk only where that one is registered."""
+    """Apply ``write`` to a piece. A changed chunk becomes the registered chunk of the new text, or else PlainText."""
     text = write(text_of(piece))
     if text == text_of(piece):
         return piece
@@ -158,12 +160,12 @@ def _written(piece: Piece, write: Callable[[str], str], registry: ChunkRegistry)
 
 
 def _named_places(text: str, named: Sequence[Chunk], barred: Sequence[Range]) -> list[tuple[int, Chunk]]:
-    """Return where each named chunk stands first without overlapping one named before it or what is barred."""
+    """Return each named chunk's first place that overlaps neither an earlier named chunk nor a ``barred`` range."""
     found: list[tuple[int, Chunk]] = []
     taken = list(barred)
     seen: set[str] = set()
     for chunk in named:
-        # As in the registry: what is shorter stands in many texts by chance.
+        # Shorter texts stand in many texts by chance, so they are skipped as in the registry.
         if len(chunk.text) < MATCH_WINDOW or chunk.text in seen:
             continue
         seen.add(chunk.text)
@@ -175,7 +177,7 @@ def _named_places(text: str, named: Sequence[Chunk], barred: Sequence[Range]) ->
 
 
 def _short_over(text: str, named: Iterable[Chunk], markers: Sequence[Range]) -> Iterator[Range]:
-    """Yield where named chunks that are too short for a registry stand over any of the markers (ascending, apart)."""
+    """Yield the ranges where named chunks too short for a registry overlap any of ``markers`` (ascending, disjoint)."""
     for body in {chunk.text for chunk in named if len(chunk.text) < MATCH_WINDOW}:
         at = text.find(body)
         while at >= 0:
@@ -186,18 +188,18 @@ def _short_over(text: str, named: Iterable[Chunk], markers: Sequence[Range]) -> 
 
 
 def _first_free(text: str, body: str, taken: Sequence[Range], start: int = 0) -> int:
-    """Return where ``body`` stands first, from ``start`` on, outside the ranges taken (ascending, apart), -1 for nowhere."""
+    """Return the first place of ``body`` from ``start`` on outside of ``taken`` (ascending, disjoint); -1 if none."""
     at = text.find(body, start)
     while at >= 0:
         behind = bisect_right(taken, at, key=_end)
         if behind == len(taken) or taken[behind][0] >= at + len(body):
             return at
-        at = text.find(body, taken[behind][1])  # what begins before that overlaps it, too
+        at = text.find(body, taken[behind][1])  # every earlier position overlaps the range, too
     return at
 
 
 def _merged(ranges: Iterable[Range]) -> list[Range]:
-    """Return what any of the ranges covers: ascending, apart."""
+    """Join overlapping ranges; the result is ascending and disjoint."""
     found: list[Range] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1]:
@@ -212,13 +214,13 @@ def _ranges(places: Iterable[tuple[int, Chunk]]) -> list[Range]:
 
 
 def _gaps(places: Iterable[tuple[int, Chunk]], length: int) -> list[Range]:
-    """Return what lies between chunks in ascending order."""
+    """Return the ranges between chunks in ascending order."""
     edges = [0, *(edge for each in _ranges(places) for edge in each), length]
     return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
 
 
 def _cut(pieces: Sequence[Piece], part: Range) -> Iterator[Piece]:
-    """Yield the pieces of a part of a content; only text is ever cut off, as chunks have no outer whitespace."""
+    """Yield the pieces of a part of a content. Only text is cut, because chunks have no outer whitespace."""
     at = 0
     for piece in pieces:
         text = text_of(piece)
@@ -231,7 +233,7 @@ def _cut(pieces: Sequence[Piece], part: Range) -> Iterator[Piece]:
 
 
 def _located(text: str, chunks: Iterable[Chunk], encoder: TextEncoder) -> Iterator[Piece]:
-    """Find chunks in a text that a template has made of them, in order; what it has rewritten stays text."""
+    """Find ``chunks`` in order in a rendered text; chunks that the template has rewritten stay text."""
     chunks = list(chunks)
     markers = encoder.markers(text) if chunks else []
     end = 0
@@ -244,7 +246,7 @@ def _located(text: str, chunks: Iterable[Chunk], encoder: TextEncoder) -> Iterat
 
 
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return pieces with text that stands together as one, and nothing empty."""
+    """Return the pieces with adjacent texts joined and empty pieces removed."""
     found: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, str) and found and isinstance(found[-1], str):

@@ -1,4 +1,4 @@
-"""Builds prompts of text and chunks with the model's chat template, and turns them into token ids."""
+"""Builds prompts from text and chunks with the model's chat template, and encodes prompts as token ids."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, at_once, render, 
 
 DEFAULT_INSTRUCTION = "Answer from the notes."
 
-# What templates read of a model's message besides: those of models that go on thinking behind the answers of tools.
+# Further field of a model's message, for templates of models that continue to think after the results of tools.
 _THOUGHTS = "reasoning_content"
 
 
 @dataclass(frozen=True)
 class ChunkRef:
-    """A reference to a chunk by id, resolved by the engine's registry."""
+    """Refers to a chunk by id, to be resolved by the engine's registry."""
 
     id: str
 
 
 @dataclass(frozen=True)
 class BlendPrompt:
-    """A prompt as a sequence of text, chunks and chunk references.
+    """Holds a prompt as a sequence of texts, chunks and chunk references.
 
-    Special tokens spelled in the text segments are parsed (they come from chat templates); chunks never hold any, nor do
-    segments of :class:`~cacheblend_rag.prompts.chunk.PlainText`.
+    Special tokens spelled in text segments are parsed (text segments come from chat templates). Special tokens spelled
+    in chunks and in segments of :class:`~cacheblend_rag.prompts.chunk.PlainText` are never parsed.
+
+    Example::
+
+        prompt = BlendPrompt(("Answer from the notes. ", chunk, " Question: When did the Gull sail? Answer:"))
+        print(engine.generate(prompt).text)
     """
 
     segments: tuple[str | PlainText | Chunk | ChunkRef, ...]
@@ -38,7 +43,7 @@ class BlendPrompt:
 
 @dataclass(frozen=True)
 class ChunkSpan:
-    """Says where a chunk stands in a tokenised prompt: positions ``start`` (inclusive) to ``end`` (exclusive)."""
+    """Places a chunk in a tokenised prompt: positions ``start`` (inclusive) to ``end`` (exclusive)."""
 
     chunk: Chunk
     start: int
@@ -47,12 +52,12 @@ class ChunkSpan:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A whole prompt as the model sees it.
+    """Holds a whole prompt as the model sees the prompt.
 
     Attributes:
-        token_ids: Its tokens.
-        spans: The chunks in it, in ascending position, not overlapping.
-        text: What it was made of, where that was a string without a known chunk: a server may know one.
+        token_ids: Token ids of the prompt.
+        spans: Chunks in the prompt, in ascending position, not overlapping.
+        text: Source text, if the prompt was a string without a known chunk: a server may know chunks in the text.
     """
 
     token_ids: tuple[int, ...]
@@ -61,23 +66,24 @@ class TokenizedPrompt:
 
 
 def tokenize(prompt: BlendPrompt, tokenizer: Any, registry: ChunkRegistry) -> TokenizedPrompt:
-    """Return a prompt's tokens: the chunks' own, and between them those that the tokenizer gives where the text stands.
+    """Return a prompt's tokens: the stored tokens of the chunks, and between chunks the text encoded in its context.
 
-    They are those of the whole text in one piece, wherever the tokenizer cuts it at the chunks' edges (:func:`joins_are_plain`).
-    The tokenizer's BOS comes first if it adds one by default and the prompt's first text does not begin with it already.
+    The tokens equal those of the whole text in one piece, wherever the tokenizer splits the text at the chunks' edges
+    (:func:`~cacheblend_rag.calibrate.spelling.joins_are_plain`). The result begins with the tokenizer's BOS, if the
+    tokenizer adds a BOS by default.
 
     Raises:
-        UnknownChunkError: A reference to a chunk that ``registry`` does not hold.
+        UnknownChunkError: The prompt refers to a chunk that ``registry`` does not hold.
     """
     return _tokenized([_resolve(segment, registry) for segment in prompt.segments], encoder_for(tokenizer))
 
 
 def _tokenized(pieces: Sequence[Piece], encoder: TextEncoder, behind: str = "") -> TokenizedPrompt:
-    """Tokenise pieces that stand before the text ``behind``."""
+    """Tokenise pieces that the text ``behind`` will follow."""
     token_ids: list[int] = []
     spans = []
     prefix = encoder.prefix_ids
-    before = tail = ""  # what stands before a piece, and what of it has no tokens yet
+    before = tail = ""  # the text before a piece, and the end of that text that has no tokens yet
     for index, piece in enumerate(pieces):
         if isinstance(piece, Chunk):
             ids: Sequence[int] = piece.token_ids
@@ -97,7 +103,7 @@ def _tokenized(pieces: Sequence[Piece], encoder: TextEncoder, behind: str = "") 
 
 
 def _ids(piece: str | PlainText, encoder: TextEncoder, before: str, tail: str, after: str) -> list[int]:
-    """Return the tokens of a text behind the ``tail`` of a chunk, which are theirs, too."""
+    """Encode the ``tail`` of a chunk and the text ``piece`` behind it, between the texts ``before`` and ``after``."""
     if isinstance(piece, PlainText):
         return encoder.document(tail + piece.text)
     if not tail + piece:
@@ -107,18 +113,18 @@ def _ids(piece: str | PlainText, encoder: TextEncoder, before: str, tail: str, a
 
 
 def header_ids(tokenizer: Any, header: str) -> tuple[int, ...]:
-    """Return the token ids every prompt that begins with the text ``header`` begins with (BOS included)."""
+    """Return the token ids, BOS included, at the beginning of every prompt that begins with the text ``header``."""
     return _tokenized([header], encoder_for(tokenizer), "a").token_ids
 
 
 Header = str | Sequence[int] | Callable[[Any], str]
-"""What stands before the first chunk: the rendered text, its token ids, or what renders it for a tokenizer."""
+"""Header before the first chunk: the rendered text, its token ids, or a function that renders it for a tokenizer."""
 
 
 def chosen_header_ids(tokenizer: Any, header: Header | None, blockwise: bool = False) -> tuple[int, ...]:
-    """Return the tokens that an engine precomputes chunks behind: those of the given header, else of :func:`rag_header`'s.
+    """Return the tokens behind which an engine precomputes chunks: the tokens of ``header``, or of :func:`rag_header`.
 
-    For a model that is ``blockwise`` (its profile says so) there are none, unless they are given.
+    Without ``header``, a ``blockwise`` model (a setting of the model's profile) has no header tokens.
     """
     if header is None:
         header = () if blockwise else rag_header
@@ -130,7 +136,7 @@ def chosen_header_ids(tokenizer: Any, header: Header | None, blockwise: bool = F
 
 
 def rag_header(tokenizer: Any, instruction: str = DEFAULT_INSTRUCTION) -> str:
-    """Return the rendered text that stands before the first chunk of :func:`rag_prompt`, whatever chunk and question."""
+    """Return the rendered text before the first chunk of :func:`rag_prompt`, equal for all chunks and questions."""
     messages = _rag_messages(instruction, [PROBE], "")
     rendered = render(tokenizer, _saying(messages, Contents([message["content"] for message in messages]).texts))
     header, found, _ = rendered.partition(PROBE)
@@ -150,17 +156,18 @@ def rag_prompt(
 ) -> BlendPrompt:
     """Return the RAG prompt: header, chunks, question.
 
-    With a chat template the instruction is the system message, and chunks and question are the user's; without one the
-    prompt reads ``{instruction}``, chunks, ``Question: {question}`` and ``Answer:``. Earlier questions and their answers
-    (``history``, oldest first) stand between the chunks and the question, as turns of their own. Where the template has a
-    switch for it (:func:`~cacheblend_rag.prompts.templates.at_once`), the model answers without thinking first.
+    With a chat template the instruction is the system message, and chunks and question are the user message. Without a
+    chat template the prompt is ``{instruction}``, chunks, ``Question: {question}`` and ``Answer:``. Earlier questions
+    and their answers (``history``, oldest first) come between the chunks and the question, each as a turn. If the
+    template can switch thinking off (:func:`~cacheblend_rag.prompts.templates.at_once`), the model answers without
+    thinking first.
     """
     messages = _rag_messages(instruction, chunks, question, history)
     prompt = _rendered(tokenizer, messages, ChunkRegistry(), variables=at_once(tokenizer))
     header = rag_header(tokenizer, instruction)
     first, *rest = prompt.segments
     if isinstance(first, str) and first != header and first.startswith(header):
-        # Without chunks, too, the header is a segment of its own, so that its tokens are those KV was computed behind.
+        # The header is always a separate segment, so that its tokens are the tokens behind which the KV was computed.
         return BlendPrompt((header, first[len(header) :], *rest))
     return prompt
 
@@ -174,28 +181,35 @@ def chat_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> BlendPrompt:
-    """Render a chat with the model's template and say where its chunks are.
+    """Render a chat with the model's template, and locate the chunks in the rendered text.
 
     Explicit references come first (parts with an id, ``named`` chunks, ``chunk_ids``), then registered chunks found by
-    content, then plain text. A reference counts only where the chunk's exact text stands.
+    content, then plain text. A reference counts only if the prompt has the chunk's exact text.
 
     Args:
-        tokenizer: The model's tokenizer; its chat template is honoured, with the generation prompt added. Without one the
-            messages are joined as in :func:`rag_prompt`.
-        messages: ``role`` and ``content``, and whatever else the template reads. Content is a string, or a list of strings,
-            chunks, chunk references and ``{"type": "text", "text": ...}`` parts; a part whose ``id`` is that of a
-            registered chunk with that text, or the :func:`~cacheblend_rag.prompts.chunk.chunk_id` of its own text, is that
-            chunk. Strings are searched for chunks. A message may have ``named``: chunks to look for in its content first,
-            such as the documents a tool returned beside its text; templates do not see it. What a model thought
-            (``reasoning_content``) they do not see where it spells special tokens: a document may have had it do so.
+        tokenizer: The model's tokenizer. Its chat template renders the messages and adds the generation prompt. Without
+            a chat template the messages are joined as in :func:`rag_prompt`.
+        messages: Messages with ``role``, ``content`` and further fields that the template reads. Content is a string,
+            or a list of strings, chunks, chunk references and ``{"type": "text", "text": ...}`` parts. A part is a
+            chunk if its ``id`` is the id of a registered chunk with the same text, or the
+            :func:`~cacheblend_rag.prompts.chunk.chunk_id` of its own text. Strings are searched for chunks. A message
+            may have ``named``: chunks to look for in its content first, such as the documents that a tool returned
+            beside its text; templates do not see ``named``. Templates do not see a model's thoughts
+            (``reasoning_content``) that spell special tokens, because a document may have caused the spelling.
         registry: Chunks that may be named or found.
-        chunk_ids: Registered chunks to look for first in all messages.
+        chunk_ids: Ids of registered chunks to look for first in all messages.
         tools: Functions in JSON-schema form for the template; see :func:`reads_tools`.
-        chat_template_kwargs: What else the template reads, as ``{"enable_thinking": False}``.
+        chat_template_kwargs: Further variables for the template, as ``{"enable_thinking": False}``.
 
     Raises:
         UnknownChunkError: A :class:`ChunkRef` or one of ``chunk_ids`` names a chunk that ``registry`` does not hold.
         InputError: The template refuses the messages, or content is neither text nor chunk.
+
+    Example::
+
+        messages = [{"role": "user", "content": [chunk, "When did the Gull sail?"]}]
+        prompt = chat_prompt(engine.tokenizer, messages, engine.registry)
+        answer = engine.generate(prompt)
     """
     everywhere = [_resolve(ChunkRef(name), registry) for name in dict.fromkeys(chunk_ids)]
     found: list[dict[str, Any]] = []
@@ -212,21 +226,27 @@ def chat_prompt(
 
 
 def text_prompt(tokenizer: Any, text: str, registry: ChunkRegistry, *, chunk_ids: Iterable[str] = ()) -> BlendPrompt:
-    """Say where chunks stand in a prompt that is already rendered: those named first, then all that are registered.
+    """Locate chunks in a rendered prompt: first the chunks of ``chunk_ids``, then all registered chunks.
 
-    No chunk is found where a special token is spelled: the template's own cannot be told from those that a document spells.
+    No chunk is found over a spelled special token, because the template's special tokens look like those in a document.
 
     Raises:
         UnknownChunkError: One of ``chunk_ids`` names a chunk that ``registry`` does not hold.
+
+    Example::
+
+        prompt = text_prompt(engine.tokenizer, rendered, engine.registry)
+        answer = engine.generate(prompt)
     """
     named = [_resolve(ChunkRef(name), registry) for name in dict.fromkeys(chunk_ids)]
     return BlendPrompt(tuple(search_rendered(text, registry, named, encoder_for(tokenizer))))
 
 
 def chunk_of(text: str, tokenizer: Any, registry: ChunkRegistry) -> Chunk | None:
-    """Return the chunk with exactly that text but for outer whitespace: the registered one, else a new one.
+    """Return the chunk whose text is ``text`` without outer whitespace: the registered chunk, or else a new chunk.
 
-    Returns None where there is no text. A new chunk is not registered: an engine does that when it computes its KV.
+    The result is None if ``text`` has only whitespace. A new chunk is not registered: an engine registers the chunk
+    when it computes the chunk's KV.
     """
     body = text.strip()
     return _referred(chunk_id(body), body, registry, tokenizer)
@@ -273,7 +293,7 @@ def _resolve(segment: Piece | ChunkRef, registry: ChunkRegistry) -> Piece:
 def _rag_messages(
     instruction: str, chunks: Sequence[Piece], question: str, history: Sequence[tuple[str, str]] = ()
 ) -> list[dict[str, Any]]:
-    """Return the messages of a RAG prompt, their contents in pieces."""
+    """Return the messages of a RAG prompt, with contents split into pieces."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": [instruction]}] if instruction else []
     before: list[Piece] = [piece for chunk in chunks for piece in (chunk, SEPARATOR)]
     for asked, answered in history:
@@ -290,7 +310,7 @@ def _rendered(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> BlendPrompt:
-    """Render messages with contents in pieces, and say where the pieces are."""
+    """Render messages whose contents are split into pieces, and locate the pieces in the rendered text."""
     contents = Contents([message["content"] for message in messages])
     rendered = render(tokenizer, _saying(messages, contents.texts), tools, variables)
     if all(isinstance(piece, str) for message in messages for piece in message["content"]):

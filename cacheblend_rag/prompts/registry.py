@@ -1,4 +1,4 @@
-"""Knows an engine's chunks while it runs, found by id and by content; nothing of it is kept on disk."""
+"""Registers an engine's chunks in memory, and finds chunks by id and by content."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cacheblend_rag.prompts.chunk import Chunk, chunk_id
 from cacheblend_rag.prompts.matching import OPENINGS, Indices, Range, Signatures, TextTable, signatures_of
 
 MATCH_WINDOW = OPENINGS[0]
-"""Characters a chunk needs to be found by content: a phrase like "Yes, it is." stands in many prompts by chance, and reusing
-three tokens of KV gains nothing."""
+"""Least number of characters of a chunk that is found by content. A phrase like "Yes, it is." occurs in many prompts by
+chance, and reusing three tokens of KV gains nothing."""
 
 _MAX_SOURCES = 16
 _MAX_WRONG = 1024
-"""Chunks that may be read for a prompt and not stand there, having the hash of what does: removed, or forged to."""
+"""Most candidates read for a prompt with an equal hash and another text: removed chunks, forged hashes."""
 _PAGE = 256
 _SMALL = 4096
 
@@ -28,56 +28,56 @@ _log = logging.getLogger(__name__)
 
 
 class ChunkSource(Protocol):
-    """Keeps chunks outside the registry, such as in a file; the registry has their signatures alone."""
+    """Provides chunks from outside the registry, such as from a file; the registry holds only their signatures."""
 
     @property
     def generation(self) -> Hashable:
-        """Another value after every change."""
+        """Return a value that changes with every change of the chunks."""
 
     def signatures_after(self, after: int) -> tuple[Indices, Signatures]:
-        """Return rows, ascending, and signatures of the chunks with rows behind ``after``; no row is ever used twice."""
+        """Return rows (ascending) and signatures of the chunks with rows above ``after``; no row is ever used twice."""
 
     def chunk_at(self, row: int) -> Chunk | None:
-        """Return the chunk of a row, None where it is gone."""
+        """Return the chunk of a row, or None if the chunk was removed."""
 
     def known(self, chunk_ids: Sequence[str]) -> set[str]:
-        """Return which of these ids it has."""
+        """Return the ids among ``chunk_ids`` whose chunks the source has."""
 
     def named(self, chunk_id: str) -> Chunk | None:
-        """Return the chunk with that id."""
+        """Return the chunk with that id, or None."""
 
     def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
-        """Return up to ``most`` chunks with ids behind ``chunk_id``, in the order of their ids."""
+        """Return up to ``most`` chunks with ids after ``chunk_id``, in the order of their ids."""
 
     def count(self) -> int:
-        """Return how many chunks there are."""
+        """Return the number of chunks."""
 
 
 class ChunkRegistry:
-    """The known chunks: those added, in memory, and those of the sources attached, of which it keeps 20 bytes each.
+    """Registers chunks: added chunks in memory, and the chunks of attached sources with 20 bytes of memory each.
 
-    A *lent* source belongs to another registry: its chunks are found by id and in text, and are neither listed nor counted.
-    Thread-safe; :meth:`find` takes no lock of its own.
+    A *lent* source belongs to another registry: its chunks are found by id and in text, and are neither listed nor
+    counted. Thread-safe; :meth:`find` takes no lock.
     """
 
     def __init__(self, chunks: Iterable[Chunk] = ()):
         self._added = AddedChunks()
         self._sources: tuple[ChunkSource, ...] = (self._added,)
-        self._lent: frozenset[int] = frozenset()  # identities of those lent
-        self._taken: list[tuple[Hashable, int]] = [(None, 0)]  # of each source: its generation then, and the last row
+        self._lent: frozenset[int] = frozenset()  # `id` of each lent source
+        self._taken: list[tuple[Hashable, int]] = [(None, 0)]  # for each source: generation and last row in the table
         self._table = TextTable()
         self._check_at = _SMALL
         self._lock = threading.Lock()
         self.add(chunks)
 
     def attach(self, source: ChunkSource, lent: bool = False) -> None:
-        """Know the chunks of ``source``, which may be ``lent``, too, and what becomes of them: see :meth:`follow`.
+        """Register the chunks of ``source``, which may be ``lent``; :meth:`follow` registers later changes.
 
-        Of two sources that have an id, the one attached first is asked.
+        If two sources have a chunk with the same id, the registry uses the source attached first.
 
         Raises:
-            InputError: There are too many of them.
-            StoreError: They cannot be read; the source is not attached.
+            InputError: Too many sources are attached.
+            StoreError: A source cannot be read; ``source`` is not attached.
         """
         with self._lock:
             if source in self._sources:
@@ -99,10 +99,10 @@ class ChunkRegistry:
                 raise
 
     def detach(self, source: ChunkSource) -> None:
-        """Forget a source and its chunks; one that is not attached is ignored.
+        """Remove a source and its chunks from the registry; a source that is not attached is ignored.
 
         Raises:
-            StoreError: Another source cannot be read; this one stays.
+            StoreError: Another source cannot be read; ``source`` stays attached.
         """
         with self._lock:
             if source in self._sources:
@@ -110,9 +110,10 @@ class ChunkRegistry:
                 self._lent -= {id(source)}
 
     def follow(self, only: ChunkSource | None = None) -> None:
-        """Take up what has been added to the sources, or to ``only`` one; chunks added here that they have now are theirs.
+        """Register the chunks that were added to all sources, or to the source ``only``.
 
-        What was removed from a source is not found from then on, whether this is called or not.
+        Chunks that were added to the registry, and that a source has now, belong to the source from then on. A chunk
+        that was removed from a source is not found any more, even without a call of the method.
 
         Raises:
             StoreError: A source cannot be read.
@@ -127,7 +128,7 @@ class ChunkRegistry:
         self._drop_stale()
 
     def add(self, chunks: Iterable[Chunk]) -> None:
-        """Register chunks; one with a known id replaces the former, and what a source has already stays there.
+        """Register chunks. A chunk replaces an added chunk with the same id, and is ignored if a source has the id.
 
         Raises:
             StoreError: A source cannot be read.
@@ -144,12 +145,12 @@ class ChunkRegistry:
             self._drop_stale()
 
     def remove(self, chunk_ids: Iterable[str]) -> None:
-        """Forget chunks that were added; those of a source stay, and unknown ids are ignored."""
+        """Remove added chunks from the registry; chunks of sources stay, and unknown ids are ignored."""
         with self._lock:
             self._added.remove(chunk_ids)
 
     def get(self, chunk_id: str) -> Chunk | None:
-        """Return the chunk with that id.
+        """Return the chunk with that id, or None.
 
         Raises:
             StoreError: A source cannot be read.
@@ -157,7 +158,7 @@ class ChunkRegistry:
         return _named(self._sources, chunk_id)
 
     def unknown(self, chunk_ids: set[str]) -> set[str]:
-        """Return which of these ids are not known; where a source cannot be read, all."""
+        """Return the ids whose chunks are not registered; return all ids if a source cannot be read."""
         asked = list(chunk_ids)
         try:
             return chunk_ids.difference(*(source.known(asked) for source in self._sources)) if asked else set()
@@ -166,7 +167,7 @@ class ChunkRegistry:
             return chunk_ids
 
     def is_lent(self, chunk_id: str) -> bool:
-        """Say whether the chunk that :meth:`get` returns is a lent source's."""
+        """Return whether the chunk that :meth:`get` returns belongs to a lent source."""
         holder = next((source for source in self._sources if source.known([chunk_id])), None)
         return holder is not None and id(holder) in self._lent
 
@@ -175,7 +176,7 @@ class ChunkRegistry:
         return tuple(source for source in self._sources if id(source) not in self._lent)
 
     def others_have(self, chunk: Chunk) -> bool:
-        """Say whether a chunk of another id, not a lent one, has the text of ``chunk``, and so its KV.
+        """Return whether a chunk with another id, not from a lent source, has the text, and so the KV, of ``chunk``.
 
         Raises:
             StoreError: A source cannot be read.
@@ -190,7 +191,7 @@ class ChunkRegistry:
         return any(other is not None and other.text == chunk.text and other.id != chunk.id for other in known)
 
     def __len__(self) -> int:
-        """Count the chunks; one in two sources counts in both."""
+        """Count the chunks; a chunk in two sources counts twice."""
         return sum(source.count() for source in self._own())
 
     def __contains__(self, chunk_id: object) -> bool:
@@ -200,13 +201,13 @@ class ChunkRegistry:
         return self.since("")
 
     def since(self, last: str) -> Iterator[Chunk]:
-        """Iterate over the chunks with ids behind ``last``, in the order of their ids, a few in memory at a time."""
+        """Iterate over the chunks with ids after ``last``, in the order of their ids; read a few at a time."""
         while page := self.named_after(last, _PAGE):
             yield from page
             last = page[-1].id
 
     def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
-        """Return up to ``most`` chunks with ids behind ``chunk_id``, in the order of their ids."""
+        """Return up to ``most`` chunks with ids after ``chunk_id``, in the order of their ids."""
         found: dict[str, Chunk] = {}
         for source in reversed(self._own()):
             found |= {chunk.id: chunk for chunk in source.named_after(chunk_id, most)}
@@ -227,10 +228,10 @@ class ChunkRegistry:
         return found
 
     def places(self, text: str, barred: Sequence[Range] = ()) -> list[tuple[int, Chunk]]:
-        """Return where known chunks stand in ``text``, ascending.
+        """Return the position and chunk of each known chunk found in ``text``, ascending.
 
-        At each position from the left the longest chunk that stands there is taken, and the search goes on behind it. None may
-        overlap a range of characters that is ``barred`` (ascending, apart).
+        From the left, the search takes the longest chunk at a position and continues behind the chunk. No chunk
+        overlaps a range of characters in ``barred`` (ascending, disjoint).
         """
         found: list[tuple[int, Chunk]] = []
         end = 0
@@ -251,23 +252,23 @@ class ChunkRegistry:
         return found
 
     def covering(self, text: str, ranges: Sequence[Range]) -> list[Range]:
-        """Return where known chunks stand that overlap any of ``ranges`` (ascending, apart), and maybe each other."""
+        """Return the ranges (maybe overlapping) of known chunks that overlap ``ranges`` (ascending, disjoint)."""
         table, sources = self._table, self._sources
         candidates = table.candidates(text).touching(ranges)
         found: list[Range] = []
         reads = _MAX_WRONG
         for at, length, number in zip(*(column.tolist() for column in candidates.columns), strict=True):
             if found and at + length <= found[-1][1]:
-                continue  # it covers nothing more
+                continue  # the candidate covers no further characters
             reads -= 1
             chunk = _chunk_at(sources, number) if reads > 0 else None
-            # After many of them the hash is taken at its word.
+            # After _MAX_WRONG reads the equal hash suffices, without a comparison of the text.
             if reads <= 0 or (chunk is not None and text.startswith(chunk.text, at)):
                 found.append((at, at + length))
         return found
 
     def _take_up(self, number: int) -> bool:
-        """File the new chunks of a source; return whether it has changed."""
+        """Add the new chunks of a source to the table; return whether the source has changed."""
         generation, last = self._taken[number]
         source = self._sources[number]
         now = source.generation
@@ -279,14 +280,14 @@ class ChunkRegistry:
 
     @staticmethod
     def _filed(table: TextTable, source: ChunkSource, number: int, last: int) -> tuple[TextTable, int]:
-        """Return ``table`` with the chunks of a source behind the row ``last``, and the last row now."""
+        """Return ``table`` with the source's chunks in rows above ``last``, and the new last row."""
         rows, signatures = source.signatures_after(last)
         if not len(rows):
             return table, last
         return table.with_more(signatures, rows * _MAX_SOURCES + number), int(rows[-1])
 
     def _drop_stale(self) -> None:
-        """Make the table anew once half of what it files is gone."""
+        """Rebuild the table once half of its chunks were removed."""
         if self._table.size > self._check_at:
             if self._table.size > 2 * sum(source.count() for source in self._sources) + _SMALL:
                 self._rebuild(self._sources)
@@ -308,7 +309,7 @@ def _named(sources: Sequence[ChunkSource], chunk_id: str) -> Chunk | None:
 def _chunk_at(sources: Sequence[ChunkSource], number: int) -> Chunk | None:
     row, source = divmod(number, _MAX_SOURCES)
     if source >= len(sources):
-        return None  # detached since
+        return None  # the source was detached in the meantime
     try:
         return sources[source].chunk_at(row)
     except StoreError as error:
@@ -317,7 +318,7 @@ def _chunk_at(sources: Sequence[ChunkSource], number: int) -> Chunk | None:
 
 
 class AddedChunks(ChunkSource):
-    """Keeps the chunks that a registry holds itself, in memory."""
+    """Holds the chunks that were added to a registry, in memory."""
 
     def __init__(self) -> None:
         self._rows = count(1)
@@ -330,7 +331,7 @@ class AddedChunks(ChunkSource):
         return self._last
 
     def put(self, chunks: Iterable[Chunk]) -> None:
-        """Add chunks; one with a known id replaces the former."""
+        """Add chunks; a chunk replaces an existing chunk with the same id."""
         for chunk in chunks:
             row = self._row_of.get(chunk.id)
             if row is not None and self._chunks[row].text != chunk.text:

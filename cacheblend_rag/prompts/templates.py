@@ -1,4 +1,4 @@
-"""Turns messages into text with the model's own chat template, or a plain one for models without, and finds its turns."""
+"""Renders messages with the model's chat template, or with a plain template, and finds the turns in a prompt."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ PLAIN_TEMPLATE = (
     "{% elif m['role'] in ('user', 'tool') %}{{ m['content'] }}\nAnswer:"
     "{% else %}{{ m['content'] }}\n\n{% endif %}{% endfor %}"
 )
-"""For models without a chat template: instruction, chunks, question and ``Answer:``, a blank line between each."""
+"""Template for models without a chat template: instruction, chunks, question, ``Answer:``, with blank lines between."""
 
 SEPARATOR = "\n\n"
-"""What stands between chunks, and between a system message and the user turn it has to go into."""
+"""Separator between chunks, and between a system message and the user turn that it is merged into."""
 
 PROBE = "cacheblend-probe-7f3a"
-"""Text that no template writes by itself, to see where it puts what it is given."""
+"""Probe text that no template writes by itself; it shows where a template places a content."""
 
-# Templates that print today's date would give every chunk's KV a header that is out of date tomorrow.
+# Templates that print today's date would change the header every day, so that stored KV would not match the header.
 _FIXED_DATE = datetime(2024, 7, 26)
 _TODAY = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
-# What the templates of models that can be told not to think first read.
+# Template variable by which some models can be set to answer without thinking first.
 _THINKING: Final = "enable_thinking"
 
 _REFUSALS = (TemplateError, TypeError)
-"""What a template raises for messages that it cannot print: its own exceptions, and Python's where types do not fit."""
+"""Exceptions of a template for messages that it cannot render: Jinja's, and TypeError for unsuitable types."""
 
 _KEPT = 64
 _probed: PerTokenizer[dict[str, str]] = PerTokenizer(lambda tokenizer: {})
@@ -48,13 +48,13 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render with the generation prompt; system messages go into the next user turn if the template has no system role.
+    """Render with the generation prompt. Without a system role, system messages are merged into the next user turn.
 
     Args:
-        tokenizer: The model's.
-        messages: What is said.
+        tokenizer: The model's tokenizer.
+        messages: Messages with ``role`` and ``content``.
         tools: Functions for the template to show, in JSON-schema form.
-        variables: What else the template reads, as ``enable_thinking``.
+        variables: Further variables for the template, as ``enable_thinking``.
     """
     system = [message["content"].strip() for message in messages if message["role"] == "system"]
     refusal: Exception | None = None
@@ -78,9 +78,9 @@ def render_probes(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render messages whose contents are stand-ins; nothing where the template reads what is said, and refuses those.
+    """Render messages with probes as contents; return an empty text if the template refuses the probes.
 
-    What was rendered is kept: the next question of a chain differs in its contents only.
+    Rendered texts are cached per tokenizer, because the next question of a chain differs in its contents only.
     """
     known, key = _probed(tokenizer), repr((messages, tools, variables))
     found = known.get(key)
@@ -97,8 +97,8 @@ def render_probes(
 
 @lru_cache(maxsize=16)
 def dated_template(template: str) -> str:
-    """Return a chat template that prints a fixed date where it would print today's."""
-    # Written into the template: newer versions of transformers hand it plain data only, no functions.
+    """Return the chat template with a fixed date in place of today's date."""
+    # The date is written into the template, because newer versions of transformers pass plain data only, no functions.
     return _TODAY.sub(lambda call: repr(_FIXED_DATE.strftime(call[2])), template)
 
 
@@ -121,7 +121,7 @@ def _apply(
     )
     try:
         return str(rendered(list(messages)))
-    except TypeError:  # templates that join the arguments of a call to text want them as JSON
+    except TypeError:  # templates that join a call's arguments with text need the arguments as JSON
         return str(rendered([_with_json_arguments(message) for message in messages]))
 
 
@@ -150,7 +150,7 @@ def _without_system(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def reads_tools(tokenizer: Any) -> bool:
-    """Say whether the model's chat template shows the model the tools it is given."""
+    """Return whether the model's chat template renders the given tools."""
     messages = [{"role": "user", "content": "x"}]
     function = {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
     try:
@@ -174,17 +174,18 @@ def _unthinking(tokenizer: Any) -> Mapping[str, Any]:
 
 
 at_once = PerTokenizer(_unthinking)
-"""Returns the template's variables by which the model answers without thinking first, as Qwen3's has one.
+"""Returns the template variables that make the model answer without thinking first, for example for Qwen3.
 
-None where the template has no such switch, or writes another header by it: one that no chunk's KV was computed behind.
+The result is empty if the template has no such variable, or if the variable changes the header behind which KV was
+computed.
 """
 
 
 def turn_lead(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that the chat template writes between what a user says and the answer to it, white space left out.
+    """Return the tokens that the chat template writes between a user's message and the answer, white space stripped.
 
-    What it writes in front of answers that are there, and not where it asks for one, is no part of them: no prompt ended there.
-    Returns none where the template has no such text, or there is no tokenizer.
+    Text that the template writes before an existing answer, but not in the generation prompt, is left out, because no
+    prompt ended there. The result is empty if the template has no such text, or ``tokenizer`` is None.
     """
     return () if tokenizer is None else _leads(tokenizer)
 
@@ -196,7 +197,7 @@ def _measured(tokenizer: Any) -> tuple[int, ...]:
         talk = [{"role": role, "content": content} for role, content in roles]
         rendered, asking = render(tokenizer, talk), render(tokenizer, talk[:1])
         encoder = encoder_for(tokenizer)
-    except CacheBlendError:  # a template for other messages, or a tokenizer that no prompt can be made with
+    except CacheBlendError:  # the template refuses the messages, or the tokenizer is not supported
         return ()
     begin, end = rendered.find(asked) + len(asked), rendered.find(answered)
     alike = takewhile(
@@ -214,7 +215,7 @@ _leads = PerTokenizer(_measured)
 
 
 def turn_ends(token_ids: Sequence[int], lead: Sequence[int]) -> tuple[int, ...]:
-    """Return the positions right behind each ``lead`` in a prompt, ascending: up to there earlier prompts went."""
+    """Return the position directly after each ``lead`` in a prompt, ascending. Earlier prompts ended there."""
     ids, wanted = tuple(token_ids), tuple(lead)
     ends: list[int] = []
     at = -1

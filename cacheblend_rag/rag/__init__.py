@@ -1,1 +1,1 @@
-"""Joins retrieval with an engine: indexes documents, asks questions."""
+"""Joins retrieval with an engine: indexes documents and answers questions."""

@@ -1,4 +1,4 @@
-"""Says what indexing documents would take, each of them, before any of it is done."""
+"""Estimates the cost of indexing each document before anything is indexed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from cacheblend_rag.retrieval.documents import (
 Progress = Callable[[float, int, str], None]
 _MEASURED = "a few chunks, to measure the time"
 _LONG_S = 10.0
-"""A first chunk that took so long is enough to tell how long the others will take."""
+"""Seconds after which a first chunk is enough to estimate the time of the other chunks."""
 
 
 @dataclass(frozen=True)
 class DocumentEstimate:
-    """Says what indexing one document would take.
+    """Estimates what indexing one document would take.
 
     Attributes:
-        path: The document, absolute.
-        chunks: Its chunks.
-        tokens: Tokens whose KV would be computed; none of chunks that are stored, or stand in a document before it.
-        kv_bytes: Size of that KV; None where none is stored, or another machine stores it.
-        seconds: Time to compute, store and embed them on this machine; None where that cannot be measured here.
+        path: Absolute path of the document.
+        chunks: Number of chunks.
+        tokens: Tokens whose KV would be computed, without chunks that are stored or stand in an earlier document.
+        kv_bytes: Size of the computed KV; None if no KV is stored, or another machine stores the KV.
+        seconds: Time to compute, store and embed the chunks on this machine; None if the time cannot be measured here.
     """
 
     path: str
@@ -45,14 +45,14 @@ class DocumentEstimate:
 
 @dataclass(frozen=True)
 class IndexEstimate:
-    """Says what indexing would take.
+    """Estimates what indexing would take.
 
     Attributes:
-        documents: Those that are new or changed, most tokens first.
-        unchanged: How many are indexed already, with all of their KV.
+        documents: New and changed documents, most tokens first.
+        unchanged: Number of documents that are already indexed, with all of their KV.
         skipped: Files that would be left out, and why.
-        plan: The totals, and the room that the store has.
-        seconds: Time of all; None where that cannot be measured here.
+        plan: Totals, and the room of the store.
+        seconds: Time for all documents; None if the time cannot be measured here.
     """
 
     documents: list[DocumentEstimate]
@@ -68,13 +68,16 @@ def estimate(
     kept: Entries | None = None,
     progress: Progress = lambda done, total, at: None,
 ) -> IndexEstimate:
-    """Cut documents, and compute the KV of a few of their chunks to measure its size and the time it takes.
+    """Split documents into chunks, and compute the KV of a few chunks to measure the KV's size and the time.
 
     Args:
-        pipeline: Its engine stores what is measured: give it a store that is thrown away. Its index is read alone.
+        pipeline: Pipeline whose engine stores the measured chunks: give the engine a temporary store. The pipeline's
+            index is only read.
         found: The files.
-        kept: The store that the documents would be indexed into, as this engine sees it; None for an empty one like the engine's.
-        progress: Called with how many files were read, of how many, and the file at hand; then with chunks in their place.
+        kept: Store into which the documents would be indexed, as the engine sees the store; None for an empty store
+            like the engine's.
+        progress: Called with the number of files read, the number of files and the current file; then with numbers of
+            chunks instead of files.
 
     Raises:
         ModelError: The embedding model cannot be loaded.
@@ -87,7 +90,7 @@ def estimate(
     engine, index = pipeline.engine, pipeline.chunks
     planner = Planner(engine, index.config, kept)
     known = {document.path: document.digest for document in index.documents()}
-    others = engine.writer not in (None, index.config.writer)  # whose KV would all be computed anew
+    others = engine.writer not in (None, index.config.writer)  # another writer computes all KV anew
     skipped, unchanged = list(found.skipped), 0
     for number, path in enumerate(map(str, found.files)):
         progress(number, len(found.files), path)
@@ -101,7 +104,7 @@ def estimate(
     if engine.entries is not None and planner.samples:
         token_s = _seconds_a_token(pipeline, planner.samples, progress)
         plan = planner.sized(plan, planner.samples[0])
-    elif engine.entries is not None:  # all KV is there
+    elif engine.entries is not None:  # all KV is stored
         plan, token_s = replace(plan, kv_bytes=0), 0.0
     documents = [
         DocumentEstimate(
@@ -124,7 +127,7 @@ def _is_stored(pipeline: RagPipeline, path: str, kept: Entries | None) -> bool:
 
 
 def _seconds_a_token(pipeline: RagPipeline, chunks: Sequence[Chunk], progress: Progress) -> float:
-    """Compute, store and embed a few chunks, as indexing does; the first, which also warms up, counts where it takes long."""
+    """Measure the seconds a token takes to index; the first chunk, a warm-up, counts only if it is slow or alone."""
     embedder, seconds = pipeline.chunks.load_embedder(), 0.0
     timed: Sequence[Chunk] = chunks
     for done, timed in enumerate((chunks[:1], chunks[1:])):

@@ -1,4 +1,4 @@
-"""Works out what became of a prompt's tokens."""
+"""Works out which tokens of a prompt were reused, and which were computed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ Fate = Literal["exact", "reused", "recomputed", "missing"]
 
 @dataclass(frozen=True)
 class ChunkFate:
-    """Says what became of one chunk in a prompt.
+    """Reports whether the KV of one chunk in a prompt was reused or computed.
 
     Attributes:
         id: The chunk's id.
-        fate: ``exact``: its KV was computed in just this context, and used as it is. ``reused``: it was computed in another one,
-            and used but for the recomputed tokens. ``recomputed``: all of it was computed anew, what is stored was not used.
-            ``missing``: what it takes was not stored, so it was computed.
-        start: Its first position in the prompt.
-        tokens: How many tokens it has.
+        fate: ``exact``: the chunk's KV was computed in the same context, and used unchanged. ``reused``: the KV was
+            computed in another context, and used except for the recomputed tokens. ``recomputed``: the whole chunk was
+            computed anew, and stored KV was not used. ``missing``: the KV that the chunk needs was not stored, so the
+            chunk was computed.
+        start: First position of the chunk in the prompt.
+        tokens: Number of tokens of the chunk.
     """
 
     id: str
@@ -34,15 +35,15 @@ class ChunkFate:
 
 @dataclass(frozen=True)
 class PromptFate:
-    """Counts what became of a prompt's tokens. The five counts add up to the prompt.
+    """Counts the reused and the computed tokens of a prompt. The five counts add up to the prompt.
 
     Attributes:
         exact: Tokens of the exact prefix.
-        reused: Other tokens whose stored KV was used as it is.
+        reused: Other tokens whose stored KV was used unchanged.
         recomputed: Tokens of chunks that were computed although the chunk was not missing.
         missing: Tokens of chunks without stored KV.
-        text: Tokens between the chunks and behind them: the question, and the conversation before it.
-        chunks: One for each chunk, in the order of the prompt.
+        text: Tokens between and behind the chunks: the question, and the conversation before the question.
+        chunks: Fate of each chunk, in the order of the prompt.
     """
 
     exact: int
@@ -56,7 +57,7 @@ class PromptFate:
 def prompt_fate(
     engine: BlendEngine, prompt: TokenizedPrompt, done: Generation, settings: BlendSettings | None = None
 ) -> PromptFate:
-    """Say what became of ``prompt``, which ``engine`` has tokenised and, given the blend options, answered with ``done``."""
+    """Return the fate of a prompt that ``engine`` has tokenised and, with the given settings, answered by ``done``."""
     wanted = engine.profile.resolve(settings or BlendSettings(), engine.num_layers)
     reuse: Reuse = wanted.reuse if done.mode == "blend" else "off"
     kept = done.usage.kept_tokens
@@ -68,7 +69,7 @@ def prompt_fate(
     chunks = []
     for span in prompt.spans:
         fate: Fate = "missing" if span in missing else "exact" if span.end <= exact else "recomputed"
-        if span in stale or exact < span.end <= kept:  # the latter as an earlier turn has left it
+        if span in stale or exact < span.end <= kept:  # second: in the prefix cache
             fate = "reused"
         chunks.append(ChunkFate(span.chunk.id, fate, span.start, span.end - span.start))
     computed = {c.start: min(c.tokens, c.start + c.tokens - kept) for c in chunks}
@@ -82,22 +83,22 @@ def prompt_fate(
 
 
 def _begins(engine: BlendEngine, prompt: TokenizedPrompt, span: ChunkSpan) -> bool:
-    """Say whether a chunk is the prompt's first and stands right behind the header."""
+    """Return whether a chunk is the prompt's first chunk and stands right behind the header."""
     header = tuple(engine.header_ids)
     return span is prompt.spans[0] and span.start == len(header) and prompt.token_ids[: len(header)] == header
 
 
 def _lacks(engine: BlendEngine, prompt: TokenizedPrompt, done: Generation, span: ChunkSpan) -> bool:
-    """Say whether what a chunk takes where it stands was not stored: the same one may stand there twice, first and later."""
+    """Return whether the KV that a chunk needs at its place was not stored; a chunk may stand first and later, too."""
     if _begins(engine, prompt, span) and (done.own_missing or engine.writer is not None):
         return bool(done.own_missing)
     return span.chunk.id in done.missing
 
 
 def _exact_prefix(engine: BlendEngine, prompt: TokenizedPrompt, done: Generation, reuse: Reuse) -> int:
-    """Return how many tokens from the first on were used as they are, in the context they were computed in."""
+    """Return the number of leading tokens that were used unchanged, in the context in which they were computed."""
     if reuse in ("off", "prefix"):
-        return done.usage.reused_tokens  # without a blend all that is reused is exact
+        return done.usage.reused_tokens  # without a blend, all reused tokens are exact
     header = len(engine.header_ids)
     if not prompt.spans or prompt.token_ids[:header] != tuple(engine.header_ids):
         return 0

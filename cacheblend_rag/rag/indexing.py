@@ -32,17 +32,17 @@ _FULL = 0.9
 
 @dataclass(frozen=True)
 class IndexProgress:
-    """Says how far indexing is.
+    """Reports the progress of indexing.
 
     Attributes:
-        path: The document at hand.
-        documents_done: Documents finished.
-        documents: Documents in all.
-        chunks_done: Chunks of the document at hand whose KV is done.
-        chunks: Chunks of the document at hand; 0 while the documents are read and cut, before anything is computed.
-        plan: What there is to compute, once all documents are cut.
-        planned_done: How many of the plan's chunks are done, in all documents.
-        embedded: Chunks of the document at hand that were embedded for retrieval, which comes last.
+        path: Current document.
+        documents_done: Number of finished documents.
+        documents: Number of documents in all.
+        chunks_done: Chunks of the current document whose KV is done.
+        chunks: Chunks of the current document; 0 while the documents are read and split, before anything is computed.
+        plan: Plan of what to compute, once all documents are split.
+        planned_done: Chunks of the plan that are done, in all documents.
+        embedded: Chunks of the current document that were embedded for retrieval, which is the last step.
     """
 
     path: str
@@ -57,21 +57,22 @@ class IndexProgress:
 
 @dataclass
 class IndexReport:
-    """Says what indexing did. Paths are absolute.
+    """Reports the result of indexing. Paths are absolute.
 
     Attributes:
-        added: Documents that are new.
-        changed: Documents replaced by a new version, or whose KV is not in the store, or not written by the engine's KV writer.
+        added: New documents.
+        changed: Documents replaced by a new version, or whose KV was not in the store, or not written by the engine's
+            KV writer.
         unchanged: Documents left as they are.
-        removed: Documents whose files are gone or hold no text any more.
+        removed: Documents whose files are gone, or hold no text any more.
         skipped: Files left out, and why.
-        chunks: Chunks of the documents added and changed.
+        chunks: Number of chunks in the added and changed documents.
         tokens: Tokens whose KV was computed; chunks already in the store cost none.
         ranked: Chunks whose static deviation was measured, for policies that need it.
-        rank_s: Seconds of that, where the engine can tell.
-        without_kv: Ids of chunks whose KV is not in the store, and why; a question that needs them computes them. Where this run
-            took the place of earlier ones, their chunks are among them.
-        kv_bytes: Size of all stored KV afterwards; None where another machine keeps it.
+        rank_s: Seconds of measuring static deviations, if the engine can tell.
+        without_kv: Ids of chunks whose KV is not in the store, and why; a question that needs such a chunk computes its
+            KV. Chunks of earlier runs, whose KV this run has evicted, are included.
+        kv_bytes: Size of all stored KV after the run; None if another machine stores the KV.
         seconds: Wall-clock time.
     """
 
@@ -98,20 +99,22 @@ def index_documents(
 ) -> IndexReport:
     """Bring ``index`` and the engine's KV store up to date with the files that a search has found.
 
-    Unchanged documents whose KV is stored are left alone; all others are read and cut first, so that ``progress`` can say how
-    much there is to do. A document enters the index in one step, after the KV of its last chunk is in the store: an interrupted
-    run loses nothing, and the next one goes on where it stopped. Where the engine has another KV writer than the index, it
-    writes the KV of all documents. Documents whose files have vanished from one of the directories leave the index, and with
-    them the KV that no other document needs. A file that cannot be read for now keeps the version indexed before. What the
-    search's patterns leave out is not looked at: documents indexed before stay.
+    Unchanged documents whose KV is stored are left alone. All other documents are read and split first, so that
+    ``progress`` can report how much there is to do. A document enters the index in one step, after the KV of its last
+    chunk is in the store: an interrupted run loses nothing, and the next run continues at the same place. If the engine
+    has another KV writer than the index, the engine writes the KV of all documents. Documents whose files have vanished
+    from one of the directories leave the index, together with the KV that no other document needs. A file that cannot
+    be read for now keeps its indexed version. Files that the search's patterns leave out are not looked at: their
+    indexed documents stay.
 
-    How much KV there will be is known once that of one chunk is stored, which is done first. More than the store can hold is
-    refused then, unless it may go ``beyond_budget``: KV of older chunks, and of those of this run, would be dropped on the way.
+    The run first stores the KV of one chunk, from which it estimates the size of all KV. The run stops if all KV is
+    more than the store can hold, unless ``beyond_budget`` is True: then the store evicts KV of older chunks, and of
+    chunks of this run.
 
     Raises:
         ModelError: The embedding model cannot be loaded.
-        TooMuchKVError: It is more KV than the store can hold, and that was not allowed.
-        StoreError: The store or the index cannot be written, or another run is indexing into it. What is in them stays.
+        TooMuchKVError: The KV is more than the store can hold, and ``beyond_budget`` is False.
+        StoreError: The store or the index cannot be written, or another run is indexing into it. Their contents stay.
     """
     if engine.writer is None and engine.entries is not None and (why := index.config.unused_by(None)):
         warnings.warn(why, stacklevel=2)
@@ -120,7 +123,7 @@ def index_documents(
 
 
 def nothing_to_read(found: FoundDocuments, known: Mapping[str, str]) -> IndexReport | None:
-    """Return the report of a run over files that are unchanged, or no documents; None where one is to be read, or left out.
+    """Return the report of a run over unchanged files and files without text; None if a run would change anything.
 
     ``known`` has the digest of each indexed document, by path.
     """
@@ -142,7 +145,7 @@ def nothing_to_read(found: FoundDocuments, known: Mapping[str, str]) -> IndexRep
 
 
 def forget(engine: BlendEngine, index: ChunkIndex, chunks: Sequence[Chunk]) -> None:
-    """Have an engine forget chunks that an index holds no more, with all of their KV, whoever has written it."""
+    """Make an engine forget chunks that an index no longer holds, and delete their KV, whoever has written the KV."""
     engine.forget(chunks)
     if (entries := engine.entries) is None:
         return
@@ -176,7 +179,7 @@ class _IndexRun:
             self._read(file, known.get(file))
         documents = self.planner.documents
         if documents:
-            self.index.load_embedder()  # one that cannot be loaded is told before the KV is computed
+            self.index.load_embedder()  # a model that cannot be loaded is reported before the KV is computed
         self._size(self.planner.plan())
         for number, document in enumerate(documents, len(files) - len(documents)):
             self._tell(
@@ -196,7 +199,7 @@ class _IndexRun:
         return self.report
 
     def _size(self, plan: IndexPlan) -> None:
-        """Compute the KV of one chunk, to tell how large that of all will be; raises TooMuchKVError where that is too much."""
+        """Compute the KV of one chunk to estimate the size of all KV; raise TooMuchKVError if the size is too large."""
         if plan.documents:
             self._tell(replace(self.at, plan=plan, documents_done=self.at.documents - plan.documents))
         if self.engine.entries is not None and self.planner.samples:
@@ -214,15 +217,15 @@ class _IndexRun:
         self.report.without_kv.update(result.failed)
 
     def _look_back(self) -> None:
-        """Report what the store evicted to make room: each put went well, and the KV is not there all the same."""
+        """Report chunks without KV: to make room, the store may have evicted KV that was put without an error."""
         entries = self.engine.entries
         if entries is None:
             return
         if isinstance(entries.store, TieredStore):
-            entries.store.flush()  # what is on its way is not lost
+            entries.store.flush()  # KV that is still being written is not lost
         lasting = entries.lasting()
         stats = stats_of(lasting.store)
-        # The largest tier keeps all, others copies.
+        # The largest tier holds all KV, other tiers copies.
         self.report.kv_bytes = max(tier.nbytes for tier in stats.tiers or (stats,))
         if not (self.report.tokens and self.engine.gate.passed):
             return
@@ -257,12 +260,12 @@ class _IndexRun:
 
     @cached_property
     def _full(self) -> bool:
-        """Return whether the store was full when the run began; to count what it holds, a disk is listed."""
+        """Return whether the store was full when the run began; cached, since counting the contents lists a disk."""
         store = None if self.engine.entries is None else self.engine.entries.lasting().store
         return store is not None and store.budget is not None and stats_of(store).nbytes > _FULL * store.budget
 
     def _lost(self, file: str) -> bool:
-        """Say whether the store lacks KV of a document that it had room for: a full one would lose that of another for it."""
+        """Return whether the store lacks KV of a document despite having room; a full store would evict other KV."""
         entries = self.engine.entries
         if entries is None or not self.engine.gate.passed or self._full:
             return False
@@ -283,7 +286,7 @@ class _IndexRun:
             self._skip(found, known)
             return
         digest, chunks = found
-        for begin in range(0, len(chunks), _BATCH):  # a store error or an interruption costs one batch of the work
+        for begin in range(0, len(chunks), _BATCH):  # a store error or an interruption loses one batch of the work
             self._compute(chunks[begin : begin + _BATCH], self._count)
         self._forget(self.index.add(document.path, digest, chunks, self._embedded))
         (self.report.added if known is None else self.report.changed).append(document.path)
@@ -301,13 +304,13 @@ class _IndexRun:
         self.report.removed.append(path)
 
     def _forget(self, chunks: Sequence[Chunk]) -> None:
-        """Drop chunks that no document holds any more from the engine and its store."""
-        self.engine.registry.follow()  # what was indexed is the index's from now on, and not kept in memory
+        """Remove chunks that no document holds any more from the engine and its store."""
+        self.engine.registry.follow()  # from now on the index holds the indexed chunks, and the registry does not
         forget(self.engine, self.index, chunks)
 
 
 def vanished(candidates: Iterable[str], roots: Sequence[Path]) -> list[str]:
-    """Return the documents below the given directories whose files are certainly gone."""
+    """Return the documents below the given directories whose files certainly no longer exist."""
     directories = [root for root in roots if is_directory(root)]
     gone = []
     for name in sorted(candidates):
@@ -318,5 +321,5 @@ def vanished(candidates: Iterable[str], roots: Sequence[Path]) -> list[str]:
         except (FileNotFoundError, NotADirectoryError):
             gone.append(name)
         except OSError:
-            continue  # out of reach for now, which is not the same as gone
+            continue  # the file cannot be reached for now, but may exist
     return gone

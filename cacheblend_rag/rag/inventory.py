@@ -1,4 +1,4 @@
-"""Lists what a store directory holds, chunk by chunk, without a model: the index and the KV store joined by key."""
+"""Lists the contents of a store directory, chunk by chunk, without a model: joins the index and the KV store by key."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _MIN_PREFIX = 6
 
 @dataclass(frozen=True)
 class InventoryItem:
-    """A chunk, its KV, or both.
+    """Describes a chunk, its stored KV, or both.
 
     Attributes:
-        id: The chunk's id; the KV key where no chunk of the index belongs to the entry (the header, removed documents).
-        path: The document the chunk stands in; empty without a chunk.
-        tokens: Tokens of the chunk; 0 without one.
-        keys: Of its KV, as each hand writes it: a KV writer, and beside it the model itself.
-        nbytes: Size of the stored KV; None if none is stored.
+        id: The chunk's id; the KV key if no chunk of the index belongs to the entry (the header, removed documents).
+        path: The document in which the chunk stands; empty without a chunk.
+        tokens: Tokens of the chunk; 0 without a chunk.
+        keys: Keys of the chunk's KV, one for each KV writer and one for the model itself.
+        nbytes: Size of the stored KV; None if no KV is stored.
         last_used: Seconds since the epoch; None if no KV is stored.
     """
 
@@ -50,13 +50,13 @@ class InventoryItem:
 
 @dataclass(frozen=True)
 class RemovedDocument:
-    """Says what went with a document.
+    """Reports what was removed together with a document.
 
     Attributes:
         path: The document.
-        chunks: Its distinct chunks.
-        removed: Those of them that no other document holds: they left the index, and their KV the store.
-        nbytes: Size of that KV.
+        chunks: Number of distinct chunks in the document.
+        removed: Number of these chunks that no other document holds: they left the index, and their KV left the store.
+        nbytes: Size of the removed KV.
     """
 
     path: str
@@ -66,16 +66,16 @@ class RemovedDocument:
 
 
 class Inventory(Closing):
-    """A store directory opened for looking at and tidying up, as ``cacheblend store`` and ``cacheblend documents`` do.
+    """Opens a store directory for listing and removing, as ``cacheblend store`` and ``cacheblend documents`` do.
 
-    The index knows chunks, the KV store entries by key; this joins the two.
+    The index lists chunks, and the KV store lists entries by key; the inventory joins both lists.
     """
 
     def __init__(self, directory: Path | str, namespace: str = DEFAULT_NAME):
         """Open the store in ``directory``, with the index of a namespace.
 
         Raises:
-            StoreError: There is none, or it cannot be read.
+            StoreError: There is no store in the directory, or the store cannot be read.
         """
         self.directory = from_home(directory)
         self._namespace, self._home = Namespace(namespace), home_of(self.directory, namespace)
@@ -89,10 +89,11 @@ class Inventory(Closing):
     def unchanged(
         self, found: FoundDocuments, model: str | None, writer: str | None = None, **made_with: Any
     ) -> IndexReport | None:
-        """Return the report of indexing files again, where that has nothing to do; None where it has, or only a model can tell.
+        """Return the report of indexing files again if nothing is to do; None if work is left or only a model can tell.
 
-        It warns as that would where the KV is another hand's. The ``model`` is named, the KV writer given as an engine takes it;
-        ``made_with`` is what :class:`IndexConfig` would have besides, None for the index's own.
+        The method warns, as indexing does, if another writer has written the KV. The ``model`` is a name, and the KV
+        writer has the form that an engine takes; ``made_with`` holds other settings of :class:`IndexConfig`, None for
+        the index's own.
 
         Raises:
             InputError: The writer cannot be read.
@@ -119,7 +120,7 @@ class Inventory(Closing):
         return report
 
     def items(self) -> list[InventoryItem]:
-        """List every chunk of the index in document order, then, of the default namespace, every stored entry without one."""
+        """List every chunk of the index in document order; for the default namespace, also entries without a chunk."""
         stored = self._stored()
         found = []
         with self._index() as index:
@@ -132,16 +133,16 @@ class Inventory(Closing):
                 path = str(chunk.metadata.get("source", ""))
                 found.append(_item(chunk.id, path, len(chunk.token_ids), keys, parts))
         if self._namespace != DEFAULT:
-            return found  # the rest is others', too
+            return found  # other namespaces own some of the remaining entries
         return found + [_item(parts[0].key, "", 0, (parts[0].key,), parts) for parts in stored.values()]
 
     def remove(self, item_id: str) -> InventoryItem:
-        """Remove the KV of one item, named by its id or KV key or an unambiguous beginning of either.
+        """Remove the stored KV of one item, named by its id or KV key, or by an unambiguous beginning of either.
 
-        The chunk stays in the index; its KV is computed anew when a prompt needs it.
+        The chunk stays in the index; its KV is computed anew when a prompt needs the KV.
 
         Raises:
-            UnknownChunkError: Nothing, or more than one thing, is called that.
+            UnknownChunkError: No item, or more than one item, has that id.
         """
         named = [
             item
@@ -158,10 +159,10 @@ class Inventory(Closing):
         return named[0]
 
     def evict(self, to_bytes: int, tier: str | None = None) -> int:
-        """Evict least recently used KV until ``to_bytes`` remain in a tier, or in each; return the bytes freed.
+        """Evict least recently used KV until ``to_bytes`` remain in one tier, or in every tier; return the bytes freed.
 
         Raises:
-            InputError: There is no such tier.
+            InputError: The store has no such tier, or the tier cannot evict.
             StoreError: A tier refuses, or does not answer.
         """
         if tier is None:
@@ -181,14 +182,15 @@ class Inventory(Closing):
             return [] if index is None else index.documents()
 
     def find_documents(self, name: str) -> list[str]:
-        """Return the indexed documents that a user's ``name`` means.
+        """Return the indexed documents that a user's ``name`` stands for.
 
-        That is the document of that path, all below that directory, or the only document of that file name.
+        The name stands for the document with that path, for all documents below that directory, or for the only
+        document with that file name.
 
         Raises:
-            InputError: There is none, or there are several of that file name; or the name is empty.
+            InputError: No document has the name, several documents have that file name, or the name is empty.
         """
-        if not name:  # it would be the current directory, and all below it
+        if not name:  # an empty name would stand for the current directory, and for all documents below it
             raise InputError("A name is empty: a variable that is not set? Write . for the current directory.")
         path = str(absolute(name))
         known = [document.path for document in self.documents()]
@@ -205,10 +207,10 @@ class Inventory(Closing):
         return named
 
     def remove_documents(self, paths: Iterable[str]) -> list[RemovedDocument]:
-        """Take documents out of the index, and with each the KV of chunks that no other document holds.
+        """Remove documents from the index, and with each document the KV of chunks that no other document holds.
 
         Raises:
-            InputError: One is not in the index; those before it are removed.
+            InputError: A document is not in the index; the documents before it are removed.
             StoreError: The index cannot be written, or a run is indexing into it.
         """
         self._need_every_tier()
@@ -222,23 +224,23 @@ class Inventory(Closing):
                 keys = {key for chunk in orphans for key in _keys(hands, chunk)}
                 removed.append(RemovedDocument(path, len(held), len(orphans), self._delete(keys, stored)))
                 gone |= keys
-            self._delete(gone, self._stored())  # what a server has written meanwhile
+            self._delete(gone, self._stored())  # KV that a server has written meanwhile
         return removed
 
     def _delete(self, keys: Iterable[KVKey], stored: Mapping[str, list[EntryInfo]]) -> int:
-        """Delete what is listed of entries; return the bytes freed."""
+        """Delete the stored entries under the given keys; return the bytes freed."""
         parts = [part for key in keys for part in self._parts(key, stored)]
         return sum(part.nbytes for part in parts if self.store.delete(part.key))
 
     def _stored(self) -> dict[str, list[EntryInfo]]:
-        """Return what is listed, by entry: whole, or in the shards that tensor-parallel ranks wrote, or both."""
+        """Return the parts of each listed entry: the whole entry, the shards of tensor-parallel ranks, or both."""
         found: dict[str, list[EntryInfo]] = {}
         for part in self.store.entries():
             found.setdefault(entry_of(part.key), []).append(part)
         return found
 
     def _parts(self, key: KVKey, stored: Mapping[str, list[EntryInfo]]) -> list[EntryInfo]:
-        """Return what is stored of the entry under ``key``, all of it; of a tier that cannot be listed the whole one alone."""
+        """Return all stored parts of the entry under ``key``; a tier without a listing gives only the whole entry."""
         parts = stored.get(entry_of(key), [])
         if not parts and self.store.unlisted and (whole := self.store.entry(key)) is not None:
             return [whole]
@@ -253,7 +255,7 @@ class Inventory(Closing):
                 )
 
     def stats(self) -> tuple[StoreStats, IndexStats | None]:
-        """Return the contents of the KV store and of the index, if there is one."""
+        """Return the statistics of the KV store, and of the index or None without an index."""
         with self._index() as index:
             return self.store.stats(), None if index is None else index.stats()
 
@@ -262,7 +264,7 @@ class Inventory(Closing):
         return Entries(self.store, made.model, made.header_ids, namespace=self._namespace, writer=made.writer)
 
     def _hands(self, index: ChunkIndex) -> tuple[Entries, ...]:
-        """Return the entries of all who may have written KV of its chunks: its KV writers, former ones, too, and the model."""
+        """Return the entries of all possible writers of the chunks' KV: current and former KV writers, and the LLM."""
         entries = self._entries(index)
         return (*(entries.by(each) for each in index.config.writers), entries.by(None))
 
@@ -280,7 +282,7 @@ class Inventory(Closing):
 
 
 def _keys(hands: Iterable[Entries], chunk: Chunk) -> tuple[KVKey, ...]:
-    """Return the key of a chunk's whole KV as each hand writes it."""
+    """Return the key of a chunk's whole KV for each writer."""
     return tuple(hand.own_key(chunk.token_ids) for hand in hands)
 
 

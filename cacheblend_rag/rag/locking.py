@@ -1,4 +1,4 @@
-"""Lets one run at a time index into a directory: two would compute everything twice."""
+"""Lets only one run at a time index into a directory, because two runs would compute everything twice."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store.files import file_mode, make_root
 from cacheblend_rag.store.opening import RECORD
 
-# What stands in the directory of a store that nothing was put into, beside the index.
+# Files and directories of a store without content, beside the index.
 _OURS = frozenset({LOCK_FILE, RECORD, "kv", "tmp"})
 
 
 @contextmanager
 def indexing_alone(directory: Path) -> Iterator[None]:
-    """Keep every other thread and process from indexing into ``directory`` meanwhile; the thread that does may enter it again.
+    """Keep other threads and processes from indexing into ``directory``; the thread with the lock may enter again.
 
     Raises:
-        StoreError: Another run is at it, or the directory cannot be written.
+        StoreError: Another run is indexing into the directory, or the directory cannot be written.
     """
-    # A singleton: the command holds the lock while the model loads, and the pipeline takes it again.
+    # The lock is a singleton: the command holds the lock while the model loads, and the pipeline takes the lock again.
     try:
         lock = FileLock(directory / LOCK_FILE, mode=file_mode(directory), is_singleton=True)
         lock.acquire(timeout=0)
@@ -47,13 +47,13 @@ def indexing_alone(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def indexing_into(directory: Path) -> Iterator[None]:
-    """Make ``directory`` where it is missing, be alone in it, and take it back if nothing was put into it.
+    """Create ``directory`` if missing, lock it for indexing, and remove a new store again if it stays empty.
 
-    For a command: it learns that another run is at work before it loads a model, and a run that fails, or finds nothing to
-    index, leaves no empty store behind.
+    The function serves a command: the command learns that another run is indexing before it loads a model, and a run
+    that fails, or finds nothing to index, leaves no empty store behind.
 
     Raises:
-        StoreError: Another run is indexing into it, or it cannot be made or written.
+        StoreError: Another run is indexing into the directory, or the directory cannot be created or written.
     """
     made = not directory.exists()
     try:
@@ -67,7 +67,7 @@ def indexing_into(directory: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # What goes wrong here must not hide what went wrong before; an empty store does no harm.
+            # An error here must not hide an earlier error; an empty store does no harm.
             with suppress(StoreError, OSError):
                 if empty and _is_empty(directory):
                     for each in directory.iterdir():
@@ -77,7 +77,7 @@ def indexing_into(directory: Path) -> Iterator[None]:
 
 
 def _is_empty(directory: Path) -> bool:
-    """Say whether a store directory holds no document and no KV."""
+    """Return whether a store directory holds no document and no KV."""
     if ChunkIndex.exists(directory):
         with ChunkIndex(directory) as index:
             if index.documents():

@@ -1,4 +1,4 @@
-"""Answers questions by an index and an engine, without a framework."""
+"""Answers questions with an index and an engine, without a framework."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ class RagPipeline(Closing):
     Attributes:
         engine: The model.
         chunks: The index of chunks.
+
+    Example:
+        Index documents and ask a question::
+
+            engine = TransformersEngine("Qwen/Qwen2.5-1.5B-Instruct", store="~/.cache/acme")
+            with RagPipeline(engine, "~/.cache/acme") as rag:
+                rag.index(["docs/", "handbook.pdf"])
+                print(rag.ask("Who approves travel above 500 euros?").answer)
     """
 
     def __init__(
@@ -56,22 +64,23 @@ class RagPipeline(Closing):
         """Open an index (made if missing) and register its chunks with the engine.
 
         Args:
-            engine: The model; the pipeline does not close it.
-            index: Directory of the index, usually the one the engine's KV store is in; or an open index.
-            k: Most chunks in a prompt.
-            follow: How many of the best hits bring the chunk that follows them: "It was founded in..." often stands in
-                another chunk than the name. They count towards ``k``.
-            instruction: First sentence of every prompt. The engine should have the header that goes with it, or the
-                first chunk is blended like the others instead of being reused as it is.
-            chunk_tokens: Most tokens of a chunk; None takes the index's own (512 for a new one).
-            overlap: Tokens neighbouring chunks share; None takes the index's own (0 for a new one).
-            embedding: Retrieval model; None takes the index's own (all-MiniLM-L6-v2 for a new one).
-            query_encoder: Directory of a model that `cacheblend tune-retriever` has made for this index: it embeds the questions.
+            engine: The model; the pipeline does not close the engine.
+            index: Directory of the index, usually the directory of the engine's KV store; or an open index.
+            k: Maximum number of chunks in a prompt.
+            follow: Number of best hits that bring their next chunk into the prompt: "It was founded in..." often stands
+                in another chunk than the name. The next chunks count towards ``k``.
+            instruction: First sentence of every prompt. The engine should have the header of this instruction;
+                otherwise the first chunk is blended like the others instead of being reused unchanged.
+            chunk_tokens: Maximum number of tokens in a chunk; None takes the index's own (512 for a new index).
+            overlap: Tokens that neighbouring chunks share; None takes the index's own (0 for a new index).
+            embedding: Embedding model; None takes the index's own (all-MiniLM-L6-v2 for a new index).
+            query_encoder: Directory of a model that `cacheblend tune-retriever` has made for this index, to embed the
+                questions.
 
         Raises:
-            InputError: Of an argument that cannot be used, or where the engine has as many indexes open as it takes.
+            InputError: An argument cannot be used, or the engine has the maximum number of indexes open.
             StoreMismatchError: The index was made for another model or with other settings.
-            StoreError: It is damaged, or cannot be made.
+            StoreError: The index is damaged, or cannot be made.
         """
         if k < 1:
             raise InputError(f"k is {k}; ask for at least 1 chunk.")
@@ -94,7 +103,7 @@ class RagPipeline(Closing):
             raise
 
     def over(self, chunks: ChunkIndex) -> RagPipeline:
-        """Return the same pipeline over another open index, such as this one asked by another query encoder."""
+        """Return a pipeline with the same settings over another open index, such as one with another query encoder."""
         return RagPipeline(self.engine, chunks, k=self._k, follow=self._follow, instruction=self.instruction)
 
     def index(
@@ -108,23 +117,25 @@ class RagPipeline(Closing):
     ) -> IndexReport:
         """Bring the index and the KV store up to date with files and directories; see :func:`index_documents`.
 
-        ``include`` and ``exclude`` choose among the files of directories (:func:`find_documents`); what was found already needs
-        neither.
+        ``include`` and ``exclude`` choose among the files of directories (:func:`find_documents`), and have no effect
+        on :class:`FoundDocuments`.
 
-        Threads take turns; while another process is indexing into the same directory, it is a :class:`StoreError`.
+        Threads take turns. While another process is indexing into the same directory, the method raises
+        :class:`StoreError`.
         """
         with self._indexing:
             found = paths if isinstance(paths, FoundDocuments) else find_documents(paths, include, exclude)
             return index_documents(self.engine, self.chunks, found, progress, beyond_budget)
 
     def remove(self, path: str | Path) -> None:
-        """Take a document out of the index, and with it the KV of chunks that no other document holds.
+        """Remove a document from the index, together with the KV of chunks that no other document holds.
 
         Args:
-            path: As the index names it, or as :meth:`index` would be given it here.
+            path: Path of the document in the index, or the path that :meth:`index` would take from the current
+                directory.
 
         Raises:
-            InputError: It is not in the index.
+            InputError: The document is not in the index.
             StoreError: The index cannot be written.
         """
         name = str(path) if self.chunks.digest_of(str(path)) is not None else str(absolute(path))
@@ -133,22 +144,23 @@ class RagPipeline(Closing):
     def retrieve(self, question: str, history: Sequence[Turn] = ()) -> Retrieved:
         """Return the chunks for a question, best first, each once.
 
-        A chunk whose score is not above 0 has nothing in common with the question, whatever the embedding model, and is left out,
-        unless it is the nearest of all.
+        A chunk whose score is not above 0 has nothing in common with the question, whatever the embedding model, and is
+        left out, unless it is the nearest of all.
 
-        A question that follows others is searched for as it stands and together with the turn before it, in which the thing it
-        speaks of often has its name. Where all that is found stood in that turn's prompt, that turn's chunks are kept: the two
-        prompts then begin alike, which an engine's own prefix cache can serve.
+        With a ``history``, the question is searched for alone, and together with the turn before, which often names the
+        thing that the question asks about. If all chunks found stood in that turn's prompt, that turn's chunks are
+        returned: the two prompts then begin alike, and the engine's own prefix cache can serve the common prefix.
 
         Raises:
-            InputError: An empty question, or one that is not valid Unicode.
+            InputError: The question is empty, or is not valid Unicode.
         """
         check_question(question)
         begin = time.perf_counter()
         chosen: dict[str, Hit] = {}
         alone = self._near(question)
         if history:
-            # A third of the room: a question that needs no context must not be crowded out by what was said before.
+            # The search with the turn before gets a third of the room, to leave room for a question that needs no
+            # context.
             self._choose(chosen, alone, max(1, self._k - max(1, self._k // 3)), self._follow)
             said = "\n".join((history[-1].question, history[-1].answer, question))
             self._choose(chosen, self._near(said), self._k, 0)
@@ -156,7 +168,7 @@ class RagPipeline(Closing):
         last = {hit.chunk.id: replace(hit, score=None) for hit in history[-1].hits} if history else {}
         if chosen.keys() <= last.keys():
             chosen |= {key: hit for key, hit in last.items() if key not in chosen}
-        self.engine.registry.follow()  # another process may have indexed them
+        self.engine.registry.follow()  # another process may have indexed the chunks
         return Retrieved(tuple(chosen.values()), time.perf_counter() - begin)
 
     def _near(self, text: str) -> list[Hit]:
@@ -164,7 +176,7 @@ class RagPipeline(Closing):
         return [hit for place, hit in enumerate(found) if place == 0 or hit.score is None or hit.score > 0]
 
     def _choose(self, chosen: dict[str, Hit], hits: Sequence[Hit], most: int, follow: int) -> None:
-        """Add hits, each of the first ``follow`` with its continuation, until ``most`` chunks are chosen."""
+        """Add hits until ``most`` chunks are chosen, and behind each of the first ``follow`` hits the next chunk."""
         for place, hit in enumerate(hits):
             following = self.chunks.neighbours(hit) if place < follow else []
             for candidate in (hit, *following):
@@ -179,14 +191,14 @@ class RagPipeline(Closing):
     ) -> tuple[TokenizedPrompt, tuple[Hit, ...], tuple[str, ...]]:
         """Build the prompt of the hits, in reading order (reference words point backwards).
 
-        What does not fit the context window is left out: the oldest turns first, then hits, the last first.
+        If the context window is too small, the oldest turns are left out first, then the hits, beginning with the last.
 
         Returns:
-            The prompt in tokens; the hits in it, the most relevant first, and behind them those that came along; and notes for
-            the user.
+            The prompt in tokens; the hits in the prompt, the most relevant first, and then the chunks without a score;
+            and notes for the user.
 
         Raises:
-            PromptTooLongError: Not even the question fits.
+            PromptTooLongError: Even the question alone does not fit.
         """
         window = self.engine.context_window
         room = window - (sampling or SamplingParams()).max_tokens
@@ -212,16 +224,17 @@ class RagPipeline(Closing):
         settings: BlendSettings | None = None,
         history: Sequence[Turn] = (),
     ) -> Iterator[RagEvent]:
-        """Answer piece by piece: an event with the sources, the text, an event with the whole answer.
+        """Answer piece by piece: yield an event with the sources, events with text, and an event with the whole answer.
 
         Args:
             question: The question.
-            sampling: How to decode.
-            settings: How to treat stored KV.
-            history: The conversation before it, oldest turn first; see :meth:`retrieve` and :meth:`prompt`.
+            sampling: Sampling parameters of the answer.
+            settings: Settings for the reuse of stored KV.
+            history: Turns of the conversation before the question, oldest first; see :meth:`retrieve` and
+                :meth:`prompt`.
 
         Raises:
-            InputError: An empty question, or nothing indexed yet.
+            InputError: The question is empty, or nothing is indexed yet.
         """
         asked = spans.begin(_SPAN)
         with spans.current(asked):
@@ -253,7 +266,7 @@ class RagPipeline(Closing):
         settings: BlendSettings | None = None,
         history: Sequence[Turn] = (),
     ) -> RagAnswer:
-        """Answer in one piece; takes and raises what :meth:`stream` does."""
+        """Return the whole answer; takes the arguments and raises the errors of :meth:`stream`."""
         with spans.span(_SPAN):
             prepared = self._prepare(question, sampling, history)
             done = self.engine.generate(prepared.prompt, sampling, settings)
@@ -266,7 +279,7 @@ class RagPipeline(Closing):
         settings: BlendSettings | None = None,
         history: Sequence[Turn] = (),
     ) -> RagAnswer:
-        """Async twin of :meth:`ask`, off the event loop; to cancel it ends the engine's work."""
+        """Return the answer as :meth:`ask` does, off the event loop; cancelling the call ends the engine's work."""
         with spans.span(_SPAN):
             prepared = await asyncio.to_thread(self._prepare, question, sampling, history)
             done = await self.engine.agenerate(prepared.prompt, sampling, settings)
@@ -279,7 +292,7 @@ class RagPipeline(Closing):
         settings: BlendSettings | None = None,
         history: Sequence[Turn] = (),
     ) -> AsyncIterator[RagEvent]:
-        """Async twin of :meth:`stream`; the engine's own async stream ends the work when the consumer is cancelled."""
+        """Yield the events of :meth:`stream` asynchronously; cancelling the consumer ends the engine's work."""
         asked = spans.begin(_SPAN)
         with spans.current(asked):
             prepared = await asyncio.to_thread(self._prepare, question, sampling, history)
@@ -295,7 +308,7 @@ class RagPipeline(Closing):
 
 
 class _Prepared:
-    """Holds a question's prompt and what is shown beside its answer, of which it makes the pipeline's."""
+    """Holds a question's prompt and its retrieved chunks; makes the pipeline's events of the engine's events."""
 
     def __init__(
         self,
@@ -310,13 +323,13 @@ class _Prepared:
         self._pieces = self._reader()
 
     def event(self, event: StreamEvent) -> RagEvent:
-        """Take the next piece."""
+        """Return the pipeline's event for the engine's next event."""
         done = event.generation
         said = self._pieces.push(event.text, last=done is not None)
         return RagEvent(said.answer, answer=None if done is None else self.answer(done), reasoning=said.reasoning)
 
     def answer(self, done: Generation) -> RagAnswer:
-        """Take the whole."""
+        """Return the pipeline's answer for the engine's whole generation."""
         said, shown = self._reader().push(done.text, last=True), self.shown
         notes = (*self._notes, *unanswered(done, said))
         return RagAnswer(said.answer.strip(), shown.hits, done, shown.seconds, notes, said.reasoning)
@@ -345,9 +358,9 @@ def _open_index(
         engine.writer,
     )
     if chunk_tokens is not None or overlap is not None:
-        # Half of how many tokens, where none are given, an index says that there may be.
+        # Without chunk_tokens, the index's own chunk size, which limits the overlap, is not known yet.
         check_sizes(new.chunk_tokens, min(new.overlap, new.chunk_tokens // 2) if chunk_tokens is None else new.overlap)
-    # Without asking first whether there is one: another process may be making it, and with other settings.
+    # The index is opened without a check whether one exists: another process may be making it, with other settings.
     index = ChunkIndex(directory, new, query_encoder, check=False)
     try:
         own = index.config

@@ -1,4 +1,4 @@
-"""Plans an indexing run: which documents must be indexed, and how much KV each takes."""
+"""Plans an indexing run: which documents must be indexed, and how much KV each document takes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from cacheblend_rag.store.base import stats_of
 from cacheblend_rag.store.kv import read_whole
 
 _MOST_KEPT = 32 << 20
-"""Characters of text whose chunks are kept until their turn comes; further documents are read and cut once more then."""
+"""Maximum characters of text whose chunks stay in memory until they are indexed; further documents are read and split
+twice."""
 SAMPLES = 5
-"""Chunks that a plan keeps to be measured."""
+"""Number of chunks that a plan holds for measuring."""
 _NAMED = 3
-"""Documents named in an error: those of most KV."""
+"""Number of documents named in an error: the documents with the most KV."""
 
 
 @dataclass(frozen=True)
 class PlannedDocument:
-    """Says what indexing one document takes.
+    """Describes the work of indexing one document.
 
     Attributes:
         path: The document.
-        chunks: Its chunks.
-        tokens: Tokens of its chunks that have no stored KV and stand in no document before it.
+        chunks: Number of chunks.
+        tokens: Tokens of the chunks that have no stored KV and stand in no earlier document.
     """
 
     path: str
@@ -42,17 +43,18 @@ class PlannedDocument:
 
 @dataclass(frozen=True)
 class IndexPlan:
-    """Says how much there is to index, known before all but one chunk of it is computed.
+    """Describes the work of an indexing run, known before the KV of more than one chunk is computed.
 
     Attributes:
-        documents: Documents that are new or changed.
-        chunks: Their chunks.
-        missing: How many distinct ones have no stored KV yet; None where another machine stores it.
-        tokens: Tokens of those; where that is not known, of all.
-        kv_bytes: Expected size of their KV, by every hand; None where none is stored, or another machine stores it.
-        room_bytes: Bytes that the store has left, of its budget and of its disk; None where neither limits it.
-        capacity_bytes: Bytes that it could hold if it held nothing else; None likewise.
-        each: What each document takes.
+        documents: Number of new and changed documents.
+        chunks: Number of chunks in these documents.
+        missing: Number of distinct chunks without stored KV; None if another machine stores the KV.
+        tokens: Tokens of the missing chunks; of all distinct chunks if ``missing`` is None.
+        kv_bytes: Expected size of the missing KV, over all ranks; None if no KV is stored, or another machine stores
+            the KV.
+        room_bytes: Bytes left in the store, by its budget and its disk; None if neither limits the store.
+        capacity_bytes: Bytes that the store could hold if empty; None if neither budget nor disk limits the store.
+        each: Work for each document.
     """
 
     documents: int
@@ -65,31 +67,31 @@ class IndexPlan:
     each: tuple[PlannedDocument, ...] = ()
 
     def kv_bytes_of(self, document: PlannedDocument) -> int | None:
-        """Return the expected size of one document's KV; None where that of all is not known."""
+        """Return the expected size of one document's KV, or None if the size of all KV is unknown."""
         if self.kv_bytes is None:
             return None
         return round(self.kv_bytes * document.tokens / self.tokens) if self.tokens else 0
 
     @property
     def fits(self) -> bool:
-        """Return whether the store has room for all of it, as far as that is known."""
+        """Return whether the store has room for all KV, as far as size and room are known."""
         return self.kv_bytes is None or self.room_bytes is None or self.kv_bytes <= self.room_bytes
 
     @property
     def too_large(self) -> bool:
-        """Return whether an empty store would have none: it would drop what the run has computed, beside all that it has."""
+        """Return whether the KV exceeds even an empty store: the run would evict older KV, and then KV of its own."""
         return self.kv_bytes is not None and self.capacity_bytes is not None and self.kv_bytes > self.capacity_bytes
 
 
 class TooMuchKVError(StoreError):
-    """More KV is to be computed than the store can hold; that was not begun.
+    """Reports that a run has more KV to compute than the store can hold; raised before the KV is computed.
 
     Attributes:
-        what: How much, how much it can hold, and which documents take most.
+        what: Size of the KV, capacity of the store, and the documents with the most KV, in words.
     """
 
     def __init__(self, plan: IndexPlan):
-        """Say that, and what to do."""
+        """Make the message from the plan."""
         largest = sorted(plan.each, key=lambda document: -document.tokens)[:_NAMED]
         named = "; ".join(
             f"{in_one_line(each.path)} ({each.chunks:,} chunks, {size(plan.kv_bytes_of(each))})" for each in largest
@@ -106,9 +108,9 @@ class TooMuchKVError(StoreError):
 
 @dataclass
 class CutDocument:
-    """A document to index: its digest when it was cut, and its chunks; None where they were too many to keep.
+    """Holds a document to index: the digest when it was split, and its chunks, or None if there were too many.
 
-    ``tokens`` counts those of its chunks without KV that no document before it has.
+    ``tokens`` counts the tokens of its chunks without KV that no earlier document has.
     """
 
     path: str
@@ -120,13 +122,13 @@ class CutDocument:
 
 @dataclass
 class Planner:
-    """Cuts documents and adds up what of them must be computed.
+    """Splits documents and adds up the KV that must be computed.
 
     Attributes:
-        entries: Where KV is looked for, and its room; None for the engine's own store.
-        documents: Those that are to be indexed.
-        samples: The first chunks without stored KV: to compute some shows how large it is, and how long it takes.
-        token_bytes: Size of the KV of a chunk's token; 0 until :meth:`sized` knows it.
+        entries: Store in which KV is looked for, and whose room counts; None for the engine's own store.
+        documents: Documents to index.
+        samples: First chunks without stored KV, with which the KV's size and the time are measured.
+        token_bytes: KV bytes of one token of a chunk; 0 until :meth:`sized` measures them.
     """
 
     engine: BlendEngine
@@ -140,7 +142,7 @@ class Planner:
     _kept: int = 0
 
     def cut(self, document: Document) -> None:
-        """Take a document on."""
+        """Split a document and add it to the plan."""
         chunks, before = self._cut(document), self._tokens
         lasting = self._lasting()
         for chunk in chunks:
@@ -159,7 +161,7 @@ class Planner:
         return None if entries is None else entries.lasting()
 
     def chunks_of(self, cut: CutDocument) -> tuple[str, Sequence[Chunk]] | SkippedDocument:
-        """Return a document's digest and chunks, which this forgets; or why there are none any more."""
+        """Return a document's digest and chunks, and release the chunks; or return why the document is skipped now."""
         if cut.chunks is not None:
             chunks, cut.chunks = cut.chunks, None
             return cut.digest, chunks
@@ -172,14 +174,14 @@ class Planner:
         return split_document(document, self.engine.tokenizer, self.config.chunk_tokens, self.config.overlap)
 
     def plan(self) -> IndexPlan:
-        """Return what there is to do; the size of the KV is not known before some of it is stored: see :meth:`sized`."""
+        """Return the plan without the size of the KV, which :meth:`sized` adds once some KV is stored."""
         count = sum(document.count for document in self.documents)
         missing = None if self.engine.entries is None else len(self._missing)
         each = tuple(PlannedDocument(document.path, document.count, document.tokens) for document in self.documents)
         return IndexPlan(len(self.documents), count, missing, self._tokens, each=each)
 
     def sized(self, plan: IndexPlan, stored: Chunk) -> IndexPlan:
-        """Return the plan with the size expected from a chunk whose KV the engine has just stored."""
+        """Return the plan with the KV size expected from a chunk whose KV the engine has just stored."""
         entries, lasting = self.engine.entries, self._lasting()
         if entries is None or lasting is None or not stored.token_ids:
             return plan
@@ -189,7 +191,7 @@ class Planner:
         self.token_bytes = nbytes / len(stored.token_ids)
         stats = stats_of(lasting.store)
         tiers = [(tier.capacity, tier.nbytes) for tier in stats.tiers or (stats,)]
-        own = nbytes if self.entries is None else 0  # the chunk's own room counts as free
+        own = nbytes if self.entries is None else 0  # the room of the chunk itself counts as free
         limited = [(most, max(0, most - used + own)) for most, used in tiers if most is not None]
         expected = round(self.token_bytes * self._tokens)
         if len(limited) < len(tiers):
@@ -199,8 +201,8 @@ class Planner:
 
 
 def _stored_bytes(entries: Entries, chunk: Chunk, kept_as: EntryFormat) -> int:
-    """Return the size of a stored chunk's KV, of all ranks together, in the format it is to be kept in; 0 if none is stored."""
-    # One that is larger than a disk's whole budget is in RAM alone.
+    """Return the bytes of a chunk's stored KV in the format ``kept_as``, over all ranks; 0 if no KV is stored."""
+    # KV that is larger than a disk's whole budget is only in RAM.
     lasting, keys = entries.lasting().store, entries.written_keys(chunk.token_ids)
     if kept_as.codec.name in lasting.codecs:
         found = (lasting.entry(key) or entries.store.entry(key) for key in keys)

@@ -1,4 +1,4 @@
-"""Refuses what is no question, before anything is loaded for its answer."""
+"""Refuses invalid questions before anything is loaded to answer them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from cacheblend_rag.errors import InputError
 
 
 def check_question(question: str) -> None:
-    """Refuse an empty question, and one with halves of characters, which cannot be tokenised.
+    """Raise an error for an empty question, or a question with lone surrogates, which cannot be tokenised.
 
     Raises:
-        InputError: It is one.
+        InputError: The question is empty, or is not valid Unicode.
     """
     if not question.strip():
         raise InputError("The question is empty.")

@@ -1,4 +1,4 @@
-"""Holds what goes into a pipeline and comes out of it: turns of a conversation, sources, answers."""
+"""Holds the inputs and outputs of a pipeline: turns of a conversation, sources, answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Turn:
-    """A question of a conversation, its answer and the chunks that stood in its prompt, for the questions that follow it."""
+    """Holds a question of a conversation, its answer, and the chunks in its prompt, as history of the next question.
+
+    Example:
+        Ask a question that needs the question before::
+
+            first = rag.ask("Who founded the company?")
+            turn = Turn("Who founded the company?", first.answer, first.sources)
+            print(rag.ask("Where was she born?", history=[turn]).answer)
+    """
 
     question: str
     answer: str
@@ -23,7 +31,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Retrieved:
-    """Holds a question's chunks, best first, hits followed by their continuations; and the seconds it took."""
+    """Holds a question's chunks, best first, each hit before its continuations, and the seconds of the retrieval."""
 
     hits: tuple[Hit, ...]
     seconds: float
@@ -31,15 +39,15 @@ class Retrieved:
 
 @dataclass(frozen=True)
 class RagAnswer:
-    """An answer and where it comes from.
+    """Holds an answer and its sources.
 
     Attributes:
-        answer: The answer, without outer whitespace.
-        sources: Chunks in the prompt, the most relevant first, and behind them those that came along with others.
-        generation: What the engine reports.
+        answer: Text of the answer, without outer whitespace.
+        sources: Chunks in the prompt, the most relevant first, and then the chunks without a score.
+        generation: Report of the engine.
         retrieve_s: Seconds of retrieval.
-        notes: What the user should know, such as sources left out for want of room.
-        reasoning: What the model thought before it answered, where it says so (:mod:`cacheblend_rag.engines.thoughts`).
+        notes: Notes for the user, such as that sources were left out for lack of room.
+        reasoning: Thoughts that the model wrote before the answer, if any (:mod:`cacheblend_rag.engines.thoughts`).
     """
 
     answer: str
@@ -50,7 +58,7 @@ class RagAnswer:
     reasoning: str = ""
 
     def turn(self, question: str) -> Turn:
-        """Return question and answer as the ``history`` of the next question takes them."""
+        """Return the question and the answer in the form of the next question's ``history``."""
         return Turn(question, self.answer, self.sources)
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,9 +78,9 @@ class RagAnswer:
 
 @dataclass(frozen=True)
 class RagEvent:
-    """A piece of a streamed answer, or of what is thought before it.
+    """Holds a piece of a streamed answer, or of the thoughts before the answer.
 
-    The first carries the sources, the last the whole :class:`RagAnswer`.
+    The first event carries the sources, the last event the whole :class:`RagAnswer`.
     """
 
     text: str
@@ -82,7 +90,7 @@ class RagEvent:
 
 
 def unanswered(done: Generation, said: Parts) -> tuple[str, ...]:
-    """Return the note that there are thoughts and no answer, where it is so."""
+    """Return a note if the model wrote thoughts but no answer, else an empty tuple."""
     if said.answer.strip() or not said.reasoning:
         return ()
     tokens = done.usage.completion_tokens

@@ -1,1 +1,1 @@
-"""Finds the chunks nearest to a question: extracts text from files, cuts it, embeds chunks, keeps the index."""
+"""Finds the chunks nearest to a question: extracts text from files, splits the text, embeds and indexes the chunks."""

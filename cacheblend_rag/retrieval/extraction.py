@@ -1,4 +1,4 @@
-"""Turns the bytes of a file into its text."""
+"""Extracts the text from the bytes of a file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from bs4.element import Tag
 
 _log = logging.getLogger(__name__)
-# What pypdf has to say of a file comes without its name, before our own message; who has set a level wants to read it.
+# Silence pypdf, whose messages do not name the file and precede our own message, unless the user has set a level.
 if logging.getLogger("pypdf").level == logging.NOTSET:
     logging.getLogger("pypdf").setLevel(logging.CRITICAL + 1)
 
-_BOMS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
+_BOMS = (  # UTF-32 first, because its little-endian mark begins with the mark of UTF-16
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -38,19 +38,19 @@ _BLOCKS = frozenset(
     ).split()
 )
 _TIGHT = frozenset({"li", "tr", "dt", "dd"})
-"""Blocks that follow each other without an empty line."""
+"""Blocks that follow a block of the same name without an empty line."""
 _CELLS = frozenset({"td", "th"})
 _PREFIXES = {"li": "- ", **{f"h{level}": "#" * level + " " for level in range(1, 7)}}
-# What belongs to the site and not to the page: every page of it would hold the same.
+# Elements that belong to the site, and not to the page: every page of the site would hold the same text.
 _DROPPED = ("title", "noscript", "svg", "iframe", "nav", "footer", "script", "style", "template")
 _SPACES = re.compile(r"\s+")
 
 
 class UnusableFileError(Exception):
-    """A file that gives no text; the message says why, as the end of the sentence "NAME was skipped: ...".
+    """Reports a file without usable text; the message completes the sentence "NAME was skipped: ...".
 
     Attributes:
-        blank: The file was read, and there is nothing in it.
+        blank: Whether the file was read and holds no text.
     """
 
     def __init__(self, reason: str, blank: bool = False):
@@ -59,10 +59,10 @@ class UnusableFileError(Exception):
 
 
 def decode(data: bytes, declared: str | None = None) -> str:
-    """Decode text whose encoding nobody knows for sure, UTF-8 or the one that it has ``declared``; line ends become newlines.
+    """Decode text by its byte order mark, else as UTF-8, ``declared`` or Windows-1252; line ends become newlines.
 
     Raises:
-        UnusableFileError: It is binary, or in no encoding that can be told with confidence.
+        UnusableFileError: The data are binary, or the encoding cannot be determined with confidence.
     """
     marked = next((name for mark, name in _BOMS if data.startswith(mark)), None)
     for encoding in [marked] if marked else ["utf-8", *([declared] if declared else [])]:
@@ -72,7 +72,7 @@ def decode(data: bytes, declared: str | None = None) -> str:
             continue
     if marked:
         raise UnusableFileError(f"it begins like {marked} but is not valid; save it as UTF-8")
-    # Any bytes decode as a one-byte encoding, so only text that is mostly ASCII is believed to be in one.
+    # Nearly any bytes decode as Windows-1252, so only text that is mostly ASCII is accepted.
     text = _checked(data.decode("cp1252", "replace"))
     sample = text[:_SAMPLE]
     if "\ufffd" in text or len(_NOT_ASCII.findall(sample)) > 0.3 * len(sample):
@@ -88,13 +88,13 @@ def _checked(text: str) -> str:
 
 
 def html_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Return what a reader sees of a page, and its title.
+    """Return the visible text of an HTML page, and its title as metadata.
 
-    Headings become Markdown headings and list items Markdown items; an empty line stands between blocks. Scripts, styles,
+    Headings and list items become Markdown headings and list items; an empty line separates blocks. Scripts, styles,
     navigation and footers are dropped.
 
     Raises:
-        UnusableFileError: See :func:`decode`.
+        UnusableFileError: The page cannot be decoded; see :func:`decode`.
     """
     from bs4 import BeautifulSoup
     from bs4.dammit import EncodingDetector
@@ -112,7 +112,7 @@ def html_text(data: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def _pieces(soup: BeautifulSoup) -> Iterator[str]:
-    """Yield the visible text with line breaks at block edges, in time linear in the page whatever its nesting."""
+    """Yield the visible text with line breaks at block edges, in time linear in the page size, whatever the nesting."""
     from bs4.element import CData, NavigableString, Tag
 
     owners: dict[int, Tag] = {id(soup): soup}  # the nearest block around each element
@@ -130,7 +130,7 @@ def _pieces(soup: BeautifulSoup) -> Iterator[str]:
                 at_space = True
                 yield " | "
             continue
-        if type(node) not in (NavigableString, CData):  # comments, scripts and styles are subclasses
+        if type(node) not in (NavigableString, CData):  # skips subclasses: comments, scripts and styles
             continue
         text = str(node) if owner.name == "pre" else _SPACES.sub(" ", str(node))
         if owner is not block:
@@ -150,13 +150,13 @@ def _pieces(soup: BeautifulSoup) -> Iterator[str]:
 
 
 def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Return the text of all pages, an empty line between them, with the title and the number of pages.
+    """Return the text of all pages, separated by empty lines, and metadata with the title and the number of pages.
 
-    Where each page begins in the text is in ``page_starts``: offset and number. Pages that cannot be read are left out, with a
-    warning, and counted as ``unreadable_pages``.
+    The metadata's ``page_starts`` lists the offset in the text and the number of each page. Pages that cannot be read
+    are left out, logged as warnings, and listed in ``unreadable_pages``.
 
     Raises:
-        UnusableFileError: It is encrypted, broken, or has no text (a scan).
+        UnusableFileError: The PDF is encrypted, is broken, or has no text (a scan).
     """
     from pypdf import PdfReader
     from pypdf.errors import DependencyError, FileNotDecryptedError
@@ -170,7 +170,7 @@ def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
         raise UnusableFileError("it is encrypted; save a copy without a password") from error
     except (UnusableFileError, MemoryError):
         raise
-    except Exception as error:  # on broken files pypdf raises nearly anything
+    except Exception as error:  # pypdf raises nearly any exception on broken files
         raise UnusableFileError(f"it is not a readable PDF ({type(error).__name__}: {error})") from error
     pages: dict[int, str] = {}
     unreadable: list[int] = []
@@ -193,7 +193,7 @@ def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def join_pages(pages: Mapping[int, str]) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of pages by number, an empty line between them, and where each begins: offset and number."""
+    """Return the text of numbered pages, separated by empty lines, and offset and number of each page with text."""
     starts: list[tuple[int, int]] = []
     parts: list[str] = []
     offset = 0
@@ -206,7 +206,7 @@ def join_pages(pages: Mapping[int, str]) -> tuple[str, list[tuple[int, int]]]:
 
 
 def titled(document: Any, where: str) -> dict[str, Any]:
-    """Return a document's title as metadata, none where it has none or its reader fails on it: on broken files by anything."""
+    """Return the title that a document has at the attribute path ``where``, as metadata; empty if reading it fails."""
     try:
         title = attrgetter(where)(document)
     except Exception:

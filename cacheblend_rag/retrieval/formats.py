@@ -1,4 +1,4 @@
-"""Reads tables, JSON, Word and PowerPoint files as text; python-docx and python-pptx come with the extra `documents`."""
+"""Reads tables, JSON, Word and PowerPoint files as text; the extra `documents` has python-docx and python-pptx."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _HEADING = re.compile(r"Heading (\d)")
 
 
 def word_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Return a Word document's text and title, with headings, lists and tables in Markdown; headers and footers are left out.
+    """Return a Word document's title and text, with headings, lists and tables in Markdown but no headers or footers.
 
     Raises:
-        UnusableFileError: It cannot be read, or python-docx is not installed.
+        UnusableFileError: The document cannot be read, or python-docx is not installed.
     """
     document = _opened(data, "python-docx", "docx:Document", "Word document")
     return _paragraphs(_word_blocks(document)), titled(document, "core_properties.title")
 
 
 def _word_blocks(document: Any) -> Iterator[tuple[str, bool]]:
-    """Yield blocks of text, and whether each follows its like without an empty line."""
+    """Yield each block of text, and whether the block is a list item; no empty line stands between list items."""
     for block in document.iter_inner_content():
         if hasattr(block, "rows"):
             yield _table(block), False
@@ -48,10 +48,10 @@ def _table(table: Any) -> str:
 
 
 def slides_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Return a presentation's text, slide by slide, notes included, and its title; slides are its pages (``page_starts``).
+    """Return a presentation's text, slide by slide with notes, and its title; ``page_starts`` has the slides as pages.
 
     Raises:
-        UnusableFileError: It cannot be read, or python-pptx is not installed.
+        UnusableFileError: The presentation cannot be read, or python-pptx is not installed.
     """
     presentation = _opened(data, "python-pptx", "pptx:Presentation", "presentation")
     slides = {number: _slide(slide) for number, slide in enumerate(presentation.slides, 1)}
@@ -80,7 +80,7 @@ def _shapes(shapes: Iterable[Any]) -> Iterator[tuple[str, bool]]:
 
 
 def _paragraphs(blocks: Iterable[tuple[str, bool]]) -> str:
-    """Join blocks with empty lines, but not those that follow each other tightly."""
+    """Join blocks with empty lines, but blocks that follow each other tightly with line ends."""
     parts: list[str] = []
     tight_before = False
     for text, tight in blocks:
@@ -91,7 +91,7 @@ def _paragraphs(blocks: Iterable[tuple[str, bool]]) -> str:
 
 
 def _opened(data: bytes, package: str, name: str, kind: str) -> Any:
-    """Open a file by what a package has under a name."""
+    """Open a file with the reader that ``package`` has under ``name``."""
     try:
         reader = resolve_name(name)
     except ImportError as error:
@@ -106,7 +106,7 @@ def _opened(data: bytes, package: str, name: str, kind: str) -> Any:
         return reader(BytesIO(data))
     except (UnusableFileError, MemoryError):
         raise
-    except Exception as error:  # on broken files the readers raise nearly anything
+    except Exception as error:  # the readers raise nearly any exception on broken files
         if data.startswith(b"\xd0\xcf\x11\xe0"):
             raise UnusableFileError(
                 "it is encrypted, or in the format before 2007; save a copy without either"
@@ -120,12 +120,12 @@ _LONGEST_FIELD = 1 << 24
 
 
 def table_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Return a CSV or TSV file's rows, a line each, cells apart by `` | ``, under the line of its columns' names.
+    """Return the rows of a CSV or TSV file, one row a line with `` | `` between cells, the column names first.
 
-    The metadata has the line of column names, too, as ``head``; ``head`` is empty where the first row does not name the columns.
+    The metadata's ``head`` is the line of column names, or empty if the first row does not name the columns.
 
     Raises:
-        UnusableFileError: See :func:`decode`; or it is no table.
+        UnusableFileError: The file cannot be decoded (see :func:`decode`), or is not a table.
     """
     text = decode(data)
     try:
@@ -140,15 +140,15 @@ def table_text(data: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def _delimiter(text: str) -> str:
-    # What the sniffer takes for quotes is not believed: it may be an apostrophe that a cell begins with.
+    # Only the sniffer's delimiter is used: the sniffer may take an apostrophe that begins a cell for a quote.
     try:
         return csv.Sniffer().sniff(text[:_SAMPLE], _DELIMITERS).delimiter
-    except csv.Error:  # one column, for one
+    except csv.Error:  # for example a table with one column
         return max(_DELIMITERS, key=text.partition("\n")[0].count)
 
 
 def _is_head(row: Sequence[str]) -> bool:
-    """Say whether a table's first row names its columns: words, each once."""
+    """Return whether a table's first row names the columns: every cell has a text of its own that is not a number."""
     return all(row) and len(set(row)) == len(row) and not any(_is_number(cell) for cell in row)
 
 
@@ -161,17 +161,17 @@ def _is_number(cell: str) -> bool:
 
 
 def json_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Return a JSON document, or one a line (JSON lines), with a line for each value, so that chunks end between values.
+    """Return a JSON or JSON Lines document with a line for each value, so that chunks end between values.
 
     Raises:
-        UnusableFileError: See :func:`decode`; or it is not JSON.
+        UnusableFileError: The file cannot be decoded (see :func:`decode`), or is not JSON.
     """
     text = decode(data).removeprefix("\ufeff")
     try:
         return _indented(json.loads(text)), {}
     except (ValueError, RecursionError) as whole:
         try:
-            # Not splitlines(), which also ends lines at characters that may stand within a string.
+            # splitlines() would also split at characters that may stand within a string.
             return "\n\n".join(_indented(json.loads(line)) for line in text.split("\n") if line.strip()), {}
         except (ValueError, RecursionError):
             raise UnusableFileError(f"it is not valid JSON ({whole})") from whole

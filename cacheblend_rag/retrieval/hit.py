@@ -1,4 +1,4 @@
-"""Holds what a search returns; reading it back from another process imports no torch."""
+"""Defines a search result. Another process can read a search result back without importing torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from cacheblend_rag.prompts.chunk import Chunk
 
 @dataclass(frozen=True)
 class Hit:
-    """A chunk found, in one of the places it stands: what a search returns, and what an answer names as its source.
+    """Holds a chunk found by a search, and one place where the chunk stands; an answer names hits as its sources.
 
     Attributes:
         chunk: The chunk, with the metadata of this place.
-        score: Cosine similarity to the question, or to it and the turn before; None for a chunk that came along: a neighbour, or
-            a chunk of the turn before.
-        path: The document.
+        score: Cosine similarity to the question, or to the question with the previous turn; None for a chunk that was
+            added: a neighbour of a hit, or a chunk of the previous turn.
+        path: Path of the document.
         ordinal: Position of the chunk in that document, from 0.
     """
 
@@ -36,17 +36,17 @@ class Hit:
 
     @property
     def relevance(self) -> str:
-        """Return the score in words, or that the chunk came along."""
+        """Return the score in words, or ``came along`` for a chunk without a score."""
         return "came along" if self.score is None else f"score {self.score:.2f}"
 
     @property
     def page(self) -> int | None:
-        """Return the page of the document that it begins on, from 1; None where there are none, or none were noted."""
+        """Return the page on which the chunk begins, from 1, or None if no page is known."""
         return self.chunk.metadata.get("page")
 
     @property
     def pages(self) -> str:
-        """Return the pages in words, as ``page 3`` or ``pages 3-4``; empty where the document has none."""
+        """Return the pages in words, such as ``page 3`` or ``pages 3-4``, or an empty string if no page is known."""
         if self.page is None:
             return ""
         word, last = "slide" if self.path.lower().endswith(".pptx") else "page", self.chunk.metadata.get("last_page")
@@ -54,5 +54,5 @@ class Hit:
 
     @property
     def place(self) -> str:
-        """Return where in the document it stands, in words: its pages, else the number of the chunk."""
+        """Return the chunk's place in the document in words: the pages, or else the number of the chunk."""
         return self.pages or f"chunk {self.ordinal}"

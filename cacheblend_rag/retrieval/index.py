@@ -1,4 +1,4 @@
-"""Keeps documents, their chunks and embeddings in one file beside the KV store, and searches them by meaning."""
+"""Stores documents, chunks and embeddings in one file beside the KV store, and searches the chunks by meaning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAST = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class IndexStats:
-    """Contents of an index. ``tokens`` counts every distinct chunk once; ``nbytes`` is the size of the file."""
+    """Counts an index's contents. ``tokens`` counts every distinct chunk once; ``nbytes`` is the size of the file."""
 
     documents: int
     chunks: int
@@ -37,13 +37,20 @@ class IndexStats:
 
 
 class ChunkIndex(IndexDatabase, ChunkSource):
-    """Keeps what was indexed in one directory: documents, chunks, vectors, but no KV.
+    """Stores the documents, chunks and vectors that were indexed in one directory, but no KV.
 
-    Thread-safe; any number of processes may use it at once. The embedding model and FAISS are loaded by the first call that
-    needs them. The search follows what other processes change.
+    Thread-safe; any number of processes may use the index at the same time. The first call that needs the embedding
+    model or FAISS loads it. Searches see the changes of other processes.
 
     Attributes:
-        directory: Where the index is; the KV store's directory.
+        directory: Directory of the index and of the KV store.
+
+    Example:
+        Search an index without an engine::
+
+            with ChunkIndex("~/.cache/acme") as index:
+                for hit in index.search("Who approves travel above 500 euros?", k=3):
+                    print(f"{hit.score:.2f} {hit.path}: {hit.text}")
     """
 
     def __init__(
@@ -53,17 +60,18 @@ class ChunkIndex(IndexDatabase, ChunkSource):
         query_encoder: str | Path | None = None,
         check: bool = True,
     ):
-        """Open the index in ``directory``; with a config, create it where there is none.
+        """Open the index in ``directory``; with a config, create a missing index.
 
         Args:
-            directory: Where it is.
-            config: What it must have been made with, or is made with.
-            query_encoder: Directory of a model that embeds questions in place of the index's own; see :meth:`Embedder.asked_by`.
-            check: False for an index that may have been made with another config; the caller looks.
+            directory: Directory of the index.
+            config: Settings that an existing index must have, and with which a missing index is made.
+            query_encoder: Directory of a model that embeds questions in place of the index's own; see
+                :meth:`Embedder.asked_by`.
+            check: False for an index that may have been made with another config; the caller checks the settings.
 
         Raises:
             StoreMismatchError: The index was made with another model or other settings.
-            StoreError: There is none (and no config), it is damaged, or the directory cannot be used.
+            StoreError: There is no index (and no config), the index is damaged, or the directory cannot be used.
         """
         self.directory = from_home(directory)
         super().__init__(self.directory, config, check)
@@ -75,19 +83,19 @@ class ChunkIndex(IndexDatabase, ChunkSource):
     def add(
         self, document_path: str, digest: str, chunks: Iterable[Chunk], progress: Callable[[int], None] | None = None
     ) -> list[Chunk]:
-        """Index a document in one transaction, in place of what was indexed under that path.
+        """Index a document in one transaction, in place of the document that was indexed under its path.
 
         Args:
-            document_path: Identity of the document.
+            document_path: Path that identifies the document.
             digest: Content hash, for :meth:`digest_of`.
-            chunks: Its chunks in order.
-            progress: Called with the number of chunks embedded since its last call.
+            chunks: Chunks of the document in order.
+            progress: Called with the number of chunks embedded since the last call.
 
         Returns:
             The chunks that no document holds any more, without metadata.
 
         Raises:
-            StoreError: It cannot be written; the index is as it was.
+            StoreError: The index cannot be written, and is unchanged.
             ModelError: The embedding model cannot be loaded.
         """
         ordered = list(chunks)
@@ -106,7 +114,7 @@ class ChunkIndex(IndexDatabase, ChunkSource):
                     return self.replace_document(document_path, digest, ordered, known)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Iterate over every distinct chunk, in the order they came; each has the metadata of its first place."""
+        """Iterate over every distinct chunk in order of insertion; each chunk has the metadata of its first place."""
         last = 0
         while page := self.chunks_after(last, _PAGE):
             yield from (chunk for _, chunk in page)
@@ -116,7 +124,7 @@ class ChunkIndex(IndexDatabase, ChunkSource):
         """Return a chunk by id.
 
         Raises:
-            UnknownChunkError: There is none with that id.
+            UnknownChunkError: The index has no chunk with that id.
         """
         chunk = self.named(chunk_id)
         if chunk is None:
@@ -133,13 +141,13 @@ class ChunkIndex(IndexDatabase, ChunkSource):
         return self.find_chunks("c.name > ? ORDER BY c.name LIMIT ?", chunk_id, most)
 
     def chunks_of(self, path: str) -> list[Chunk]:
-        """Return a document's chunks in order; none where it is not in the index."""
+        """Return a document's chunks in order, or an empty list if the document is not in the index."""
         return [chunk for _, chunk in self.chunks_between(path, 0, _LAST)]
 
     def search(self, question: str, k: int) -> list[Hit]:
         """Return the ``k`` chunks nearest to the question, best first.
 
-        A chunk in several documents is one hit, in the first of its places by path.
+        A chunk that stands in several documents is one hit, at the chunk's first place by path.
 
         Raises:
             InputError: ``k`` is not positive.
@@ -165,34 +173,34 @@ class ChunkIndex(IndexDatabase, ChunkSource):
         return Hit(chunk, score, path, ordinal)
 
     def neighbours(self, hit: Hit, before: int = 0, after: int = 1) -> list[Hit]:
-        """Return the chunks that stand before and after a hit in its document, in document order, without the hit."""
+        """Return the chunks before and after a hit in the hit's document, in document order, without the hit."""
         around = self.chunks_between(hit.path, hit.ordinal - before, hit.ordinal + after)
         return [Hit(chunk, None, hit.path, ordinal) for ordinal, chunk in around if ordinal != hit.ordinal]
 
     def nearest(self, vector: Vectors, k: int) -> list[tuple[str, float]]:
-        """Return ids and cosine similarities of the ``k`` chunks nearest to a question's unit vector ``[dim]``, best first."""
+        """Return id and cosine similarity of the ``k`` chunks nearest to a unit vector ``[dim]``, best first."""
         with self.transaction(write=False):
             found = self._search.search(vector, k)
             return [(self.first_place(row)[2].id, score) for row, score in found]
 
     def load_embedder(self) -> Embedder:
-        """Load the embedding model now, which the first call that needs it would do, and return it.
+        """Load and return the embedding model, which otherwise loads with the first call that needs the model.
 
         Raises:
-            ModelError: It cannot be loaded.
+            ModelError: The embedding model cannot be loaded.
         """
         return self._load(self._embedding())
 
     def rebuild(self, embedding: str | None = None, progress: Callable[[int], None] | None = None) -> None:
-        """Embed every chunk again, with another embedding model if one is named. Searches see all old or all new.
+        """Embed every chunk again, optionally with another embedding model. Searches see all old or all new vectors.
 
         Args:
-            embedding: The model to change to.
-            progress: Called with the number of chunks embedded since its last call.
+            embedding: Embedding model to change to; None keeps the present model.
+            progress: Called with the number of chunks embedded since the last call.
 
         Raises:
-            ModelError: The embedding model cannot be loaded; the index is as it was.
-            StoreError: The index cannot be written; it is as it was.
+            ModelError: The embedding model cannot be loaded; the index is unchanged.
+            StoreError: The index cannot be written, and is unchanged.
         """
         name = embedding or self._embedding()
         self._load(name)
@@ -201,13 +209,13 @@ class ChunkIndex(IndexDatabase, ChunkSource):
             self._embed(name, (chunk for chunk in self.chunks() if chunk.id not in known), known, progress)
             with self.transaction():
                 rows = self.chunk_rows()
-                if rows.keys() <= known.keys():  # else another process has added some meanwhile
+                if rows.keys() <= known.keys():  # else another process has added chunks meanwhile
                     self.vectors.replace((row, known[chunk_id]) for chunk_id, row in rows.items())
                     self.put_config(replace(self.config, embedding=name))
                     return
 
     def note_writer(self, writer: WrittenBy) -> None:
-        """Note that a KV writer has written the KV of all chunks, in place of what was noted before.
+        """Record the KV writer that has written the KV of all chunks, in place of the writer recorded before.
 
         Raises:
             StoreError: The index cannot be written.
@@ -216,7 +224,7 @@ class ChunkIndex(IndexDatabase, ChunkSource):
             self.put_config(self.config.written_by(writer))
 
     def stats(self) -> IndexStats:
-        """Count what is in the index."""
+        """Count the contents of the index."""
         with self.transaction(write=False):
             return IndexStats(*self.counts(), nbytes=self.path.stat().st_size, embedding=self._embedding())
 
@@ -237,7 +245,7 @@ class ChunkIndex(IndexDatabase, ChunkSource):
         known: dict[str, Vectors],
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        for page in _pages(chunks):  # small ones: a large document is minutes of work
+        for page in _pages(chunks):  # small pages, because embedding a large document takes minutes
             known.update(zip((c.id for c in page), self._load(name).texts([c.text for c in page]), strict=True))
             if progress is not None:
                 progress(len(page))

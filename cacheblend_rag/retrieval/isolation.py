@@ -1,4 +1,4 @@
-"""Parses files in a process of its own (:mod:`~cacheblend_rag.retrieval.parsing`), so that none can do more than be skipped."""
+"""Parses files in a separate process (:mod:`~cacheblend_rag.retrieval.parsing`), where a bad file does no harm."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ _log = logging.getLogger(__name__)
 
 _MIB: Final = 1 << 20
 _KEPT: Final = ("LD_LIBRARY_PATH", "PYTHONHOME")
-"""Of the environment, what a Python may need to start. Nothing else is handed on: keys and passwords are there."""
+"""Environment variables passed to the parser process, because Python may need them to start. No other variable is
+passed: keys and passwords may be among them."""
 _ADVICE: Final = "convert it to text"
 
 
 @dataclass(frozen=True)
 class ParserLimits:
-    """Limits what parsing one file may take. Sizes in bytes, times in seconds.
+    """Limits the resources for parsing one file. Sizes are in bytes, times in seconds.
 
     Attributes:
-        cpu_s: Time of computing, and
-        cpu_s_per_mib: so much more for each MiB of the file.
-        wall_factor: How much longer than that it may take altogether, on a busy machine.
-        memory: Address space, and
-        memory_per_byte: so much more for each byte of the file.
-        answer: Text and metadata as JSON.
+        cpu_s: CPU time for any file.
+        cpu_s_per_mib: Additional CPU time for each MiB of the file.
+        wall_factor: Limit of the wall-clock time as a multiple of the CPU time, since the machine may be busy.
+        memory: Address space for any file.
+        memory_per_byte: Additional address space for each byte of the file.
+        answer: Size of the text and metadata as JSON.
     """
 
     cpu_s: float = 60.0
@@ -47,32 +48,32 @@ class ParserLimits:
     answer: int = 1 << 30
 
     def task(self, suffix: str, nbytes: int) -> Task:
-        """Return what a file of that type and size may take."""
+        """Return the task of parsing a file of a given type and size, with its limits."""
         cpu_s = max(1, round(self.cpu_s + self.cpu_s_per_mib * nbytes / _MIB))
         return Task(suffix, nbytes, cpu_s, self.memory + self.memory_per_byte * nbytes)
 
 
 class Parser:
-    """A process that parses one file after another; one that dies of a file is replaced for the next. Thread-safe."""
+    """Parses one file after another in a process; a process that dies is replaced for the next file. Thread-safe."""
 
     def __init__(self, limits: ParserLimits | None = None):
-        """Start it when the first file comes."""
+        """Set the limits; the process starts with the first file."""
         self._limits = limits or ParserLimits()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
 
     def parse(self, suffix: str, data: bytes) -> tuple[str, dict[str, Any]]:
-        """Return the text of a file and what is known of it (:data:`~cacheblend_rag.retrieval.parsing.PARSERS`).
+        """Return the text and the metadata of a file (:data:`~cacheblend_rag.retrieval.parsing.PARSERS`).
 
         Raises:
-            UnusableFileError: It gives no text, or takes more than it may.
+            UnusableFileError: The file has no usable text, or parsing exceeds a limit.
         """
         task = self._limits.task(suffix, len(data))
         with self._lock:
             try:
                 answer = self._asked(task, data)
-            except BaseException:  # Ctrl-C too: an answer that nobody took must not be the next one's
+            except BaseException:  # also on Ctrl-C: the next call must not read the answer of this call
                 self._stop()
                 raise
         for warning in answer["warnings"]:
@@ -85,7 +86,7 @@ class Parser:
         return text, metadata
 
     def close(self) -> None:
-        """End the process; another file would start a new one."""
+        """End the process; a later :meth:`parse` starts a new process."""
         with self._lock:
             self._stop()
 
@@ -102,7 +103,7 @@ class Parser:
         timer.daemon = True
         timer.start()
         try:
-            with suppress(BrokenPipeError):  # it ended: what it leaves behind says why
+            with suppress(BrokenPipeError):  # the process has ended; its exit code gives the reason
                 to_it.write(json.dumps(task._asdict()).encode() + b"\n")
                 to_it.write(data)
                 to_it.flush()
@@ -128,7 +129,7 @@ class Parser:
         process.kill()
         process.wait()
         for pipe in _pipes(process):
-            with suppress(BrokenPipeError):  # it had not read all
+            with suppress(BrokenPipeError):  # the process had not read all data
                 pipe.close()
 
 
@@ -136,7 +137,7 @@ def _started() -> subprocess.Popen[bytes]:
     path = os.pathsep.join(str(Path(each).absolute()) for each in sys.path if each)
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     environment |= {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8"}
-    # -P: what lies in the current directory is no module. A session of its own: Ctrl-C is for the process that asks.
+    # -P keeps Python from importing modules in the current directory; the new session keeps Ctrl-C from the parser.
     command = [sys.executable, "-P", "-m", "cacheblend_rag.retrieval.parsing"]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd="/", start_new_session=True
@@ -158,5 +159,5 @@ def _why(code: int, late: bool, task: Task) -> str:
 
 
 PARSER: Final = Parser()
-"""The one that this process uses."""
+"""Parser that this process uses."""
 atexit.register(PARSER.close)

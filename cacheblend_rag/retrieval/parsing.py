@@ -1,8 +1,8 @@
-"""Parses files which nobody vouches for, in a process that has limits, no secrets, and can be killed.
+"""Parses untrusted files in a process that has limits, has no secrets, and can be killed.
 
-:mod:`~cacheblend_rag.retrieval.isolation` starts it. On its standard input come, again and again, a line of JSON
-(:class:`Task`) and the bytes of a file; on its standard output goes a line of JSON for each: the text and what is known of it,
-or why there is none.
+:mod:`~cacheblend_rag.retrieval.isolation` starts the process. The process reads a line of JSON (:class:`Task`) and the
+bytes of a file from its standard input, again and again. For each file, the process writes a line of JSON to its
+standard output: the text and metadata, or the reason why the file has no text.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ PARSERS: Final[dict[str, Callable[[bytes], tuple[str, dict[str, Any]]]]] = {
     ".docx": word_text,
     ".pptx": slides_text,
 }
-"""How files are parsed that are more than text, by suffix."""
+"""Functions that parse files other than plain text, by suffix."""
 
 OUT_OF_MEMORY: Final = 3
-"""Exit code of a process that had no memory left for a file."""
+"""Exit code of a process that ran out of memory."""
 _MOST_WARNINGS, _LONGEST_WARNING = 20, 500
 
 
 class Task(NamedTuple):
-    """Limits what a file of a type among :data:`PARSERS` may take: seconds of computing, and bytes of address space."""
+    """Describes a file to parse: suffix in :data:`PARSERS`, size, and limits of CPU seconds and address space."""
 
     suffix: str
     nbytes: int
@@ -44,7 +44,7 @@ class Task(NamedTuple):
 
 
 class _Warnings(logging.Handler):
-    """Keeps what is logged, for the process that asked."""
+    """Collects logged warnings for the parent process."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -56,10 +56,10 @@ class _Warnings(logging.Handler):
 
 
 def main() -> None:
-    """Parse files until there are no more."""
+    """Parse files until standard input ends."""
     tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not stand among the answers
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # nothing here has a file to write
+    os.dup2(2, 1)  # output that a library prints must not mix with the answers
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # parsers write no files
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings = _Warnings()
     logging.basicConfig(handlers=[warnings])
@@ -70,7 +70,7 @@ def main() -> None:
             answer = _parsed(task, tasks.read(task.nbytes))
             encoded = json.dumps({**answer, "warnings": warnings.kept}).encode()
         except MemoryError:
-            os._exit(OUT_OF_MEMORY)  # what is left of the memory is not to be relied on
+            os._exit(OUT_OF_MEMORY)  # without free memory the process is unreliable
         answers.write(encoded + b"\n")
         answers.flush()
         warnings.kept = []
@@ -81,7 +81,7 @@ def _limit(task: Task) -> None:
     used = int(usage.ru_utime + usage.ru_stime) + 1
     for kind, most in ((resource.RLIMIT_CPU, used + task.cpu_s), (resource.RLIMIT_AS, task.memory)):
         hard = resource.getrlimit(kind)[1]
-        with suppress(ValueError, OSError):  # macOS knows no limit of the address space
+        with suppress(ValueError, OSError):  # macOS has no limit of the address space
             resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 

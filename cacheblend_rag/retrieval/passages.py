@@ -1,4 +1,4 @@
-"""Finds the sentence of a text that is nearest to a question, and the text that says what a sentence of an answer says."""
+"""Finds the sentence nearest to a question, and the source sentences that support the sentences of an answer."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # numpy comes with it, and `cacheblend ask` compares words alone
+if TYPE_CHECKING:  # importing Embedder imports numpy, which `cacheblend ask` does not need
     from cacheblend_rag.retrieval.embedding import Embedder
 
-# Where a sentence, a paragraph, or an item of a list or table ends: a full stop within a number, a name or a path ends none, and
-# neither does the end of a line within a paragraph.
+# Matches the end of a sentence, of a paragraph, or of an item of a list or table. A full stop within a number, a name
+# or a path does not match, and neither does a line end within a paragraph.
 _END = re.compile(r"(?<=[.!?])(?<!\n\d\.)(?<!\n\d\d\.)\s+|\n\s*\n\s*|\n\s*(?=[-*+#|>]|\d+[.)])")
 _WORD = re.compile(r"\w{3,}|\d+")
 _TELLING = 4
-"""Shortest word, in characters, that tells what a sentence says: most of the shorter ones, as "the", are in every text."""
+"""Minimum length, in characters, of a word that is compared: most shorter words, such as "the", occur in every text."""
 
 _OF_WORDS = 0.5
-"""Weight of a sentence that has all of a question's words, beside a cosine of 1."""
+"""Score added for a sentence that contains all words of the question, on the scale of the cosine similarity."""
 _LONG = 8
-"""A line of fewer words that ends without a stop is taken for a heading."""
+"""A line with fewer words that ends in a letter or a digit counts as a heading."""
 
 
 def sentences(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where each sentence, heading or item of a text begins and ends, without white space around it.
+    """Yield the start and end offset of each sentence, heading or list item of a text, without surrounding white space.
 
     Example:
         >>> text = "Rye bread. Its price is 2.50."
@@ -44,15 +44,15 @@ def words(text: str) -> set[str]:
 
 
 def nearest_sentence(text: str, question: str, embedder: Embedder) -> tuple[int, int] | None:
-    """Return where the sentence nearest to a question begins and ends; None in a text without any.
+    """Return the start and end offset of the sentence nearest to a question, or None if the text has no sentence.
 
-    Near is what is alike in meaning and has words of the question, such as the name that it asks about. A heading has both and
-    answers nothing, so that none is chosen where there are sentences.
+    A sentence scores by its similarity in meaning and by the words of the question that it contains, such as a name.
+    Headings score high but answer nothing, so headings are skipped if the text has other sentences.
 
     Args:
-        text: A chunk's text; each of its sentences is embedded.
+        text: Text of a chunk; each sentence is embedded.
         question: The question.
-        embedder: The index's own (:meth:`~cacheblend_rag.retrieval.index.ChunkIndex.load_embedder`).
+        embedder: Embedder of the index (:meth:`~cacheblend_rag.retrieval.index.ChunkIndex.load_embedder`).
     """
     every = list(sentences(text))
     found = [span for span in every if not _is_heading(text[slice(*span)])] or every
@@ -72,7 +72,7 @@ def _is_heading(line: str) -> bool:
 
 @dataclass(frozen=True)
 class Saying:
-    """Says which text, by its number from 0, says what a sentence of an answer says, and where in the text: from ``start`` on."""
+    """Locates a source sentence that supports an answer: number of the text (from 0), start and end offset."""
 
     text: int
     start: int
@@ -80,15 +80,16 @@ class Saying:
 
 
 def said_by(sentence: str, question: str, texts: Sequence[str]) -> Saying | None:
-    """Return where the sentence of an answer is said; None where no text says it.
+    """Return the source sentence that supports a sentence of an answer, or None if no source sentence does.
 
-    Words are compared, not meanings: a text says it if one of its sentences holds more than half of the telling words that the
-    answer's sentence has and the question has not. Of several, the one with most words of the question is taken.
+    Words are compared, not meanings: a source sentence supports the answer's sentence if it contains more than half of
+    the significant words that the answer's sentence has and the question has not. The source sentence that shares most
+    of these words wins, and on a tie the source sentence with most words of the question.
 
     Args:
-        sentence: The answer's sentence.
-        question: What was asked; an answer repeats words of it, and so do texts that do not answer it.
-        texts: The sources, the most relevant first, which goes first where several say it as much.
+        sentence: Sentence of the answer.
+        question: The question; answers repeat its words, and so do texts that do not answer the question.
+        texts: Sources, most relevant first; on a further tie the first source wins.
     """
     asked = _telling(question)
     told = _telling(sentence) - asked
@@ -103,13 +104,13 @@ def said_by(sentence: str, question: str, texts: Sequence[str]) -> Saying | None
 
 
 def with_marks(answer: str, question: str, texts: Sequence[str]) -> tuple[str, tuple[Saying, ...]]:
-    """Return an answer with ``[1]`` behind each sentence that the first of ``texts`` says, and so on; and where they say it.
+    """Return an answer with a source number such as ``[1]`` after each supported sentence, and the source sentences.
 
     Example:
         >>> with_marks("She is from Seldale. I guess.", "Who is Ada?", ["Ada's home was Seldale."])
         ('She is from Seldale. [1] I guess.', (Saying(text=0, start=0, end=23),))
     """
-    if "```" in answer:  # in code a mark would be code
+    if "```" in answer:  # a mark would change the code
         return answer, ()
     parts, found, at = [], [], 0
     for start, end in sentences(answer):

@@ -1,4 +1,4 @@
-"""Keeps the chunks registered with a server over HTTP in SQLite, for any number of models and namespaces."""
+"""Stores the chunks registered with a server over HTTP in SQLite, for any number of models and namespaces."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ CREATE TABLE chunks (
     UNIQUE (model, namespace, name)
 )
 """
-# Else all texts would have to be read for them.
+# Without the index, reading the signatures would read all texts.
 _SIGNATURES = "CREATE INDEX signatures ON chunks (model, namespace, id, signature)"
 _EXPIRY = "CREATE INDEX expiry ON chunks (model, namespace, expires) WHERE expires IS NOT NULL"
 _SIZES = "CREATE INDEX sizes ON chunks (model, namespace, kv_bytes)"
-# Clients of one namespace share its chunks: one that lets go of a text must not take it from the others.
+# Clients of one namespace share chunks: a client that releases a chunk must not remove the chunk for the others.
 _HOLDERS = """
 CREATE TABLE holders (
     model TEXT NOT NULL, namespace TEXT NOT NULL, name TEXT NOT NULL, holder TEXT NOT NULL,
     PRIMARY KEY (model, namespace, name, holder)
 ) WITHOUT ROWID
 """
-_MOST_HOLDERS = 64  # of a chunk: they count in no quota
+_MOST_HOLDERS = 64  # of one chunk: holders count in no quota
 _COLUMNS = "name, model, text, token_ids, metadata"
-# CROSS: the names first, or SQLite may go through all chunks.
+# CROSS JOIN reads the names first; otherwise SQLite may scan all chunks.
 _NAMED = "FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value WHERE c.model = ? AND c.namespace = ?"
 _OWN = "signature, namespace, kv_bytes, expires"
 
@@ -51,25 +51,25 @@ _OWN = "signature, namespace, kv_bytes, expires"
 def _checksum(
     name: str, model: str, text: str, token_ids: bytes, metadata: str, signature: bytes, *own: str | float | None
 ) -> bytes:
-    """Return what changes with any byte of a row: it finds damage, and does not keep out who may write the file."""
+    """Return a checksum of all bytes of a row; it finds damage, but does not keep out anyone who may write the file."""
     texts = json.dumps([name, model, text, metadata, len(token_ids), *own]).encode()
     return xxhash.xxh3_128_digest(texts + token_ids + signature)
 
 
 class ConflictError(InputError):
-    """A chunk that cannot be changed that way."""
+    """Reports that a chunk cannot be changed in the requested way."""
 
     @classmethod
     def of_id(cls, name: str) -> ConflictError:
-        """Return the error for an id that is another text's."""
+        """Return the error for an id that belongs to another text."""
         return cls(f"The id {name!r} belongs to another text. Delete that chunk first, or use another id.")
 
 
 class RegisteredChunks(SQLiteFile, ChunkSource):
-    """One model's and namespace's registered chunks in a store directory; unlike the index, without documents and vectors.
+    """Stores the registered chunks of one model and namespace in a store directory, without documents and vectors.
 
-    Thread-safe; several servers may share the file. It has a rollback journal, which works on a network file system with
-    locks, as WAL does not.
+    Thread-safe; several servers may share the file. The file has a rollback journal, which works on a network file
+    system with locks; WAL does not.
     """
 
     name = "the file of registered chunks"
@@ -77,16 +77,16 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
     start_over = "To start over, delete it and register the chunks again; their stored KV is kept."
     format = 6
     schema = f"{_TABLE};\n{_SIGNATURES};\n{_EXPIRY};\n{_SIZES};\n{_HOLDERS}"
-    busy_timeout_s = 30.0  # a client waits for it
+    busy_timeout_s = 30.0  # a client waits for the lock
 
     def __init__(self, directory: Path | None, model: str, namespace: str = DEFAULT_NAME):
-        """Open the file in the store ``directory``, made if missing; None keeps the chunks in memory until :meth:`close`.
+        """Open the file in the store ``directory``, made if missing; None holds chunks in memory until :meth:`close`.
 
-        Those of other models (by digest) and of other namespaces (by name) stay as they are.
+        Chunks of other models (by digest) and of other namespaces (by name) stay as they are.
 
         Raises:
-            StoreError: It cannot be used.
-            StoreMismatchError: It has another format.
+            StoreError: The file cannot be used.
+            StoreMismatchError: The file has another format.
         """
         super().__init__((directory or Path()) / REGISTERED_FILE)
         self._of = model, namespace
@@ -137,16 +137,16 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
         return row_chunk(name, text, token_ids, metadata)
 
     def kv_bytes(self, but: Sequence[str] = ()) -> int:
-        """Return how large the KV of all chunks was when they were registered, ``but`` of those with these ids."""
+        """Return the total KV size of all chunks, as registered, without the chunks whose ids are in ``but``."""
         every = "SELECT coalesce(sum(kv_bytes), 0) FROM chunks INDEXED BY sizes WHERE model = ? AND namespace = ?"
         query = f"SELECT ({every}) - (SELECT coalesce(sum(c.kv_bytes), 0) {_NAMED})"
         return int(self.rows(query, *self._of, json.dumps(list(but)), *self._of)[0][0])
 
     def expire(self, now: float) -> list[Chunk]:
-        """Remove the chunks whose time is over at ``now``, in seconds since the epoch, and return them.
+        """Remove and return the chunks that have expired at ``now``, in seconds since the epoch.
 
         Raises:
-            StoreError: The file cannot be written; none is removed.
+            StoreError: The file cannot be written; no chunk is removed.
         """
         if not self._read("expires <= ? LIMIT 1", now):
             return []
@@ -163,19 +163,20 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
         holder: str = "",
         check_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """Keep chunks, each in place of one with its id and text.
+        """Store chunks; each chunk replaces a stored chunk with the same id and text.
 
         Args:
-            chunks: What to keep.
-            kv_bytes: The size of their KV, by their ids; 0 where nothing is said.
-            expires: When their time will be over, in seconds since the epoch; None: never.
-            holder: Who holds them from now on, too.
-            check_room: Raises what is to be raised where there is no room for them, while nobody else can register any.
+            chunks: Chunks to store.
+            kv_bytes: Size of the chunks' KV by chunk id; 0 for ids that are missing.
+            expires: Expiry time of the chunks in seconds since the epoch; None for never.
+            holder: Additional holder of the chunks.
+            check_room: Raises an error if there is no room for the chunks; called while nobody else can register
+                chunks.
 
         Raises:
-            ConflictError: An id is another text's; none is kept.
-            InputError: One has too many holders; none is kept.
-            StoreError: They cannot be written; none is kept.
+            ConflictError: An id belongs to another text; no chunk is stored.
+            InputError: A chunk has too many holders; no chunk is stored.
+            StoreError: The chunks cannot be written; no chunk is stored.
         """
         query = f"INSERT OR REPLACE INTO chunks ({_COLUMNS}, {_OWN}, checksum) VALUES ({', '.join('?' * 10)})"
         model, namespace = self._of
@@ -203,10 +204,10 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
                 )
 
     def release(self, chunk_ids: Sequence[str], holder: str) -> list[str]:
-        """Note that ``holder`` lets go of chunks; return the ids of those that nobody holds any more, or ever did.
+        """Note that ``holder`` no longer holds chunks; return the ids of the given chunks that have no holder.
 
         Raises:
-            StoreError: The file cannot be written; none is let go of.
+            StoreError: The file cannot be written; no chunk is released.
         """
         which = "model = ? AND namespace = ? AND name = ?"
         with self.transaction():
@@ -219,7 +220,7 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
         """Remove chunks; unknown ids are ignored.
 
         Raises:
-            StoreError: The file cannot be written; none is removed.
+            StoreError: The file cannot be written; no chunk is removed.
         """
         with self.transaction():
             self._delete(chunk_ids)

@@ -1,6 +1,6 @@
-"""Holds what the library's SQLite files share: opening, transactions, errors a user can act on, a chunk's row.
+"""Holds the common parts of the library's SQLite files: opening, transactions, error messages, a chunk's row.
 
-The tables are in the modules of the two files: ``database.py`` (the index) and ``registered.py`` (the server's chunks).
+The modules of the two files define the tables: ``database.py`` (the index) and ``registered.py`` (the server's chunks).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 class SQLiteFile(Closing):
-    """A connection to one SQLite file, for one process; a subclass says which tables are in it, and opens it.
+    """Connects one process to one SQLite file; a subclass defines the tables and opens the file.
 
     Attributes:
-        path: The file.
-        lock: Serialises the threads of this process; :meth:`access` holds it.
-        db: The connection; autocommit, transactions by :meth:`transaction`.
-        name: What messages call the file, with "the".
-        kind: The same with "a" or "an".
-        start_over: What a user can do about a damaged file, as a sentence.
-        format: The format of the tables, which the file holds as its ``user_version``.
-        schema: The statements that make the tables, separated by ";" at a line's end.
-        busy_timeout_s: How long to wait for another process that is writing.
+        path: Path of the file.
+        lock: Lock for the threads of this process; :meth:`access` holds the lock.
+        db: Connection in autocommit mode; :meth:`transaction` makes transactions.
+        name: Name of the file in messages, with "the".
+        kind: Kind of the file in messages, with "a" or "an".
+        start_over: Sentence that tells the user what to do about a damaged file.
+        format: Format of the tables, which the file holds as its ``user_version``.
+        schema: Statements that make the tables, separated by ";" at a line's end.
+        busy_timeout_s: Seconds to wait for another process that is writing.
     """
 
     name: ClassVar[str]
@@ -51,15 +51,15 @@ class SQLiteFile(Closing):
     db: sqlite3.Connection
 
     def __init__(self, path: Path):
-        """Describe the file at ``path``; the subclass connects."""
+        """Set the path of the file; the subclass connects."""
         self.path = path
         self.lock = threading.RLock()
 
     def connect(self, mode: str) -> sqlite3.Connection:
         """Return a new connection in one of SQLite's modes: ``ro``, ``rw``, ``rwc`` (made if missing) or ``memory``."""
         if mode == "rwc":
-            with suppress(OSError):  # it exists, or SQLite says why it cannot
-                create_file(self.path)  # SQLite gives the files beside it the permissions that this one has
+            with suppress(OSError):  # the file exists, or SQLite reports the error below
+                create_file(self.path)  # SQLite gives this file's permissions to the files beside it
         db = sqlite3.connect(
             f"file:{quote(os.fsencode(self.path.absolute()))}?mode={mode}",
             uri=True,
@@ -74,9 +74,9 @@ class SQLiteFile(Closing):
         """Return the format of the file's tables, 0 for an empty file.
 
         Raises:
-            StoreError: It holds tables of somebody else.
+            StoreError: The file holds tables of another program.
         """
-        # In this order: another process may make the tables, and their format with them, between the two.
+        # The order matters: between the two queries, another process may make the tables and set their format.
         tables = self.db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         version = int(self.db.execute("PRAGMA user_version").fetchone()[0])
         if version == 0 and tables:
@@ -84,10 +84,10 @@ class SQLiteFile(Closing):
         return version
 
     def check_format(self) -> None:
-        """Refuse a file whose tables are of another format.
+        """Raise an error if the file's tables have another format.
 
         Raises:
-            StoreMismatchError: They are.
+            StoreMismatchError: The formats differ.
         """
         version = self.stored_format()
         if version != self.format:
@@ -97,7 +97,7 @@ class SQLiteFile(Closing):
             )
 
     def make_tables(self) -> bool:
-        """Make the tables in a file that is still empty, within a transaction; return whether it was."""
+        """Make the tables if the file is empty, within a transaction; return whether the file was empty."""
         if self.stored_format() != 0:
             return False
         for statement in self.schema.split(";\n"):
@@ -107,26 +107,26 @@ class SQLiteFile(Closing):
 
     @property
     def generation(self) -> Hashable:
-        """Return a value that is another one after every change of the contents, by this process or by others."""
+        """Return a value that differs after every change of the contents, by this process or by others."""
         with self.access():
             return self.db.execute("PRAGMA data_version").fetchone()[0], self.db.total_changes
 
     @contextmanager
     def access(self) -> Iterator[None]:
-        """Hold the lock and turn SQLite's errors into ours."""
+        """Hold the lock, and turn SQLite's errors into :class:`StoreError`."""
         with self.lock, self.explained("use"):
             yield
 
     @contextmanager
     def transaction(self, write: bool = True) -> Iterator[None]:
-        """Run the block on one consistent state; with ``write``, all of it is kept or, after an exception, nothing."""
+        """Run the block on one consistent state; with ``write``, commit all changes or, after an exception, none."""
         with self.access():
             self.db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
             try:
                 yield
                 self.db.execute("COMMIT")
             except BaseException:
-                with suppress(sqlite3.Error):  # the first error is the one to tell
+                with suppress(sqlite3.Error):  # the first error is the error to raise
                     self.db.execute("ROLLBACK")
                 raise
 
@@ -136,7 +136,7 @@ class SQLiteFile(Closing):
             return self.db.execute(query, parameters).fetchall()
 
     def read_signatures(self, query: str, *parameters: object) -> tuple[Indices, Signatures]:
-        """Return what a query for rows and signatures finds, as arrays."""
+        """Return the rows and signatures that a query finds, as arrays."""
         rows: list[int] = []
         stored: list[bytes] = []
         with self.access(), self.decoding():
@@ -148,14 +148,14 @@ class SQLiteFile(Closing):
 
     @contextmanager
     def explained(self, action: str) -> Iterator[None]:
-        """Turn what SQLite and the system raise in an attempt to ``action`` the file into :class:`StoreError`."""
+        """Turn the errors of SQLite and the system into :class:`StoreError`; ``action`` is the verb of the message."""
         try:
             yield
         except sqlite3.ProgrammingError:  # a mistake in the calling code, such as use after close
             raise
         except sqlite3.Error as error:
             raise self._explain(error, action) from error
-        except UnicodeDecodeError as error:  # in SQLite's own messages: they quote what is damaged
+        except UnicodeDecodeError as error:  # SQLite's own messages quote the damaged contents
             raise self.damaged(str(error)) from error
         except OSError as error:
             raise StoreError(f"Cannot {action} {self.name} {self.path}: {error.strerror or error}.") from error
@@ -182,14 +182,14 @@ class SQLiteFile(Closing):
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Turn what stored values of another type, or no JSON, raise in the block into the error for damage."""
+        """Turn the errors that stored values of another type, or invalid JSON, raise into the error for damage."""
         try:
             yield
         except (AttributeError, TypeError, ValueError) as error:
             raise self.damaged(str(error)) from error
 
     def damaged(self, why: str) -> StoreError:
-        """Return the error for contents that cannot be right."""
+        """Return the error for damaged contents."""
         return StoreError(f"{self.name.capitalize()} {self.path} is damaged ({why}). {self.start_over}")
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class SQLiteFile(Closing):
 
 
 def checksum(*parts: bytes) -> bytes:
-    """Return a checksum of the parts in a row; SQLite keeps none."""
+    """Return a checksum of the parts in a row; SQLite itself stores no checksums."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
@@ -209,7 +209,7 @@ def checksum(*parts: bytes) -> bytes:
 def chunk_row(chunk: Chunk) -> tuple[str, str, bytes, str, bytes]:
     """Return a chunk as stored: id, text, little-endian 32-bit token ids, metadata as JSON, and its text's signature.
 
-    That is :data:`~cacheblend_rag.prompts.matching.SIGNATURE`, little-endian.
+    The signature is a :data:`~cacheblend_rag.prompts.matching.SIGNATURE`, little-endian.
     """
     signature = signatures_of([chunk.text]).tobytes()
     token_ids = np.asarray(chunk.token_ids, dtype="<i4").tobytes()
@@ -220,6 +220,6 @@ def row_chunk(name: str, text: str, token_ids: bytes, metadata: str | None) -> C
     """Return the chunk that :func:`chunk_row` stored; use within :meth:`SQLiteFile.decoding`.
 
     Raises:
-        AttributeError, TypeError, ValueError: The values are none that it has made.
+        AttributeError, TypeError, ValueError: :func:`chunk_row` has not made the values.
     """
     return Chunk(name, text, pack_ids(np.frombuffer(token_ids, "<i4").tolist()), json.loads(metadata or "{}"))

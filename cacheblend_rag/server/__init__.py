@@ -1,1 +1,1 @@
-"""Serves OpenAI's API: vLLM's own server on a blending engine, with routes for chunks."""
+"""Serves the OpenAI API with vLLM's own server, a blending engine, and routes for chunks."""

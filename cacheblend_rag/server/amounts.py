@@ -1,4 +1,4 @@
-"""Refuses requests that hold more than fits a prompt, before any model, template or tokeniser sees a part of them."""
+"""Refuses requests larger than any prompt can be, before a model, template or tokeniser reads them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 CHARACTERS_A_TOKEN: Final = 16
-"""No prompt has more on average: a text with more characters for each token of the context window does not fit that window."""
+"""Most characters per token: a text with more characters for each token of the context window does not fit the window."""
 FEWEST_CHARACTERS: Final = 1 << 17
-"""Characters that a prompt may have in the smallest context window, and the rest of a body in any: 0.1 s to tokenise."""
+"""Smallest limit on a prompt's characters, and the limit on a body's other text. Tokenising so much text takes 0.1 s."""
 MOST_ITEMS: Final = 2048
-"""Messages, blocks of messages, tools, stop strings and the like of one request."""
+"""Most messages, text blocks, tools, stop strings and other list elements of one request."""
 _SLICE: Final = 1 << 16
-"""Bytes looked at in one go, so that other threads get their turns."""
+"""Bytes counted in one step, so that other threads can run between steps."""
 _PROMPT: Final = {
     *("messages", "prompt", "suffix", "input", "instructions", "system", "tools", "documents"),
     *("cacheblend", "chunk_ids"),
 }
-"""Fields whose text is in the prompt, on all routes."""
+"""Request fields whose text becomes part of the prompt, on all routes."""
 _BATCHES: Final = {
     "/v1/chunks": ("texts", "chunks"),
     "/v1/completions": ("prompt",),
@@ -26,15 +26,15 @@ _BATCHES: Final = {
     "/v1/chat/completions/batch": ("messages",),
     "/v1/embeddings": ("input",),
 }
-"""Fields, by route, whose elements are computed each for itself."""
+"""Request fields, by route, whose list elements are separate prompts or texts."""
 
 
 class Amount(NamedTuple):
-    """Says how much there is to read in a part of a body.
+    """Counts the text and the list elements in a part of a body.
 
     Attributes:
-        characters: Characters of all its strings, names of members included.
-        items: Elements of all its lists but numbers, of which a list of token ids has as many as a prompt has tokens.
+        characters: Characters of all strings, including the names of members.
+        items: Elements of all lists, without numbers: a list of token ids has a number for each token of a prompt.
     """
 
     characters: int = 0
@@ -42,15 +42,15 @@ class Amount(NamedTuple):
 
 
 def most_characters(window: int) -> int:
-    """Return how many characters a prompt may have where ``window`` tokens fit the context window."""
+    """Return how many characters a prompt may have if the context window has ``window`` tokens."""
     return max(CHARACTERS_A_TOKEN * window, FEWEST_CHARACTERS)
 
 
 def count_values(body: bytes | bytearray) -> int:
-    """Return about how many values a JSON text holds, its members' names included; at least half of the true number.
+    """Return the approximate number of values in a JSON text, including member names; at least half of the true number.
 
-    A parser holds the interpreter until it has made all of them: tens of bytes of brackets take it as long as a page of text,
-    and nothing else is served meanwhile.
+    A JSON parser holds the interpreter lock until all values are made. Tens of bytes of brackets take the parser as long as a
+    page of text, and the server answers nobody meanwhile.
     """
     found, inside, escaped = 0, False, False
     for start in range(0, len(body), _SLICE):
@@ -66,15 +66,15 @@ def count_values(body: bytes | bytearray) -> int:
 
 
 def is_small(body: bytes | bytearray, most: int) -> bool:
-    """Say whether a body is too short to be refused by :func:`refusal`, whatever it holds."""
+    """Return whether a body is so small that :func:`refusal` never refuses the body."""
     return len(body) <= min(most, FEWEST_CHARACTERS) and body.count(b",") + body.count(b"[") <= MOST_ITEMS
 
 
 def refusal(path: str, body: bytes | bytearray, most: int) -> str:
-    """Return why a JSON body for a route holds more than is read; empty if it does not.
+    """Return why a JSON body exceeds the limits of a route; empty if the body is within the limits.
 
-    A prompt may have ``most`` characters, and so may each element of a batch. All the rest of a body, which may be tokenised for
-    each answer while everybody waits, has a limit of its own. What is no JSON is a text.
+    A prompt may have ``most`` characters, and so may each element of a batch. The other fields have a limit of their own,
+    because they may be tokenised for each answer while other requests wait. A body that is not JSON counts as one prompt.
     """
     try:
         parsed = json.loads(bytes(body))

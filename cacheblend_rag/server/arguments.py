@@ -1,4 +1,4 @@
-"""Turns the command line into what vLLM's server is started with."""
+"""Turns the command line into the arguments of vLLM's server."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 DEFAULT_SHUTDOWN_S = 30
 SHARED_PREFILL = 64
-"""How many tokens of a prompt a step computes on a CPU while there are other requests: those wait for no more."""
+"""Most tokens of one prompt that a step computes on a CPU while other requests wait for the step."""
 
-# Flags of vLLM that decide how large its paged KV cache and its steps are.
+# Flags of vLLM that set the sizes of the paged KV cache and of the engine's steps.
 _SIZES = (
     "kv_cache_memory_bytes",
     "gpu_memory_utilization",
@@ -42,12 +42,12 @@ _SIZES = (
     "max_num_seqs",
     "enable_chunked_prefill",
 )
-# Those that say of which version the model's files are, and where they are kept.
+# Flags of vLLM that set the version of the model's files and the download directory.
 _VERSIONS = ("revision", "tokenizer_revision", "download_dir")
 _LOOPBACK = "127.0.0.1"
 _MOST_HEADERS = 1 << 16  # bytes of a request's first line and headers
 _ONE_PROCESS = "the server is one process; for more, start several over one --store and put a load balancer in front"
-# Flags of vLLM that this server cannot honour, and why.
+# Flags of vLLM that this server does not support, with the reasons.
 _REFUSED = {
     "headless": "it has no HTTP server",
     "grpc": "chunks are served over HTTP alone",
@@ -60,10 +60,10 @@ _REFUSED = {
 
 
 def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launch]:
-    """Read vLLM's flags and fill in what makes its engine ours.
+    """Parse vLLM's flags and add the arguments of the blending engine.
 
     Raises:
-        InputError: A flag that this server cannot honour.
+        InputError: A flag is not supported by this server.
         ModelError: vLLM is missing, or the model cannot be found.
     """
     from cacheblend_rag.engines.vllm.versions import check_version, server_flags
@@ -85,7 +85,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
         host=_LOOPBACK,
         h11_max_incomplete_event_size=_MOST_HEADERS,
         long_prefill_token_threshold=SHARED_PREFILL if current_platform.is_cpu() else 0,
-        allowed_origins=[],  # as since vLLM 0.33: any page in a browser on this machine could ask otherwise
+        allowed_origins=[],  # vLLM's default since 0.33: else any page in a local browser could ask
     )
     args = parser.parse_args(list(flags))
     _refuse(args, parser)
@@ -110,7 +110,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
             own = KVTransferConfig(**value)
         elif name == "served_model_name":
             own = given or [value]
-        elif is_dataclass(given):  # one of vLLM's groups of settings: what the user has chosen there stays
+        elif is_dataclass(given):  # a config group of vLLM: a value that the user has set stays
             group: Any = type(given)
             own = given if given != parser.get_default(name) else group(**value)
         setattr(args, name, own)
@@ -119,7 +119,7 @@ def parse(options: ServeOptions, flags: Sequence[str]) -> tuple[Namespace, Launc
 
 
 def _refuse_flags(parser: Any, message: str) -> NoReturn:
-    """Say what is wrong with a flag in a line or two; vLLM's parser would show its usage, hundreds of lines of it.
+    """Report a wrong flag in a line or two; vLLM's parser would print hundreds of lines of usage.
 
     Raises:
         InputError: Always.
@@ -134,7 +134,7 @@ def _refuse_flags(parser: Any, message: str) -> NoReturn:
 
 
 def _chosen(args: Namespace, parser: Any, options: ServeOptions) -> dict[str, Any]:
-    """Return what the user has said about sizes, of the paged KV cache and of the engine's steps, and about the model."""
+    """Return the flags that the user has set about the paged KV cache, the engine's steps and the model."""
     from cacheblend_rag.engines.vllm.arguments import ALTERING
 
     names = (*_SIZES, *_VERSIONS, *ALTERING)
@@ -157,7 +157,7 @@ def _refuse(args: Namespace, parser: Any) -> None:
 
 
 def _validate(args: Namespace) -> None:
-    """Have vLLM look whether its flags go together; raises InputError where they do not."""
+    """Let vLLM check that its flags fit together; raises InputError if they do not."""
     from vllm.exceptions import VLLMValidationError
 
     from cacheblend_rag.engines.vllm.versions import server_flags
@@ -169,7 +169,7 @@ def _validate(args: Namespace) -> None:
 
 
 def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
-    """Refuse to listen where other machines reach a server that asks for no key."""
+    """Raise InputError if other machines could reach a server without an API key, unless --allow-no-key is given."""
     if options.keys is not None or args.uds or options.allow_no_key or api_keys(args) or _is_loopback(args.host):
         return
     raise InputError(
@@ -180,7 +180,7 @@ def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
 
 
 def _take_keys(args: Namespace, path: Path | None) -> None:
-    """Read a file of keys, if there is one, and refuse what does not go with it; let those whom it names share steps."""
+    """Check the file of keys, if there is one, against the other flags, and schedule steps fairly between several tenants."""
     from cacheblend_rag.engines.vllm.fairness import FAIR
 
     if path is None:
@@ -196,9 +196,9 @@ def _take_keys(args: Namespace, path: Path | None) -> None:
 
 
 def _is_loopback(host: str | None) -> bool:
-    """Say whether every address of ``host`` is this machine's own; one that cannot be resolved is not."""
+    """Return whether every address of ``host`` is a loopback address; False if ``host`` cannot be resolved."""
     try:
-        # An empty name means all interfaces; resolved, it would be the loopback.
+        # An empty name means all interfaces, but would resolve to the loopback.
         found = socket.getaddrinfo(host, None) if host else []
     except OSError:
         return False
@@ -206,20 +206,20 @@ def _is_loopback(host: str | None) -> bool:
 
 
 def _chat_template(args: Namespace, tokenizer: Any) -> str | None:
-    """Return the user's template, else the one that renders the header that chunks are precomputed behind, whatever the day."""
+    """Return the user's chat template, else the one that chunk headers are rendered with; dates in both are fixed."""
     if args.chat_template is not None:
         from vllm.renderers.chat_utils import load_chat_template
 
         return dated_template(str(load_chat_template(args.chat_template)))
     own = getattr(tokenizer, "chat_template", None)
     if own is not None and not isinstance(own, str):
-        return None  # several by name: vLLM chooses
+        return None  # several named templates: vLLM chooses
     bos = "{{ bos_token }}" if own is None and encoder_for(tokenizer).prefix_ids else ""
     return dated_template(own or bos + PLAIN_TEMPLATE)
 
 
 def _lead(tokenizer: Any, template: str | None) -> tuple[int, ...] | None:
-    """Return what the template that is served writes in front of answers; None where vLLM chooses one."""
+    """Return the tokens that the served template writes before an answer; None if vLLM chooses the template."""
     if template is None:
         return None
     served = copy(tokenizer)
@@ -228,14 +228,14 @@ def _lead(tokenizer: Any, template: str | None) -> tuple[int, ...] | None:
 
 
 def api_keys(args: Namespace) -> list[str]:
-    """Return the keys that requests are checked against, each as good as the others: the flag's, else the environment's."""
+    """Return the accepted API keys, all with equal rights: those of --api-key, else those of the environment."""
     from vllm import envs
 
     return [key for key in (args.api_key or [os.environ.get("CACHEBLEND_API_KEY"), envs.VLLM_API_KEY]) if key]
 
 
 def model_info(client: BlendClient, options: ServeOptions, args: Namespace) -> ModelInfo:
-    """Return what clients are told of the model."""
+    """Return the description of the model that clients receive."""
     bundled = is_bundled(options.model)
     return ModelInfo(
         name=client.fingerprint.name,
@@ -249,5 +249,5 @@ def model_info(client: BlendClient, options: ServeOptions, args: Namespace) -> M
         reason=client.gate.reason,
         num_layers=client.num_layers,
         controlled=client.controlled,
-        profile=replace(client.profile, calibrated={}, origin=""),  # whose file is no client's business
+        profile=replace(client.profile, calibrated={}, origin=""),  # clients get no file paths
     )

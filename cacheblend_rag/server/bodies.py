@@ -1,4 +1,4 @@
-"""Has vLLM's routes read a body's lists no further than to the first element that is wrong."""
+"""Makes vLLM's routes stop validating a list at the first wrong element."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _LISTS = ("list", "tuple", "set", "frozenset")
 
 
 def stop_at_first(app: Any) -> None:
-    """Have the routes of a FastAPI application tell of what is wrong in a list its first element alone.
+    """Make the routes of a FastAPI application report only the first wrong element of a list.
 
-    An element that may be one of many things is wrong in hundreds of ways, and pydantic keeps four kilobytes of each: some
-    kilobytes of ``{"input": [0, 0, ...]}`` would take gigabytes, and everybody's time.
+    An element with many allowed types fails in hundreds of ways, and pydantic stores four kilobytes for each failure. Some
+    kilobytes of ``{"input": [0, 0, ...]}`` would take gigabytes, and delay all requests.
     """
     for route in app.routes:
         if (body := getattr(route, "body_field", None)) is not None:
@@ -22,9 +22,9 @@ def stop_at_first(app: Any) -> None:
 
 
 def _stopping(schema: Any) -> Any:
-    """Return a part of pydantic's description of a type with all of its lists stopping at once."""
+    """Return a part of a pydantic core schema with ``fail_fast`` set for every list."""
     if isinstance(schema, dict):
-        # A default is a value, whatever it looks like.
+        # A default is a value, even if it looks like a schema.
         stopping = {name: part if name == "default" else _stopping(part) for name, part in schema.items()}
         return {**stopping, "fail_fast": True} if schema.get("type") in _LISTS else stopping
     if isinstance(schema, (list, tuple)):

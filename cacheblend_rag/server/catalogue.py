@@ -1,4 +1,4 @@
-"""Keeps a server's chunks in step with the index in its store directory, registration over HTTP, and prompts."""
+"""Synchronises a server's chunks with the index in its store directory, registrations over HTTP, and prompts."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 
 Origin = Literal["registered", "index", "shared"]
 
-_log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
+_log = logging.getLogger("vllm.cacheblend")  # child of vLLM's logger, which vLLM's flags configure
 _REFRESH_S = 0.5
 _MAX_NOTED, _MAX_NOTED_CHARACTERS = 4096, 1 << 26
 
 
 class ChunkCatalogue:
-    """Keeps an engine's registry in step with a store directory, and knows where each chunk comes from.
+    """Synchronises an engine's registry with a store directory, and knows the origin of each chunk.
 
-    The registry finds chunks in prompts and forgets them with the process. Chunks registered over HTTP are kept in a file
-    beside the index; those of the index that ``cacheblend index`` made stay the index's and are not removed here. Each
-    namespace has an index of its own. Thread-safe; several servers may share the directory.
+    The registry finds chunks in prompts and is lost when the process ends. Chunks registered over HTTP are stored in a file
+    beside the index. Chunks of the index, made by ``cacheblend index``, are never removed here. Each namespace has an index
+    of its own. Thread-safe; several servers may share the directory.
     """
 
     def __init__(
@@ -45,23 +45,23 @@ class ChunkCatalogue:
         clock: Callable[[], float] = time.time,
         writer: WrittenBy | None = None,
     ):
-        """Open the files in the store ``directory`` (None: keep nothing) and register what they hold for this model.
+        """Open the files in the store ``directory`` (None: store nothing) and register their chunks for this model.
 
-        The ``quota`` limits what may be registered, and how long it stays by the ``clock`` (seconds since the epoch). ``writer``
-        computes the KV of chunks; None for the model itself.
+        The ``quota`` limits how many chunks may be registered, and for how long by the ``clock`` (seconds since the epoch). The
+        KV writer ``writer`` computes the KV of chunks; None for the model itself.
 
         Raises:
-            StoreError: A file there cannot be used.
+            StoreError: A file in the directory cannot be used.
         """
         self.warnings: list[str] = []
         self._registry, self._fingerprint, self._quota = registry, fingerprint, quota
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
-        self._noted: dict[str, int] = {}  # with the lengths of their texts, in the order they came
+        self._noted: dict[str, int] = {}  # chunk ids with the lengths of their texts, oldest first
         self._namespace, self._directory, self._clock, self._writer = namespace, directory, clock, writer
         self._lenders: tuple[ChunkCatalogue, ...] = ()
-        self._followers = [registry]  # of this process: readers are told at once of what is registered here
+        self._followers = [registry]  # registries of this process that learn of new chunks at once
         self._registered = RegisteredChunks(directory, fingerprint.digest, namespace)
         self._index: ChunkIndex | None = None
         registry.attach(self._registered)
@@ -91,10 +91,10 @@ class ChunkCatalogue:
             self.warnings.append(warning)
 
     def read(self, lenders: Sequence[ChunkCatalogue]) -> None:
-        """Know the chunks of other catalogues, too, from now on, without changing or listing them.
+        """Make the chunks of other catalogues usable in prompts, but neither listed nor changed here.
 
         Raises:
-            StoreError: They cannot be read.
+            StoreError: A file of the other catalogues cannot be read.
         """
         self._lenders = tuple(lenders)
         for lender in lenders:
@@ -106,7 +106,7 @@ class ChunkCatalogue:
         return [source for source in (self._registered, self._index) if source is not None]
 
     def watch(self, then: Callable[[], None] = lambda: None) -> None:
-        """Do :meth:`refresh` and ``then`` twice a second from now on, in a thread of its own, so that no request waits for it."""
+        """Start a thread that calls :meth:`refresh` and ``then`` twice a second, so that no request waits for them."""
         self._watcher = threading.Thread(target=self._watch, args=(then,), name="cacheblend-registry", daemon=True)
         self._watcher.start()
 
@@ -115,13 +115,13 @@ class ChunkCatalogue:
             try:
                 self.refresh()
                 then()
-            except Exception:  # the next look may find it right
+            except Exception:  # the next refresh may succeed
                 _log.exception("What other processes have registered or indexed cannot be looked up")
 
     def refresh(self, force: bool = False) -> None:
-        """Take up what other servers and ``cacheblend index`` have changed.
+        """Load the changes that other servers and ``cacheblend index`` have made.
 
-        Without ``force`` files that cannot be read for now are left for later: what is known already can still be served.
+        Without ``force``, unreadable files are left for a later call: chunks that are already known can still be served.
 
         Raises:
             StoreError: The files cannot be read, and ``force`` is set.
@@ -140,13 +140,13 @@ class ChunkCatalogue:
     def add(
         self, chunks: Sequence[Chunk], kv_bytes: Mapping[str, int] = MappingProxyType({}), holder: str = ""
     ) -> None:
-        """Keep and register chunks, with the size of their KV by their ids; the client ``holder`` holds them from now on, too.
+        """Store and register chunks, with the bytes of their KV by chunk id; the client ``holder`` holds the chunks, too.
 
-        Those that are registered already are from now on, as to when they expire.
+        The time to expiry of chunks that are registered already starts again.
 
         Raises:
-            ConflictError: An id has become another text's; none is kept.
-            StoreError: They cannot be written, are too many or have too much KV; none is kept.
+            ConflictError: An id belongs to another text meanwhile; no chunk is stored.
+            StoreError: The chunks cannot be written, are too many or have too much KV; no chunk is stored.
         """
 
         def check_room() -> None:
@@ -162,16 +162,16 @@ class ChunkCatalogue:
                 registry.follow(self._registered)
 
     def check_room(self, names: AbstractSet[str]) -> None:
-        """Refuse more chunks than may be registered, given their ids.
+        """Check that the chunks with these ids may be registered within the quota.
 
         Raises:
-            StoreError: They are too many, or the file cannot be read.
+            StoreError: The chunks are too many, or the file cannot be read.
         """
         new = len(names - self._registered.known(list(names)))
         self._quota.check_chunks(self._registered.count() if new else 0, new)
 
     def expire(self) -> list[Chunk]:
-        """Forget the registered chunks whose time is over, and return them.
+        """Remove the registered chunks that have expired, and return them.
 
         Raises:
             StoreError: The file cannot be written.
@@ -182,10 +182,10 @@ class ChunkCatalogue:
             return self._registered.expire(self._clock())
 
     def note(self, chunk: Chunk) -> None:
-        """Register a chunk that a prompt has brought, so that its KV can be written back; not kept over a restart.
+        """Register a chunk that came with a prompt, so that its KV can be written back; a restart loses the chunk.
 
-        Anybody's prompt may bring any number of them: the oldest are forgotten. None is known by another id than its text's:
-        whoever asks could have others who name that id be answered from a text of his.
+        Prompts may bring any number of chunks, so the oldest are removed. A chunk whose id is not its text's is ignored: a client
+        could otherwise make other clients' requests that name the id use a text of its own.
         """
         if chunk.id != chunk_id(chunk.text):
             return
@@ -200,7 +200,7 @@ class ChunkCatalogue:
                 self._registry.remove([oldest])
 
     def release(self, chunk_ids: Sequence[str], holder: str) -> list[str]:
-        """Note that a client lets go of chunks; return the ids of those that no other client holds.
+        """Remove a client from the holders of chunks; return the ids of the chunks that no other client holds.
 
         Raises:
             StoreError: The file cannot be written.
@@ -209,7 +209,7 @@ class ChunkCatalogue:
             return self._registered.release(chunk_ids, holder)
 
     def remove(self, chunk_ids: Sequence[str]) -> None:
-        """Forget registered chunks; those of the index stay.
+        """Remove registered chunks; chunks of the index stay.
 
         Raises:
             StoreError: The file cannot be written.
@@ -224,9 +224,9 @@ class ChunkCatalogue:
         return [source for lender in self._lenders for source in lender._sources]
 
     def origin(self, chunk_id: str) -> Origin | None:
-        """Say where a chunk is kept; None for one that only this process knows (a prompt brought it) or nobody.
+        """Return where a chunk is stored; None for an unknown chunk, or a chunk that only came with a prompt.
 
-        Of another catalogue's, which is only read here, that it is shared.
+        A chunk of another catalogue, which is only read here, is "shared".
         """
         if self._index is not None and self._index.known([chunk_id]):
             return "index"
@@ -235,7 +235,7 @@ class ChunkCatalogue:
         return "shared" if self._registry.is_lent(chunk_id) else None
 
     def stop(self) -> None:
-        """Look no more for what others have changed, and let go of other catalogues' chunks."""
+        """Stop the thread of :meth:`watch`, and detach the chunks of other catalogues."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -245,7 +245,7 @@ class ChunkCatalogue:
             self._lenders = ()
 
     def close(self) -> None:
-        """Stop looking, and close the files; those that read these chunks must have been stopped."""
+        """Stop, and close the files; catalogues that read these chunks must have been stopped before."""
         self.stop()
         with self._lock:
             for source in self._sources:

@@ -1,4 +1,4 @@
-"""Does the work of ``/v1/chunks`` without HTTP: between a request and the catalogue, registry and KV store."""
+"""Implements ``/v1/chunks`` without HTTP, with the catalogue, the registry and the KV store."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 _AT_ONCE = 256
-"""Chunks that a deletion holds in memory."""
+"""Chunks that a deletion holds in memory at a time."""
 
 
 class Wanted(NamedTuple):
-    """Says what a request wants registered, and for whom."""
+    """Holds the chunks that a request registers, and the client that holds them."""
 
     chunks: list[Chunk]
     holder: str
 
 
 class _Piece(NamedTuple):
-    """One text of a request. Pydantic's own way to make a body without checking it takes longer than all else here together."""
+    """Holds one text of a request. Making an unvalidated pydantic model takes longer than all other work here together."""
 
     text: str
     id: str | None = None
@@ -45,23 +45,23 @@ class _Piece(NamedTuple):
 
 
 class ServedChunks:
-    """Reads, lists and deletes chunks together with their KV; the catalogue knows chunks alone. Blocking."""
+    """Reads, lists and deletes chunks together with their KV; the catalogue has no KV. Calls block."""
 
     def __init__(self, client: BlendClient, catalogue: ChunkCatalogue):
         self._client, self._catalogue = client, catalogue
-        self._coming: Counter[str] = Counter()  # texts that are being registered, whose KV no deletion may take
+        self._coming: Counter[str] = Counter()  # texts being registered, whose KV no deletion may remove
         self._lock = threading.Lock()
         self._readers: list[ServedChunks] = []
 
     def lend_to(self, reader: ServedChunks) -> None:
-        """Delete, with a chunk, what prompts of another tenant, which reads it, have left of it in that one's namespace."""
+        """Make deletions also drop the KV that prompts of ``reader``, another tenant, have stored in its own namespace."""
         self._readers.append(reader)
 
     def read(self, body: bytes) -> Wanted:
-        """Make chunks of a request's body; :meth:`settle` must follow, whatever becomes of them.
+        """Return the chunks of a request's body; the caller must pass the chunks to :meth:`settle`, even after a failure.
 
         Raises:
-            InputError: It is malformed, or holds what cannot be a chunk.
+            InputError: The body is malformed, or a text cannot be a chunk.
             StoreError: There is no room for so many chunks.
         """
         try:
@@ -75,7 +75,7 @@ class ServedChunks:
         self._catalogue.refresh()
         pieces = [_Piece(each.text, each.id, each.token_ids, each.metadata) for each in parsed.chunks]
         pieces += map(_Piece, parsed.texts)
-        # Before they are tokenised: who is beyond a quota shall not take the time of others.
+        # Before tokenising: a request beyond the quota must not delay others.
         self._catalogue.check_room({chunk_id(piece.text.strip()) if piece.id is None else piece.id for piece in pieces})
         found: list[Chunk] = []
         for number, piece in enumerate(pieces):
@@ -96,18 +96,18 @@ class ServedChunks:
         return Wanted(found, parsed.holder)
 
     def to_compute(self, chunks: Iterable[Chunk]) -> int:
-        """Return how many tokens chunks have that are not stored."""
+        """Return how many tokens of the chunks have no stored KV; 0 for a model that is not blended."""
         if not self._client.gate.passed:
             return 0
         texts = {chunk.token_ids for chunk in chunks}
         return sum(len(token_ids) for token_ids in texts if not self._client.entries.contains(token_ids))
 
     def keep(self, chunks: list[Chunk], report: PrecomputeReport, holder: str = "") -> None:
-        """Register chunks whose KV is stored; of a model that is not blended, and so has none, all of them.
+        """Register the chunks whose KV is stored; all chunks if the model is not blended.
 
         Raises:
-            ConflictError: Another request has given an id to another text meanwhile; none is registered.
-            StoreError: They cannot be written, are too many or have too much KV; none is registered.
+            ConflictError: Another request has given an id to another text meanwhile; no chunk is registered.
+            StoreError: The chunks cannot be written, are too many or have too much KV; no chunk is registered.
         """
         failed = report.failed if self._client.gate.passed else {}
         kept = [chunk for chunk in {c.id: c for c in chunks}.values() if chunk.id not in failed]
@@ -116,7 +116,7 @@ class ServedChunks:
         )
 
     def settle(self, chunks: Sequence[Chunk]) -> None:
-        """End what :meth:`read` has begun: drop the KV of those chunks that have not been registered."""
+        """Finish the work that :meth:`read` began: drop the KV of chunks that have not been registered."""
         with self._lock:
             self._coming -= Counter({chunk.text for chunk in chunks})
         self._drop_unregistered(chunks)
@@ -124,11 +124,11 @@ class ServedChunks:
     def _drop_unregistered(self, chunks: Iterable[Chunk]) -> None:
         registry = self._client.registry
         known = ((chunk, registry.get(chunk.id)) for chunk in chunks)
-        # What another tenant lends has KV of its own.
+        # A chunk of another tenant has KV in that tenant's namespace.
         self._drop_kv(c for c, now in known if now is None or now.text != c.text or registry.is_lent(c.id))
 
     def _stored(self, chunk: Chunk) -> list[EntryInfo]:
-        """Return what the store lists of the tenant's own KV of a chunk."""
+        """Return the store's entries of a chunk in the tenant's own namespace."""
         found = map(self._client.store.entry, self._client.entries.keys(chunk.token_ids))
         return [entry for entry in found if entry is not None]
 
@@ -156,14 +156,14 @@ class ServedChunks:
         if body.id is None:
             return chunk
         known = self._client.registry.get(chunk.id)
-        # One that only a prompt has brought has no claim to its id, and one of another tenant's has none here.
+        # A chunk that only came with a prompt, or belongs to another tenant, does not reserve its id.
         claimed = known is not None and known.text != chunk.text
         if claimed and self._catalogue.origin(chunk.id) in ("registered", "index"):
             raise ConflictError.of_id(chunk.id)
         return chunk
 
     def known(self, chunk_id: str) -> Chunk:
-        """Return a chunk; raises UnknownChunkError."""
+        """Return the chunk with an id; raises UnknownChunkError if there is none."""
         self._catalogue.refresh()
         chunk = self._client.registry.get(chunk_id)
         if chunk is None:
@@ -171,13 +171,13 @@ class ServedChunks:
         return chunk
 
     def page(self, limit: int, after: str | None) -> tuple[list[dict[str, Any]], bool]:
-        """Return what :meth:`describe` says of up to ``limit`` chunks behind an id, and whether there are more."""
+        """Return the descriptions (:meth:`describe`) of up to ``limit`` chunks after an id, and whether more chunks follow."""
         self._catalogue.refresh()
         found = list(map(self.describe, islice(self._client.registry.since(after or ""), limit + 1)))
         return found[:limit], len(found) > limit
 
     def describe(self, chunk: Chunk) -> dict[str, Any]:
-        """Return what a listing shows of a chunk: its size, where it is kept, whether its KV is stored."""
+        """Return a chunk's fields in a listing: size, origin, whether its KV is stored."""
         found = self._stored(chunk)
         return {
             "id": chunk.id,
@@ -191,10 +191,10 @@ class ServedChunks:
         }
 
     def delete(self, wanted: list[Chunk]) -> None:
-        """Forget chunks and delete their KV, unless another id has the same text.
+        """Remove chunks, and delete their KV unless another id has the same text.
 
         Raises:
-            ConflictError: One is the index's, or shared by another tenant.
+            ConflictError: A chunk belongs to the index, or is shared by another tenant.
         """
         for chunk in wanted:
             origin = self._catalogue.origin(chunk.id)
@@ -222,14 +222,15 @@ class ServedChunks:
             reader._drop_unregistered(chunks)
 
     def expire(self) -> None:
-        """Forget the chunks whose time is over, and delete their KV."""
+        """Remove the chunks that have expired, and delete their KV."""
         gone = self._catalogue.expire()
         self._drop_everywhere([chunk for chunk in gone if self._catalogue.origin(chunk.id) != "index"])
 
     def delete_named(self, names: list[str], everything: bool, holder: str | None = None) -> list[str]:
-        """Do :meth:`delete` for the registered ones of these ids, or ``everything``; return their ids.
+        """Delete the registered chunks with these ids, or ``everything``; return the ids of the deleted chunks.
 
-        A ``holder`` is a client that lets go of those it names: what others hold stays. None deletes whoever holds it.
+        With a ``holder``, only this client releases the chunks, and chunks that other clients hold stay. None deletes the chunks,
+        whoever holds them.
         """
         self._catalogue.refresh(force=True)
         if holder is not None:

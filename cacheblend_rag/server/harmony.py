@@ -1,6 +1,6 @@
-"""Reads prompts that vLLM renders with harmony (gpt-oss's chats): token ids without their text.
+"""Reads chat prompts that vLLM renders with harmony (the format of gpt-oss): token ids without text.
 
-In it nothing that is said spells a special token: what is said is encoded apart from what stands around it.
+Harmony encodes a message's text apart from the surrounding tokens, so the text cannot produce special tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SPELLED = "special tokens are spelled in text that is no registered chunk, which
 
 
 def rendered_text(engine_input: Mapping[str, Any], tokenizer: Any, harmony: bool) -> str | None:
-    """Return the text of a rendered prompt; None for one that is not text alone."""
+    """Return the text of a rendered prompt; None if the prompt is not text alone."""
     text = engine_input.get("prompt")
     if text is None and harmony and (token_ids := engine_input.get("prompt_token_ids")):
         text = tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
@@ -22,6 +22,6 @@ def rendered_text(engine_input: Mapping[str, Any], tokenizer: Any, harmony: bool
 
 
 def why_not_as(rendered: Sequence[int], made: Sequence[int], tokenizer: Any) -> str:
-    """Return why the tokens ``made`` of a prompt's text cannot stand for those that were rendered; empty if they can."""
+    """Return why the tokens ``made`` from a prompt's text cannot replace the ``rendered`` tokens; empty if they can."""
     controls = encoder_for(tokenizer).controls
     return "" if controls(made) == controls(rendered) else SPELLED

@@ -1,4 +1,4 @@
-"""Decides who may ask a server what, and how much: API keys with roles and tenants, and the tenants' quotas."""
+"""Checks API keys with their roles and tenants, and enforces the tenants' quotas."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from cacheblend_rag.store.opening import parse_duration, parse_size
 
 
 class QuotaError(StoreError):
-    """More than a tenant may have registered."""
+    """Reports that a tenant would register more than its quota allows."""
 
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits what a tenant may use of one server; None sets no limit.
+    """Limits a tenant's use of one server; None sets no limit.
 
     Attributes:
-        max_chunks: How many chunks it may have registered; None: as many as ``--max-chunks`` says.
-        max_kv: Bytes of stored KV that its registered chunks may have.
-        tokens_per_minute: Tokens of its prompts and answers, and of the chunks that are computed for it.
-        max_concurrent: How many answers are computed for it at a time: each of a request's prompts has one, or as many as ``n``
-            or beams ask for. A request that computes none counts as one.
-        expire_after_s: Seconds after which a registered chunk is forgotten, unless it is registered again.
+        max_chunks: Most registered chunks; None for the value of ``--max-chunks``.
+        max_kv: Most bytes of stored KV of the registered chunks.
+        tokens_per_minute: Most tokens per minute: of prompts, answers and precomputed chunks.
+        max_concurrent: Most answers computed at a time. Each prompt of a request has one answer, or as many as ``n`` or beams
+            ask for. A request without answers counts as one answer.
+        expire_after_s: Seconds after which a registered chunk expires, unless the chunk is registered again.
     """
 
     max_chunks: int | None = None
@@ -45,7 +45,7 @@ class Quota:
     expire_after_s: float | None = None
 
     def check_chunks(self, held: int, new: int) -> None:
-        """Refuse ``new`` chunks beside the ``held``, where they are too many; raises QuotaError."""
+        """Raise QuotaError if ``new`` chunks beside the ``held`` chunks exceed ``max_chunks``."""
         if self.max_chunks is not None and held + new > self.max_chunks:
             raise QuotaError(
                 f"{held} chunks are registered, and {new} more would exceed the {self.max_chunks} that may be. Delete some, or "
@@ -53,7 +53,7 @@ class Quota:
             )
 
     def check_kv(self, held: int, new: int) -> None:
-        """Refuse chunks with ``new`` bytes of KV beside the ``held``, where they have too much; raises QuotaError."""
+        """Raise QuotaError if ``new`` bytes of KV beside the ``held`` bytes exceed ``max_kv``."""
         if self.max_kv is not None and held + new > self.max_kv:
             raise QuotaError(
                 f"The registered chunks have {held} bytes of KV, and {new} more would exceed the {self.max_kv} that this tenant "
@@ -61,7 +61,7 @@ class Quota:
             )
 
     def check_request(self, sequences: int, tokens: int, logprobs: int = 0) -> None:
-        """Refuse a request of so many answers, with at most so many tokens and logprobs of its prompts; raises InputError."""
+        """Raise InputError if a request has too many answers, tokens, or log-probabilities of its prompts."""
         if self != NO_QUOTA and logprobs > MOST_LOGPROBS:
             raise InputError(
                 f"The request asks for {logprobs} log-probabilities of its prompts: 1 + prompt_logprobs for each token. All who "
@@ -79,7 +79,7 @@ class Quota:
             )
 
     def check_grammar(self, characters: int, free: bool) -> None:
-        """Refuse what an answer is to follow, so long, or free to be as dear for each token as it likes; raises InputError."""
+        """Raise InputError if an answer's schema is too long, or ``free``: with a regular expression or a grammar."""
         if self != NO_QUOTA and (free or characters > MOST_SCHEMA):
             raise InputError(
                 "The answer is to follow a schema or choices that all who ask might wait for. This tenant may send JSON schemas "
@@ -90,20 +90,20 @@ class Quota:
 
 
 MOST_LOGPROBS = 4096
-"""Of the prompts of one request of a tenant with a quota: vLLM makes objects of all of them while nothing else is served."""
+"""Most log-probabilities of one request's prompts, for a tenant with a quota: vLLM blocks while it makes their objects."""
 MOST_SCHEMA = 1 << 13
-"""Of what one answer of such a tenant is to follow: an engine makes a grammar of one after another, and none is given up."""
+"""Most characters of an answer's schema, for a tenant with a quota: an engine compiles one grammar at a time, to its end."""
 PER_LIMITED, MOST_LIMITED, PER_FORMAT = 32, 128, 256
-"""What counts as so many characters of a schema, being as dear to make a grammar of: see the message that names them."""
+"""Schema characters charged for a limited character, most limited characters charged, and charge for a format."""
 NO_QUOTA = Quota()
-"""Limits nothing."""
+"""Quota without limits."""
 
 
 class TokenBucket:
-    """Lets as many tokens pass a minute as are filled in, and at once what has gathered in one minute.
+    """Limits tokens per minute; unused tokens of one minute accumulate.
 
-    How many tokens a request will take is known when it has ended: whoever takes more than there are leaves a debt, and nobody is
-    let in before it is paid off.
+    The tokens that a request takes are known only when the request has ended. A request that takes more tokens than are
+    available leaves a debt, and no request is admitted before the debt is paid off.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic):
@@ -116,33 +116,33 @@ class TokenBucket:
         self._at = now
 
     def take(self, tokens: int) -> None:
-        """Take tokens out, more than there are if need be."""
+        """Take tokens out, even more than are available."""
         self._fill()
         self._level -= tokens
 
     def wait_s(self) -> float:
-        """Return in how many seconds there will be a token."""
+        """Return the seconds until a token is available."""
         self._fill()
         return max(0.0, (1 - self._level) * 60 / self._most)
 
 
 class Admission:
-    """Counts what is computed for one tenant. Lives in the server's event loop.
+    """Counts the answers and tokens computed for one tenant. Used only in the server's event loop.
 
     Attributes:
-        quota: What it may use.
-        serving: How many answers are computed for it now.
-        held: Bytes of the bodies of its requests that have come, and are not served yet.
+        quota: Limits of the tenant.
+        serving: Number of answers being computed.
+        held: Bytes of the bodies of requests that are being read or served.
     """
 
     def __init__(self, quota: Quota = NO_QUOTA, clock: Callable[[], float] = time.monotonic):
-        """Let in what ``quota`` allows."""
+        """Admit requests within ``quota``."""
         rate = quota.tokens_per_minute
         self._bucket = None if rate is None else TokenBucket(rate, clock)
         self.quota, self.serving, self.held = quota, 0, 0
 
     def refusal(self, more: int = 1) -> tuple[str, int] | None:
-        """Return why no ``more`` answers are let in now, and after how many seconds to try again; None if they are."""
+        """Return why ``more`` answers are not admitted now, and the seconds to wait; None if they are admitted."""
         most = self.quota.max_concurrent
         if most is not None and self.serving + more > most:
             return (
@@ -158,7 +158,7 @@ class Admission:
 
     @property
     def counts(self) -> bool:
-        """Return whether its tokens are counted."""
+        """Return whether the tenant's tokens are counted."""
         return self._bucket is not None
 
     def charge(self, tokens: int) -> None:
@@ -170,8 +170,8 @@ class Admission:
 T = TypeVar("T")
 
 Role = Literal["ask", "write", "admin"]
-"""Each may what those before it may: send prompts; read, register and delete chunks; all that is its tenant's, and of the default
-tenant all that is the server's."""
+"""Each role includes all earlier roles. "ask" sends prompts. "write" reads, registers and deletes chunks. "admin" may do
+everything for its tenant, and an "admin" of the default tenant may do everything on the server."""
 
 _ORDER: dict[str, int] = {role: place for place, role in enumerate(get_args(Role))}
 _ASK = {
@@ -184,13 +184,13 @@ _ASK = {
     ("POST", "/detokenize"),
     ("GET", "/v1/models"),
     ("GET", "/version"),
-    ("GET", "/v1/chunks/stats"),  # which `RemoteEngine` begins with
+    ("GET", "/v1/chunks/stats"),  # the first request of `RemoteEngine`
 }
 
 
 @dataclass(frozen=True)
 class Key:
-    """An API key: its SHA-256, what it is good for, and the name of the tenant whose it is."""
+    """Holds an API key: its SHA-256 digest, its role, and the name of its tenant."""
 
     digest: bytes
     role: Role = "admin"
@@ -198,25 +198,25 @@ class Key:
 
     @classmethod
     def of(cls, value: str) -> Key:
-        """Return the key ``value``, good for everything."""
+        """Return the key with the value ``value`` and full rights."""
         return cls(_digest(value))
 
     @property
     def operator(self) -> bool:
-        """Return whether it is good for what is not one tenant's."""
+        """Return whether the key belongs to the operator: an admin of the default tenant."""
         return self.role == "admin" and self.tenant == DEFAULT_NAME
 
 
 def key_of(value: str, keys: Iterable[Key]) -> Key | None:
-    """Return which of ``keys`` has the value ``value``, None if none has."""
+    """Return the one of ``keys`` with the value ``value``; None if no key has it."""
     digest = _digest(value)
-    # Every key is compared, so that the time taken says nothing about which one nearly fits.
+    # Every key is compared, so that the time taken reveals nothing about a key that nearly matches.
     matches = [(secrets.compare_digest(digest, key.digest), key) for key in keys]
     return next((key for same, key in matches if same), None)
 
 
 def needed(method: str, path: str, query: bytes = b"") -> tuple[Role, bool]:
-    """Return the smallest role that a request takes, and whether its key must be the default tenant's, as for all not listed."""
+    """Return the role that a request needs, and whether its key must be the default tenant's (all unlisted routes)."""
     if (method, path) in _ASK:
         return "ask", False
     if path == "/v1/chunks" or path.startswith("/v1/chunks/"):
@@ -226,7 +226,7 @@ def needed(method: str, path: str, query: bytes = b"") -> tuple[Role, bool]:
 
 
 def may(key: Key, method: str, path: str, query: bytes = b"") -> bool:
-    """Say whether a key is good for such a request."""
+    """Return whether a key may send a request."""
     role, operators = needed(method, path, query)
     return key.operator if operators else _ORDER[key.role] >= _ORDER[role]
 
@@ -236,7 +236,7 @@ def _read_by(read: Callable[[str], T]) -> Callable[[object], T]:
         try:
             return read(value if isinstance(value, str) else repr(value))
         except InputError as error:
-            raise ValueError(str(error)) from None  # of which pydantic says the place
+            raise ValueError(str(error)) from None  # pydantic adds the field's place
 
     return checked
 
@@ -272,7 +272,7 @@ class _File(StrictModel):
 
 @dataclass(frozen=True)
 class Keys:
-    """A server's keys (none: everybody may do everything), all tenants that are named, and the quotas of those with a limit."""
+    """Holds a server's keys (none: everybody may do everything), all tenants, and quotas by the tenant's name."""
 
     keys: tuple[Key, ...] = ()
     tenants: tuple[Namespace, ...] = (DEFAULT,)
@@ -287,12 +287,12 @@ class Keys:
 def read_keys(path: Path) -> Keys:
     """Read a TOML file of ``[[key]]`` and ``[[tenant]]`` tables.
 
-    A key has a ``value`` or its ``sha256``, a ``role``, and may have a ``tenant``; a tenant has a ``name``, and may have
-    ``reads``, the names of tenants whose chunks it may use, and limits: the fields of :class:`Quota`, of which ``max_kv`` is
-    written as ``"50GiB"`` and ``expire_after`` as ``"30d"``.
+    A key has a ``value`` or its ``sha256``, a ``role``, and optionally a ``tenant``. A tenant has a ``name``, and optionally
+    ``reads`` (names of tenants whose chunks it may use) and limits: the fields of :class:`Quota`, with ``max_kv`` written as
+    ``"50GiB"``, and ``expire_after``, written as ``"30d"``, for ``expire_after_s``.
 
     Raises:
-        InputError: It cannot be read, or is not such a file; the message shows no key.
+        InputError: The file cannot be read, or is not a valid file of keys; the message shows no key.
     """
     try:
         parsed = _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -300,7 +300,7 @@ def read_keys(path: Path) -> Keys:
         raise InputError(f"Cannot read the keys in {path}: {error.strerror or error}.") from error
     except ValidationError as error:
         raise InputError(f"The keys in {path} cannot be used: {first_problem(error)}.") from None
-    except ValueError as error:  # no TOML, or no UTF-8
+    except ValueError as error:  # not TOML, or not UTF-8
         raise InputError(f"{path} is not a TOML file: {error}.") from None
     keys = []
     for number, entry in enumerate(parsed.key):
@@ -318,7 +318,7 @@ def read_keys(path: Path) -> Keys:
 
 
 def _tenants(keys: Iterable[Key], described: Iterable[_Tenant]) -> tuple[Namespace, ...]:
-    """Return the tenants of keys and tables; one that is read but has neither is a slip of the pen."""
+    """Return the tenants of keys and tables; raises InputError for a duplicate table, or an unknown name in ``reads``."""
     found = {name: Namespace(name) for name in (DEFAULT_NAME, *(key.tenant for key in keys))}
     tables = list(described)
     for number, table in enumerate(tables):
@@ -333,10 +333,10 @@ def _tenants(keys: Iterable[Key], described: Iterable[_Tenant]) -> tuple[Namespa
 
 
 def refuse_stored_answers(keys: Keys) -> None:
-    """Refuse tenants where vLLM keeps answers of the Responses API: it hands them to whoever names their id.
+    """Refuse several tenants if vLLM stores answers of the Responses API: anybody who names an id gets the answer.
 
     Raises:
-        InputError: It does, and there are several.
+        InputError: vLLM stores answers, and there are several tenants.
     """
     from vllm import envs
 

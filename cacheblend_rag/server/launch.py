@@ -1,4 +1,4 @@
-"""Starts vLLM's OpenAI server on a blending engine, and stops it in good order."""
+"""Starts vLLM's OpenAI server with a blending engine, and shuts the server down cleanly."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     from cacheblend_rag.engines.vllm.arguments import Launch
 
-_log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
+_log = logging.getLogger("vllm.cacheblend")  # child of vLLM's logger, which vLLM's flags configure
 MOST_ANSWERS = "128"
-"""Of one request to one prompt, beams too, as OpenAI's API has it; vLLM's own limit is 16,384."""
+"""Most answers, or beams, to one prompt of a request, as in OpenAI's API; vLLM's own limit is 16,384."""
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _DRAIN_S, _SETTLE_S = 5.0, 60.0
 _POLL_S = 0.05
@@ -52,14 +52,14 @@ _ENGINE = (
 
 
 def serve(options: ServeOptions, flags: Sequence[str]) -> None:
-    """Serve until SIGTERM or SIGINT, and end the process; requests in flight get ``--shutdown-timeout`` seconds to end.
+    """Serve until SIGTERM or SIGINT, then end the process; running requests get ``--shutdown-timeout`` seconds to end.
 
     Raises:
-        InputError: A flag that cannot be honoured, or an address that cannot be listened on.
+        InputError: A flag is not supported, or the server cannot listen on the address.
         ModelError: The model cannot be loaded.
         StoreError: The store cannot be used.
     """
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # before vLLM reads it; its other processes inherit it
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # before vLLM reads the variable; child processes inherit it
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", MOST_ANSWERS)
     with _without_collecting():
         threads = compute_on_one_thread()
@@ -79,14 +79,14 @@ def serve(options: ServeOptions, flags: Sequence[str]) -> None:
     server_startup().cli_env_setup()
     configure_logging_from_args(args)
     share_logging()
-    with suppress(KeyboardInterrupt):  # asked to stop before it had started
+    with suppress(KeyboardInterrupt):  # stopped before the server had started
         uvloop.run(_serve(options, args, launch, threads))
     end_now()
 
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Look for no garbage while modules are imported, nor among them later: there is none, and it takes a tenth of the time."""
+    """Suspend garbage collection during imports and exempt the imported objects later: collecting takes a tenth of the time."""
     gc.disable()
     try:
         yield
@@ -100,7 +100,7 @@ async def _serve(options: ServeOptions, args: Namespace, launch: Launch, threads
     address, sock = _listen(args)
     stopped: Coroutine[Any, Any, None] | None = None
     try:
-        # The whole of a broken store or index is told before a model is loaded.
+        # A broken store is reported before a model is loaded.
         store = open_store(launch.store, ram_budget=0, disk_budget=options.disk_budget)
         tell(_ENGINE)
         with store:
@@ -149,8 +149,8 @@ async def _serve_engine(
 
 
 async def announce(state: Any, line: str) -> None:
-    """Log ``line`` and what the start took once the server answers, below all that vLLM says of its routes."""
-    while not getattr(getattr(state, "server", None), "started", False):  # uvicorn's own flag; it tells no one
+    """Log ``line`` and the duration of the start once the server answers, after vLLM's log lines about its routes."""
+    while not getattr(getattr(state, "server", None), "started", False):  # uvicorn's own flag, which has no callback
         await asyncio.sleep(_POLL_S)
     _log.info("%s The start took %.0f s.", line, elapsed())
 
@@ -158,7 +158,7 @@ async def announce(state: Any, line: str) -> None:
 async def build_app(
     options: ServeOptions, args: Namespace, llm: AsyncLLM, tenants: ServedTenants, limits: RequestLimits
 ) -> FastAPI:
-    """Return vLLM's application with blending, our routes, and the checks of :func:`guard` on all of it."""
+    """Return vLLM's application with blending, the chunk routes, and the checks of :func:`guard` on all routes."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
 
@@ -182,13 +182,13 @@ async def build_app(
 
 
 def guard(options: ServeOptions, args: Namespace, window: int) -> RequestLimits:
-    """Have vLLM put our checks around its application, and return what they go by; ``window`` tokens fit the context window.
+    """Add our middleware to vLLM's arguments and return its limits; the context window has ``window`` tokens.
 
     Raises:
         InputError: The file of keys cannot be used.
     """
     args.middleware = [*args.middleware, *NAMES]
-    # Else vLLM's own check, of /v1 alone, would refuse every key but VLLM_API_KEY.
+    # Otherwise vLLM's own check, which covers only /v1, would refuse every key but VLLM_API_KEY.
     args.api_key = api_keys(args)
     keys = Keys(tuple(map(Key.of, args.api_key))) if options.keys is None else read_keys(options.keys)
     local = not (keys.keys or args.uds or options.allow_no_key)
@@ -203,7 +203,7 @@ def guard(options: ServeOptions, args: Namespace, window: int) -> RequestLimits:
 
 
 def _blend(state: State, tenants: ServedTenants) -> None:
-    """Give vLLM's handlers our renderer, and the routes handlers that report."""
+    """Give vLLM's handlers our renderer, and wrap the chat and completion handlers so that answers contain reports."""
     from cacheblend_rag.server.renderer import BlendRenderer
     from cacheblend_rag.server.served_engine import ReportingHandler
 
@@ -227,7 +227,7 @@ def _blend(state: State, tenants: ServedTenants) -> None:
 
 
 def hide_paths(models: Any) -> None:
-    """Have vLLM's list of models tell the operator alone where their files lie."""
+    """Make vLLM's list of models show the paths of model files to the operator only."""
     list_all = models.show_available_models
 
     async def show_available_models() -> Any:
@@ -253,7 +253,7 @@ async def _listen_and_serve(app: FastAPI, sock: socket.socket, args: Namespace) 
         enable_ssl_refresh=args.enable_ssl_refresh,
         host=args.host,
         port=args.port,
-        http="h11",  # httptools reads a first line and headers of any size, and whoever decodes them keeps all waiting
+        http="h11",  # httptools reads request lines and headers of any size, and decoding them blocks all requests
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
@@ -283,10 +283,10 @@ def _listen(args: Namespace) -> tuple[str, socket.socket]:
 
 
 def compute_on_one_thread() -> int:
-    """Have torch use no other thread on a CPU: threads do not outlive a fork, and what is forked would wait for them for ever.
+    """Limit torch to one thread on a CPU: threads do not survive a fork, and a forked process would wait for them forever.
 
     Returns:
-        How many it used.
+        Number of threads that torch used before.
     """
     import torch
     from vllm.platforms import current_platform
@@ -298,9 +298,10 @@ def compute_on_one_thread() -> int:
 
 
 def _engine(args: Namespace, sock: socket.socket, threads: int) -> Any:
-    """Return vLLM's engine as its own server would enter it; on a CPU its process is forked, and need not import vLLM anew.
+    """Return the context manager that starts vLLM's engine; on a CPU its process is forked and need not import vLLM again.
 
-    One worker computes in that process, on ``threads`` threads where vLLM has not chosen cores; several are spawned as ever.
+    A single worker computes in the engine's process, on ``threads`` threads unless vLLM has chosen cores. Several workers are
+    spawned as usual.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client_from_engine_args
@@ -311,9 +312,9 @@ def _engine(args: Namespace, sock: socket.socket, threads: int) -> Any:
             config = super().create_engine_config(*given, **named)
             if current_platform.is_cpu() and sys.platform == "linux":
                 register_after_fork(sock, _leave_to_parent)
-                os.environ[_START_METHOD] = "fork"  # vLLM has just chosen another one, for all of them
+                os.environ[_START_METHOD] = "fork"  # vLLM has just set another method for all processes
                 if self.distributed_executor_backend is None and _can_compute(config.parallel_config):
-                    config.parallel_config.distributed_executor_backend = "uni"  # "mp" by vLLM's choice
+                    config.parallel_config.distributed_executor_backend = "uni"  # vLLM would choose "mp"
                     register_after_fork(config, partial(_compute, threads=threads))
             return config
 
@@ -321,14 +322,14 @@ def _engine(args: Namespace, sock: socket.socket, threads: int) -> Any:
 
 
 def _leave_to_parent(sock: socket.socket) -> None:
-    """Let go, in a forked process, of what is its parent's: the address, and its loop's signals."""
+    """Release, in a forked process, the parent's socket and signal file descriptor; further processes are spawned."""
     sock.close()
     signal.set_wakeup_fd(-1)
     os.environ[_START_METHOD] = "spawn"
 
 
 def _can_compute(parallel: Any) -> bool:
-    """Say whether a process forked from this one can be the only worker: what vLLM preloads for one must be loaded here."""
+    """Return whether a process forked from this one can be the only worker: its LD_PRELOAD libraries must be loaded here."""
     wanted = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
     loaded = Path("/proc/self/maps").read_text()
     alone = parallel.world_size == 1 and not parallel.numa_bind and find_spec("vllm.utils.ompmultiprocessing")
@@ -336,7 +337,7 @@ def _can_compute(parallel: Any) -> bool:
 
 
 def _compute(config: Any, threads: int) -> None:
-    """Do, in a forked process, what vLLM's environment would do to a worker that is spawned."""
+    """Apply, in a forked process, the settings of threads and cores that a spawned worker gets from vLLM's environment."""
     import torch
     import torch._inductor.config
     from vllm.utils.ompmultiprocessing import OMPProcessManager
@@ -353,7 +354,7 @@ def _compute(config: Any, threads: int) -> None:
 
 @asynccontextmanager
 async def _started(engine: Any, launch: Launch, verbose: bool) -> AsyncIterator[AsyncLLM]:
-    """Enter vLLM's engine; what goes wrong while it starts becomes an error of ours, of a few lines."""
+    """Start vLLM's engine; raises StartError with a message of a few lines if the start fails."""
     from cacheblend_rag.engines.vllm.starting import StartError, StartLog
 
     log = StartLog(verbose)

@@ -1,4 +1,4 @@
-"""Says whether a request calls this machine by one of its own names, which no page of another site can do."""
+"""Checks whether a request names this machine as its host, which no page of another site can do."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from urllib.parse import urlsplit
 
 
 def names_this_machine(host: str) -> bool:
-    """Return whether a ``Host`` header names this machine: ``localhost``, or an address of the loopback, with any port.
+    """Return whether a ``Host`` header names this machine: ``localhost`` or a loopback address, with any port.
 
-    A page of another site can have its own name resolved to 127.0.0.1 (DNS rebinding), and a browser then lets the page read
-    all that a server on this machine answers. The browser still sends the page's name as ``Host``.
+    A page of another site can have its own name resolved to 127.0.0.1 (DNS rebinding). A browser then lets the page read all
+    answers of a server on this machine, but still sends the page's name as ``Host``.
 
     Example:
         >>> names_this_machine("127.0.0.1:7860"), names_this_machine("evil.example:7860")

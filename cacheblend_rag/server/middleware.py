@@ -1,6 +1,6 @@
-"""Stands around every route: checks API key, tenant's quota, and the limits on a request's body, and words errors.
+"""Checks the API key, the tenant's quota and the size of the body before every route, and formats errors.
 
-vLLM adds middleware by name and without arguments, so these read theirs from the application's ``state.limits``.
+vLLM adds middleware by name and without arguments, so these classes read their limits from the application's ``state.limits``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cacheblend_rag.server.tenants import Caller, calling
 DEFAULT_BODY_DEADLINE_S = 60.0
 DEFAULT_VALUES_LIMIT = 500_000
 TOKENIZED_LIMIT = 1 << 17
-"""Bytes of a body of which vLLM counts the tokens however many they are: each takes a hundred bytes and everybody's time."""
+"""Most bytes of a body to tokenise or detokenise, which vLLM does not limit: a token takes a hundred bytes, and blocks."""
 DEFAULT_HELD_LIMIT = 4 * DEFAULT_BODY_LIMIT
 NAMES = (
     "cacheblend_rag.server.middleware.LimitBody",
@@ -37,9 +37,9 @@ NAMES = (
     "cacheblend_rag.server.observing.Observe",
     f"{__name__}.RequireKey",
 )
-"""For vLLM's ``--middleware``. The last one is asked first: no byte of a body is read without the key."""
+"""Values for vLLM's ``--middleware``. The last class runs first, so no byte of a body is read without a key."""
 
-_log = logging.getLogger("vllm.cacheblend")  # below vLLM's logger, whose handlers and level its flags set
+_log = logging.getLogger("vllm.cacheblend")  # child of vLLM's logger, which vLLM's flags configure
 _OPEN_PATHS = {"/health"}
 _TOKENIZING = {"/tokenize", "/detokenize"}
 _ANYBODY = Key(b"")
@@ -57,19 +57,19 @@ _HIDDEN = "The server's store cannot be used now; whoever runs the server finds 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Says who may send how much.
+    """Holds the keys and limits that requests are checked against.
 
     Attributes:
-        keys: API keys, and whose they are; none: everybody may do everything.
+        keys: API keys with their tenants; none: everybody may do everything.
         body: Largest request body in bytes.
-        body_deadline_s: Seconds until all of it must have come.
-        values: Most JSON values in it.
-        characters: Most characters of one prompt or text in it.
+        body_deadline_s: Seconds within which the whole body must arrive.
+        values: Most JSON values in a body.
+        characters: Most characters of one prompt or text in a body.
         held: Most bytes of the bodies of one tenant's requests at a time.
-        local: Whether requests must call the server by a name of this machine: another name may be that of a page in a browser
-            here, whose owner has it resolved to this machine.
-        admissions: The requests of those tenants, by their names.
-        refused: Told of the tenant and the status of what is refused for a limit.
+        local: Whether ``Host`` must be a name of this machine: a page in a local browser could otherwise have its own name
+            resolved to this machine.
+        admissions: Counters of each tenant's answers and tokens, by the tenant's name.
+        refused: Called with the tenant and the status of each request that is refused for a limit.
     """
 
     keys: Keys = field(default_factory=Keys)
@@ -91,14 +91,14 @@ def error_response(
 
 
 def come_again(message: str, after_s: int, headers: Mapping[str, str] = MappingProxyType({})) -> JSONResponse:
-    """Return a refusal to who shall try again in ``after_s`` seconds."""
+    """Return a 429 answer that asks the client to try again in ``after_s`` seconds."""
     return error_response(message, 429, "RateLimitError", headers={"Retry-After": str(after_s), **headers})
 
 
 def answer_errors(app: Any) -> None:
-    """Have a Starlette application answer the library's errors; a subclass goes before its base."""
+    """Make a Starlette application answer the library's errors; the first matching class of ``_KINDS`` decides how."""
     app.add_exception_handler(CacheBlendError, _answered)
-    app.middleware_stack = None  # vLLM's is built already, without this one
+    app.middleware_stack = None  # vLLM has built the stack already, without this handler
 
 
 async def _answered(_: Request, error: Exception) -> JSONResponse:
@@ -108,12 +108,12 @@ async def _answered(_: Request, error: Exception) -> JSONResponse:
 
 
 def told(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return why chunks are not stored, to others than the operator without what names the server's files and machines."""
+    """Return why chunks are not stored; callers other than the operator see no names of the server's files or machines."""
     if calling.get().operator:
         return dict(reasons)
     found = {}
     for name, why in reasons.items():
-        # Of a chunk itself they say "it ..."; of the model that it is not blended.
+        # A reason about the chunk begins with "it", a reason about the model with "not blended". All others are hidden.
         theirs = why.startswith(("it ", "not blended"))
         if not theirs:
             _log.error("What others than the operator are not told: %s", why)
@@ -122,10 +122,10 @@ def told(reasons: Mapping[str, str]) -> dict[str, str]:
 
 
 class RequireKey:
-    """Answers 401 to every request but a health check and a CORS preflight that does not carry one of the keys.
+    """Answers 401 to every request without a valid key, except health checks and CORS preflights.
 
-    From here on the request is its key's tenant's (:data:`~cacheblend_rag.server.tenants.calling`). A key whose role is too small
-    gets 403. vLLM's own check leaves ``/metrics``, ``/tokenize`` and others open.
+    The rest of the server sees the key's tenant in :data:`~cacheblend_rag.server.tenants.calling`. A key whose role is too small
+    gets 403. vLLM's own check leaves ``/metrics``, ``/tokenize`` and other routes open.
     """
 
     def __init__(self, app: ASGIApp):
@@ -168,9 +168,9 @@ class RequireKey:
 
 
 class Admit:
-    """Answers 429 to what would compute something while its tenant has too many answers computed, or has used its tokens.
+    """Answers 429 to POST requests of a tenant that has too many answers being computed, or has used up its tokens.
 
-    A request counts as one here; as how many more is said where it is rendered.
+    Each request counts as one answer here; the renderer adds the request's other answers.
     """
 
     def __init__(self, app: ASGIApp):
@@ -193,19 +193,19 @@ class Admit:
 
         try:
             await self._app(scope, receive, timed)
-        finally:  # a client that goes away in the middle of an answer ends it, too
+        finally:  # also after a client has disconnected in the middle of an answer
             caller.end()
 
 
 def is_open(scope: Scope) -> bool:
-    """Say whether anybody may ask that: a health check, or a CORS preflight, which is answered before any route."""
+    """Return whether a request needs no key: a health check, or a CORS preflight, which is answered before any route."""
     if scope["type"] != "http":
         return False
     return (_path(scope) in _OPEN_PATHS and scope["method"] in ("GET", "HEAD")) or _is_preflight(scope)
 
 
 def _forbidden(key: Key, scope: Scope) -> JSONResponse:
-    """Return the refusal of a request that a key is not good for: which key is, or that this server has nothing of the kind."""
+    """Return the 403 answer that names the role needed, or a 404 answer if the server has no such route."""
     asked = f"{scope['method']} {_path(scope)}"
     if all(route.matches(scope)[0] is Match.NONE for route in scope["app"].routes):
         return error_response(f"This server has no {asked} for the model that it serves.", 404, "NotFoundError")
@@ -220,18 +220,18 @@ def _forbidden(key: Key, scope: Scope) -> JSONResponse:
 
 
 def _path(scope: Scope) -> str:
-    """Return which route is asked for, wherever a proxy has the server."""
+    """Return the path of the requested route, without a proxy's prefix."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def _bearer(scope: Scope) -> str:
-    """Return the key that a request carries, empty without one."""
+    """Return the bearer key of a request; empty if there is none."""
     scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
     return key if scheme.lower() == "bearer" else ""
 
 
 def _is_preflight(scope: Scope) -> bool:
-    """Say whether a browser asks what it may send; vLLM's CORS middleware answers that, and no route sees it."""
+    """Return whether a request is a CORS preflight, which vLLM's CORS middleware answers before any route."""
     headers = Headers(scope=scope)
     return scope.get("method") == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
@@ -244,14 +244,14 @@ def limits_of(scope: Scope) -> RequestLimits:
 
 
 _CLOSE: Final = {"Connection": "close"}
-"""For refusals of a body of which more may come."""
+"""Header of refusals of a body that may still be arriving."""
 
 
 class LimitBody:
-    """Answers 413 to bodies that are too large, whether they say so or not, or hold too much, and 408 to slow ones.
+    """Answers 413 to bodies that are too large, with or without a declared length, or hold too much, and 408 to slow bodies.
 
-    429 where all with such keys together are too much.
-    What anybody may ask without a key has no body: whatever comes is not read.
+    Answers 429 if one tenant's bodies exceed ``held`` bytes. A request that needs no key has no body: the middleware does not
+    read the body.
     """
 
     def __init__(self, app: ASGIApp):
@@ -276,7 +276,7 @@ class LimitBody:
             try:
                 async with asyncio.timeout(limits.body_deadline_s):
                     if not await _fill(body, receive, limits, admission):
-                        return  # the client has gone
+                        return  # the client has disconnected
                 refused = await _refusal(body, path, limits, admission)
             except TimeoutError:
                 why = f"The request's body has not come within {limits.body_deadline_s:g} seconds."
@@ -292,7 +292,7 @@ async def _refusal(body: bytearray, path: str, limits: RequestLimits, admission:
     if admission.held > limits.held:
         why = "The bodies of this tenant's requests that are being read and served have more than"
         return come_again(f"{why} {limits.held} bytes. Wait for some to end.", 1, _CLOSE)
-    # Fewer bytes than values are allowed need no counting.
+    # A body with fewer bytes than the limit on values needs no counting.
     if len(body) > limits.values and await asyncio.to_thread(count_values, body) > limits.values:
         return _too_much(
             f"The request holds more than {limits.values} values. Send fewer at a time, and long prompts as text, not as token "
@@ -309,8 +309,8 @@ def _too_much(why: str) -> JSONResponse:
 
 
 async def _fill(body: bytearray, receive: Receive, limits: RequestLimits, admission: Admission) -> bool:
-    """Read a request's body, or its beginning where that is too much already; say whether the client is still there."""
-    # Every route reads its whole body before it does anything, so holding it here costs nothing more.
+    """Read a request's body until it ends or exceeds a limit; return whether the client is still connected."""
+    # Every route reads its whole body first, so holding the body here costs nothing more.
     more = True
     while more and len(body) <= limits.body and admission.held <= limits.held:
         message = await receive()
@@ -324,7 +324,7 @@ async def _fill(body: bytearray, receive: Receive, limits: RequestLimits, admiss
 
 
 def _with_body(body: bytes, receive: Receive) -> Receive:
-    """Return what receives ``body`` first, and nothing that is still coming of another."""
+    """Return a receive function that yields ``body`` first, and drops all later parts of a body."""
     given = False
 
     async def replay() -> Message:

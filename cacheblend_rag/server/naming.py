@@ -1,4 +1,4 @@
-"""Finds the chunks that a request names (``chunk_ids``, a text block's id or mark to cache it), and those that its texts hold."""
+"""Finds the chunks that a request names (``chunk_ids``, a text block's id or ``cache_control``) or that its texts contain."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from cacheblend_rag.prompts.templates import SEPARATOR
 
 
 class ChunkNaming:
-    """Puts the texts of named chunks where they are named."""
+    """Inserts the texts of named chunks where a request names them."""
 
     def __init__(self, tokenizer: Any, registry: ChunkRegistry, note: Callable[[Chunk], None]):
-        """Resolve against ``registry``; ``note`` is given chunks that a request brings along."""
+        """Look ids up in ``registry``; ``note`` is called with new chunks that come with a request."""
         self._tokenizer, self._registry, self._note = tokenizer, registry, note
 
     def messages(self, messages: Sequence[Any], chunk_ids: Sequence[str]) -> tuple[list[Any], tuple[str, ...]]:
-        """Return messages without block ids and with the texts of all named chunks, and the ids of those.
+        """Return messages without block ids and with the texts of all named chunks, and the ids of the named chunks.
 
-        A text block with the id of a registered chunk and no text becomes that chunk; one marked with ``cache_control`` is a
-        chunk of its own. Of ``chunk_ids``, those whose text
-        stands in no message are put in front of the last user message.
+        A text block with the id of a registered chunk and no text gets the chunk's text. A text block marked with
+        ``cache_control`` is a chunk of its own. Chunks of ``chunk_ids`` whose text is in no message are put in front of the last
+        user message.
 
         Raises:
-            UnknownChunkError: There is no chunk of that id.
+            UnknownChunkError: An id names no chunk.
             InputError: There is no user message for ``chunk_ids``.
         """
         named = list(chunk_ids)
@@ -45,10 +45,10 @@ class ChunkNaming:
         return found, tuple(named)
 
     def prompts(self, prompt: Any, chunk_ids: Sequence[str]) -> tuple[Any, list[list[Chunk]]]:
-        """Return a prompt, or a list of them, with the chunks that do not stand in it in front, and which those are of each.
+        """Return a prompt, or a list of prompts, with the absent chunks in front, and the chunks added to each prompt.
 
         Raises:
-            UnknownChunkError: There is no chunk of that id.
+            UnknownChunkError: An id names no chunk.
             InputError: The prompt is not text.
         """
         prompts = [prompt] if isinstance(prompt, str) else prompt
@@ -71,7 +71,7 @@ class ChunkNaming:
                 continue
             text = str(block.get("text") or "") or self._resolve(name).text
             said = text.strip()
-            if self._registry.get(name) is None and said and name == chunk_id(said):  # nobody has registered it
+            if self._registry.get(name) is None and said and name == chunk_id(said):  # not registered yet
                 self._note(make_chunk(said, self._tokenizer))
             known = self._registry.get(name)
             if known is not None and known.text == said:
@@ -87,7 +87,7 @@ class ChunkNaming:
         """Return the chunks of these ids.
 
         Raises:
-            UnknownChunkError: There is no chunk of that id.
+            UnknownChunkError: An id names no chunk.
         """
         return [self._resolve(name) for name in chunk_ids]
 
@@ -99,12 +99,12 @@ class ChunkNaming:
 
 
 def lead_text(chunks: Iterable[Chunk]) -> str:
-    """Return what is put in front of a text that lacks these chunks."""
+    """Return the text that is put in front of a prompt for these chunks."""
     return "".join(f"{chunk.text}{SEPARATOR}" for chunk in chunks)
 
 
 def tokens_match(tokenizer: Any, text: str, token_ids: tuple[int, ...]) -> bool:
-    """Say whether these are the tokens of that text: content matching must not be led to other tokens' KV."""
+    """Return whether ``token_ids`` are the tokens of ``text``, so that content matching cannot use other tokens' KV."""
     try:
         encoder = encoder_for(tokenizer)
         return text.strip() == text and list(token_ids) in (encoder.chunk(text)[0], encoder.document(text))
@@ -113,7 +113,7 @@ def tokens_match(tokenizer: Any, text: str, token_ids: tuple[int, ...]) -> bool:
 
 
 def _name_of(block: Any) -> str | None:
-    """Return the id of the chunk that a block names, or asks to be by ``cache_control``; None for any other block."""
+    """Return the id of the chunk that a block names, or becomes by ``cache_control``; None for any other block."""
     if not isinstance(block, Mapping) or block.get("type") != "text":
         return None
     if block.get("id") is not None:
@@ -130,12 +130,12 @@ def _text_of(message: Mapping[str, Any]) -> str:
     return "\0".join(str(block.get("text", "")) for block in blocks)  # no chunk spans two blocks
 
 
-# Where messages, and the items of the Responses API, have text that somebody says.
+# Fields of messages, and of items of the Responses API, that contain text.
 _SAID = ("content", "output")
 
 
 def with_texts(messages: Any, change: Callable[[str], str]) -> Any:
-    """Return messages (or a text in place of them) with each text that they say changed, in order; all else stays."""
+    """Return messages, or a text, with ``change`` applied to each text in order; all other fields stay."""
     if isinstance(messages, str):
         return change(messages)
     if isinstance(messages, list):
@@ -148,7 +148,7 @@ def with_texts(messages: Any, change: Callable[[str], str]) -> Any:
 
 
 def texts_in(messages: Any) -> list[str]:
-    """Return the texts that messages say, in order."""
+    """Return the texts of messages, in order."""
     texts: list[str] = []
 
     def read(text: str) -> str:
@@ -175,15 +175,16 @@ def _said(content: Any, change: Callable[[str], str]) -> Any:
 def search_contents(
     said: Sequence[Any], registry: ChunkRegistry, named: Sequence[Chunk], encoder: TextEncoder, most: int
 ) -> tuple[Contents, list[Any]] | None:
-    """Search what messages say for chunks; None where nothing is found, and where it is too long, but spells no special token.
+    """Search messages for chunks; None if nothing is found, or if the texts are too long and spell no special token.
 
-    Each of ``said`` is a list of messages or a text. The ``named`` chunks are looked for first; ``most`` characters are searched.
+    Each of ``said`` is a list of messages or a text. The ``named`` chunks are searched first. At most ``most`` characters are
+    searched.
 
     Returns:
-        The contents, and ``said`` with their stand-ins.
+        The contents, and ``said`` with a stand-in for each text.
 
     Raises:
-        InputError: It is too long, and special tokens are spelled in it: which of them are a document's is not known.
+        InputError: The texts are too long to tell which of the special tokens spelled in them belong to a document.
     """
     texts = [text for each in said for text in texts_in(each)]
     if (length := sum(map(len, texts))) > most:

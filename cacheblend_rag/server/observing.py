@@ -1,4 +1,4 @@
-"""Shows an operator what a server does: metrics, spans, refusals, and log lines with tenant and trace."""
+"""Records metrics, spans, refusals, and log lines with tenant and trace id, for the operator of a server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EXPECTED = re.compile(r" \(expected in .*")
 
 
 class ReuseMetrics:
-    """Counts what finished requests and precomputation report."""
+    """Counts the reports of finished prompts and of precomputation."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY):
         """Register the metrics; once per registry."""
@@ -87,7 +87,7 @@ class ReuseMetrics:
         first_token_s: float | None = None,
         out: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
-        """Count a tenant's finished prompt, and say which remote tiers are out; vLLM may keep no time to first token."""
+        """Count a tenant's finished prompt, and record which remote tiers are out; vLLM may not measure ``first_token_s``."""
         if first_token_s is not None:
             self._first_token.labels(outcome.mode).observe(first_token_s)
         for tier, is_out in out.items():
@@ -131,7 +131,7 @@ class ReuseMetrics:
 
 
 def reason_label(reason: str) -> str:
-    """Return a reason without what differs from prompt to prompt: a label must take few values."""
+    """Return a reason without the parts that differ between prompts: a label must take few values."""
     return _NUMBERS.sub("N", _EXPECTED.sub("", reason).partition(":")[0])[:80]
 
 
@@ -142,7 +142,7 @@ _REFUSALS = {408, 413, 429, 507}
 
 
 class Observe:
-    """Makes each request with a key a span, a part of the one that its ``traceparent`` names, and counts what is refused."""
+    """Records each request with a key as a span, a child of the span in its ``traceparent``, and counts refusals."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -161,7 +161,7 @@ class Observe:
         span = spans.begin(method, "server", propagate.extract(Headers(scope=scope)))
         with spans.current(span):
             await self._app(scope, receive, watched)
-        # Not the path: a client chooses what it says.
+        # The route, not the path: clients choose the path.
         tenant, route = _tenant(), getattr(scope.get("route"), "path", "")
         span.update_name(f"{method} {route}".strip())
         span.set_attributes({"http.request.method": method, "http.response.status_code": status, "http.route": route})
@@ -173,9 +173,9 @@ class Observe:
 
 
 def share_logging() -> None:
-    """Have this library's lines go where vLLM's go, in their format; each with ``tenant`` and ``trace_id`` where it has them.
+    """Send this library's log lines to vLLM's handlers, in vLLM's format, with ``tenant`` and ``trace_id`` where known.
 
-    No line of the server's log has an id of a chunk, or what a request says.
+    No line of the server's log contains a chunk's id or the text of a request.
     """
     log_as_vllm()
     for handler in logging.getLogger("vllm").handlers:
@@ -186,8 +186,8 @@ def share_logging() -> None:
 
 
 def _without_words(record: logging.LogRecord) -> bool:
-    """Take a user's text out of what vLLM and uvicorn say of a request that fails: names of models, schemas, prompts."""
-    # An error that reaches uvicorn has left the tenant's request.
+    """Remove a user's text (names of models, schemas, prompts) from vLLM's and uvicorn's lines about failed requests."""
+    # uvicorn logs an error after the tenant's request has ended.
     failed = bool(_tenant()) or str(record.msg).startswith("Exception in ASGI application")
     if failed and record.levelno >= logging.WARNING and not record.name.startswith(_OWN_LINES):
         hide_values(record)
@@ -195,7 +195,7 @@ def _without_words(record: logging.LogRecord) -> bool:
 
 
 def _without_ids(record: logging.LogRecord) -> bool:
-    """Take chunk ids and holders out of a line of uvicorn's access log, whose arguments are client, method, path, and others."""
+    """Remove chunk ids and holders from a line of uvicorn's access log, whose arguments are client, method, path, and others."""
     if isinstance(record.args, tuple) and len(record.args) > 2:
         client, method, target, *rest = record.args
         before, found, after = str(target).partition(_CHUNKS)
@@ -206,7 +206,7 @@ def _without_ids(record: logging.LogRecord) -> bool:
 
 
 def _with_context(record: logging.LogRecord) -> bool:
-    """Add to a record whose request it is about; JSON shows that, text does not."""
+    """Add tenant and trace id to a log record; JSON output shows both, text output does not."""
     span = get_current_span()
     if span is not INVALID_SPAN and span.get_span_context().is_valid:
         record.trace_id = format_trace_id(span.get_span_context().trace_id)
@@ -216,6 +216,6 @@ def _with_context(record: logging.LogRecord) -> bool:
 
 
 def _tenant() -> str:
-    """Return whose request is being served; empty where there is none."""
+    """Return the tenant whose request is being served; empty outside requests."""
     caller = calling.get(None)
     return "" if caller is None else caller.namespace

@@ -1,4 +1,4 @@
-"""Lists what `cacheblend serve` takes beside vLLM's flags, for the command, its help and the server; tells how far a start is."""
+"""Defines the options of `cacheblend serve` beside vLLM's flags, and reports the progress of a start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_MAX_CHUNKS = 1_000_000
 def _nbytes(size: str | int) -> int:
     if isinstance(size, int):
         return size
-    # Here: it imports torch, which neither a list of flags nor the first word of a start need wait for.
+    # Imported here: the module imports torch, for which the help and the first message should not wait.
     from cacheblend_rag.store.opening import parse_size
 
     return parse_size(size)
@@ -26,9 +26,9 @@ def _nbytes(size: str | int) -> int:
 
 @dataclass(frozen=True)
 class ServeFlags:
-    """The flags that are the server's alone; sizes are in bytes."""
+    """Holds the flags that only the server has; sizes are in bytes."""
 
-    # None has a short form, which would swallow letters of vLLM's own. ``-m`` and ``-s`` the command takes by hand.
+    # No flag has a short form, which would match letters of vLLM's own flags. The command itself parses ``-m`` and ``-s``.
     model: Annotated[
         str | None,
         typer.Option(
@@ -89,7 +89,7 @@ class ServeFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServeFlags):
-    """The same with what the command makes of the flags that it shares with others.
+    """Adds the options that the command derives from flags shared with other commands.
 
     Attributes:
         store: Directory of the KV store, the index and the registered chunks.
@@ -113,6 +113,6 @@ def elapsed() -> float:
 
 
 def tell(stage: str) -> None:
-    """Say what begins now, behind the seconds since the command was typed; the words are ours."""
+    """Print the stage that begins now on stderr, after the seconds since the process began; ``stage`` is not escaped."""
     sys.stderr.write(f"{elapsed():5.1f} s  {stage}\n")
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""Makes the engine's input of a request: chunks found in what vLLM has rendered bring their own token ids.
+"""Builds the engine input of a request: chunks found in the rendered prompt contribute their own token ids.
 
-vLLM's renderer does all of its own work first: templates, tools, limits, errors. Only the token ids of a prompt that holds
-chunks are replaced, because a chunk's tokens must be those its KV was computed for.
+vLLM's renderer does all of its own work first: templates, tools, limits, errors. Only the token ids of a prompt with chunks are
+replaced, because a chunk's tokens must be the tokens that the chunk's KV was computed for.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 
 class BlendRenderer:
-    """Stands in for vLLM's ``OnlineRenderer``; what it does not know itself, that one does.
+    """Replaces vLLM's ``OnlineRenderer``, and delegates all other attributes to it.
 
-    Searching and tokenising long prompts takes milliseconds: it is done off the event loop, which streams other answers.
-    Where vLLM's template has put what a request says is seen by rendering it once more with stand-ins
+    Searching and tokenising long prompts takes milliseconds, so both run off the event loop, which streams other answers. To
+    find where vLLM's template puts a request's texts, the request is rendered once more with stand-ins for the texts
     (:mod:`cacheblend_rag.prompts.placing`).
     """
 
-    use_harmony = False  # else vLLM would render gpt-oss's batches past this
+    use_harmony = False  # otherwise vLLM would render batches for gpt-oss without this class
 
     def __init__(self, inner: OnlineRenderer, client: BlendClient, catalogue: ChunkCatalogue):
         self._inner, self._client, self._catalogue = inner, client, catalogue
@@ -64,14 +64,14 @@ class BlendRenderer:
     async def render_chat(
         self, request: ChatCompletionRequest, *, skip_mm_cache: bool = False
     ) -> tuple[list[ConversationMessage], list[EngineInput]] | ErrorResponse:
-        """Render a chat; see vLLM's method of that name.
+        """Render a chat and find its chunks; replaces vLLM's ``render_chat``.
 
         Raises:
-            VLLMValidationError: Our own fields are malformed, or name an unknown chunk.
+            VLLMValidationError: A field of this library is malformed, or names an unknown chunk.
         """
         options = await asyncio.to_thread(self._begin, request)
         request.messages, named = await asyncio.to_thread(self._named, request.messages, options)
-        again = request.model_copy()  # as it is now: rendering changes a request
+        again = request.model_copy()  # a copy from before rendering, which changes a request
         result = await self._inner.render_chat(request, skip_mm_cache=skip_mm_cache)
         if isinstance(result, ErrorResponse):
             return result
@@ -89,10 +89,10 @@ class BlendRenderer:
     async def preprocess_chat(
         self, request: ChatCompletionRequest, *_: Any, **__: Any
     ) -> tuple[list[ConversationMessage], list[EngineInput]]:
-        """Render one of the chats of a batch, for which vLLM calls the method of that name.
+        """Render one chat of a batch; replaces vLLM's ``preprocess_chat``.
 
         Raises:
-            VLLMValidationError: It cannot be rendered.
+            VLLMValidationError: The chat cannot be rendered.
         """
         calling.get().chats += 1
         rendered = await self.render_chat(request)
@@ -103,10 +103,10 @@ class BlendRenderer:
     async def render_completion(
         self, request: CompletionRequest, *, skip_mm_cache: bool = False
     ) -> list[EngineInput] | ErrorResponse:
-        """Render prompts; see vLLM's method of that name.
+        """Render prompts and find their chunks; replaces vLLM's ``render_completion``.
 
         Raises:
-            VLLMValidationError: Our own fields are malformed, or name an unknown chunk.
+            VLLMValidationError: A field of this library is malformed, or names an unknown chunk.
         """
         options = await asyncio.to_thread(self._begin, request)
         leads: list[list[Chunk]] = []
@@ -125,10 +125,10 @@ class BlendRenderer:
     async def render_responses(
         self, request: ResponsesRequest, **options: Any
     ) -> ResponsesRenderResult | ErrorResponse:
-        """Render a request of the Responses API; see vLLM's method of that name.
+        """Render a request of the Responses API and find its chunks; replaces vLLM's ``render_responses``.
 
         Raises:
-            VLLMValidationError: Our own fields are malformed.
+            VLLMValidationError: A field of this library is malformed, or names chunks (``chunk_ids``, ``spans``).
         """
         chosen = await asyncio.to_thread(self._begin, request)
         if chosen.chunk_ids or chosen.spans:
@@ -162,7 +162,7 @@ class BlendRenderer:
             return self._naming.prompts(prompt, self._affordable(chunk_ids, prompt))
 
     def _affordable(self, chunk_ids: Sequence[str], said: Any) -> Sequence[str]:
-        """Refuse more than fits the context window, before it is searched for each of the chunks."""
+        """Return ``chunk_ids``; raises InputError, before any search, if the chunks or the texts exceed the context window."""
         window = self._client.context_window
         tokens = sum(len(chunk.token_ids) for chunk in self._naming.resolved(chunk_ids))
         if tokens > window:
@@ -181,7 +181,7 @@ class BlendRenderer:
         named: Sequence[str],
         skeleton: Callable[[Sequence[Any]], Awaitable[Any]],
     ) -> list[list[Piece]]:
-        """Return the pieces of each rendered prompt with chunks in it, empty for others."""
+        """Return the pieces of each rendered prompt that contains chunks, and an empty list for each other prompt."""
         nothing: list[list[Piece]] = [[] for _ in inputs]
         encoder, registry = encoder_for(self._client.tokenizer), self._client.registry
         chunks = self._naming.resolved(named)
@@ -201,14 +201,14 @@ class BlendRenderer:
             return nothing
         try:
             probing = await asyncio.to_thread(read, await skeleton(probed) or {})
-        except (ValueError, VLLMValidationError):  # a template that reads what is said
+        except (ValueError, VLLMValidationError):  # the template depends on the texts
             probing = None
         return [await asyncio.to_thread(contents.placed, rendered, probing or "", registry, encoder)]
 
     def _found_in_texts(
         self, request: CompletionLike, inputs: Sequence[Any], options: RequestOptions, leads: Sequence[Sequence[Chunk]]
     ) -> list[list[Piece]]:
-        """Do the same for texts that are the prompt as they are, with the chunks that were put in front of each."""
+        """Return the pieces of prompts without a template; ``leads`` holds the chunks that were put in front of each prompt."""
         found: list[list[Piece]] = []
         named = self._naming.resolved(options.chunk_ids)
         for engine_input, lead in zip(inputs, [*leads, *([] for _ in inputs)], strict=False):
@@ -235,7 +235,7 @@ class BlendRenderer:
             )
         with refused("cacheblend"):
             options = read_options(request.model_extra)
-            # Here, not only where a prompt is blended: a wrong option is refused whatever the prompt holds.
+            # Also resolved here, so that a wrong option is refused even if the prompt is not blended.
             self._client.resolve(options.settings)
         return options
 
@@ -245,7 +245,7 @@ class BlendRenderer:
         return done
 
     def _admit(self, request: CompletionLike, inputs: Sequence[Any]) -> None:
-        """Count the answers that a request asks for; refuse those that its tenant may not have."""
+        """Count a request's answers for its tenant; raises an error if the tenant's quota does not allow them."""
         caller, n, most = calling.get(), getattr(request, "n", None) or 1, _most_tokens(request)
         sequences, prompts = (
             max(n * len(inputs), caller.chats),
@@ -254,7 +254,7 @@ class BlendRenderer:
         logprobs, quota = 0, caller.admission.quota
         if (each := _prompt_logprobs(request)) is not None:
             logprobs = n * prompts * (1 + (each if each >= 0 else self._client.tokenizer.vocab_size))
-            prompts *= 1 + n  # as :class:`TokensUsed` counts them
+            prompts *= 1 + n  # counted as in :class:`TokensUsed`
         with refused():
             quota.check_request(sequences, prompts + sequences * (most or 1), logprobs)
         if most is None and (rate := quota.tokens_per_minute) is not None:
@@ -302,7 +302,7 @@ class BlendRenderer:
             prompt = self._spanned(tuple(engine_input["prompt_token_ids"]), options)
         elif any(not isinstance(piece, str) for piece in pieces):
             prompt = tokenize(BlendPrompt(tuple(pieces)), self._client.tokenizer, self._client.registry)
-            if "prompt" not in engine_input:  # harmony's
+            if "prompt" not in engine_input:  # rendered by harmony
                 made, rendered = prompt.token_ids, engine_input["prompt_token_ids"]
                 ticket.reason = ticket.reason or why_not_as(rendered, made, self._client.tokenizer)
                 if ticket.reason:
@@ -310,7 +310,7 @@ class BlendRenderer:
         else:
             return engine_input
         if ticket.reason:
-            # Not blended, but what documents spell is data all the same.
+            # Not blended, but special tokens spelled in documents must still be data.
             tokens: Any = {"prompt_token_ids": list(prompt.token_ids)}
             limits = request.build_tok_params(self._inner.model_config)
             tokens = limits.apply_post_tokenization(self._inner.renderer.tokenizer, tokens)
@@ -319,8 +319,8 @@ class BlendRenderer:
             salt = clients_salt(engine_input.get("cache_salt"))
             tokens, ticket.params = self._client.tokens_prompt(prompt, options.settings, salt, recording())
             if not ticket.params:
-                tokens.pop("cache_salt", None)  # the engine salts it, as every prompt that is not blended
-        offsets = "prompt_token_offsets"  # of tokens that are no longer those of the prompt
+                tokens.pop("cache_salt", None)  # ServedEngine adds the salt, as to every prompt that is not blended
+        offsets = "prompt_token_offsets"  # offsets of tokens that have been replaced
         return {**{name: value for name, value in engine_input.items() if name != offsets}, **tokens}
 
     def _spanned(self, token_ids: tuple[int, ...], options: RequestOptions) -> TokenizedPrompt:
@@ -335,7 +335,7 @@ class BlendRenderer:
             end = body.end
             own = token_ids[body.start : body.end]
             known = self._client.registry.get(body.id)
-            # The prompt's tokens decide: an id that means other tokens here is another chunk to this client.
+            # The prompt's tokens decide: if the registered chunk has other tokens, the span becomes a chunk of its own.
             chunk = known if known is not None and known.token_ids == own else Chunk(body.id, "", own)
             if known is None and body.text and tokens_match(self._client.tokenizer, body.text, own):
                 chunk = replace(chunk, text=body.text)
@@ -353,7 +353,7 @@ class BlendRenderer:
 
 
 def _one_by_one(request: CompletionRequest) -> Iterator[CompletionRequest]:
-    """Yield a request for each text of a batch: vLLM tokenises in one thread, in which other requests are to have turns."""
+    """Yield a request for each text of a batch: vLLM tokenises in one thread, and other requests get turns between texts."""
     texts = request.prompt if isinstance(request.prompt, list) else []
     if request.prompt_embeds is None and isinstance(next(iter(texts), None), str):
         for text in texts:
@@ -363,19 +363,19 @@ def _one_by_one(request: CompletionRequest) -> Iterator[CompletionRequest]:
 
 
 def _limit_field(request: CompletionLike) -> str:
-    """Return the name of the field that says how long an answer may be."""
+    """Return the name of the field that limits the length of an answer."""
     names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
     return next(name for name in names if name in type(request).model_fields)
 
 
 def _most_tokens(request: CompletionLike) -> int | None:
-    """Return how long each answer to a request may be; None where it does not say so."""
+    """Return the most tokens of each answer to a request; None if the request sets no limit."""
     found = getattr(request, _limit_field(request))
     return getattr(request, "max_tokens", None) if found is None else found
 
 
 def _prompt_logprobs(request: CompletionLike) -> int | None:
-    """Return how many are asked for of each token of a prompt beside its own, as vLLM reads it; None for not even that one."""
+    """Return the logprobs asked for at each prompt token beside the token's own, as vLLM reads a request; None for none."""
     asked = getattr(request, "prompt_logprobs", None)
     if asked is None and getattr(request, "echo", False):
         asked = getattr(request, "top_logprobs", None) or getattr(request, "logprobs", None) or 0
@@ -388,7 +388,7 @@ def _is_truncated(request: CompletionLike) -> bool:
 
 
 def _why_not(request: CompletionLike) -> str:
-    """Return why this request's prompt cannot be blended; empty if it can."""
+    """Return why a request's prompt cannot be blended; empty if it can."""
     if getattr(request, "use_beam_search", False):
         return "beam search is served by ordinary prefill"
     if _prompt_logprobs(request) is not None:

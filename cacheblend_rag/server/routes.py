@@ -1,4 +1,4 @@
-"""Routes ``/v1/chunks``: precompute, list, inspect and delete chunks. What they do is in ``chunks.py``."""
+"""Defines the routes ``/v1/chunks``: precompute, list, inspect and delete chunks; implemented in ``chunks.py``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class StoredChunk(StrictModel):
-    """A chunk that was sent, and whether its KV is stored now."""
+    """Describes a chunk of a request, and whether its KV is stored now."""
 
     id: str
     object: Literal["chunk"] = "chunk"
@@ -37,7 +37,7 @@ class StoredChunk(StrictModel):
 
 
 class Precomputed(StrictModel):
-    """The answer of ``POST /v1/chunks``."""
+    """Holds the answer of ``POST /v1/chunks``."""
 
     object: Literal["list"] = "list"
     data: list[StoredChunk]
@@ -45,7 +45,7 @@ class Precomputed(StrictModel):
 
 
 class ListedChunk(StrictModel):
-    """A chunk as a listing shows it; the size of its KV in bytes, its last use in seconds since the epoch."""
+    """Describes a chunk in a listing: ``bytes`` of its KV, ``last_used`` in seconds since the epoch."""
 
     id: str
     object: Literal["chunk"] = "chunk"
@@ -58,7 +58,7 @@ class ListedChunk(StrictModel):
 
 
 class ChunkPage(StrictModel):
-    """The answer of ``GET /v1/chunks``."""
+    """Holds the answer of ``GET /v1/chunks``."""
 
     object: Literal["list"] = "list"
     data: list[ListedChunk]
@@ -67,7 +67,7 @@ class ChunkPage(StrictModel):
 
 
 class ChunkDetail(ListedChunk):
-    """The answer of ``GET /v1/chunks/{id}``."""
+    """Holds the answer of ``GET /v1/chunks/{id}``."""
 
     text: str
     token_ids: list[int]
@@ -75,7 +75,7 @@ class ChunkDetail(ListedChunk):
 
 
 class DeletedChunk(StrictModel):
-    """A chunk that is gone."""
+    """Names a chunk that has been deleted."""
 
     id: str
     object: Literal["chunk"] = "chunk"
@@ -83,14 +83,14 @@ class DeletedChunk(StrictModel):
 
 
 class DeletedChunks(StrictModel):
-    """The answer of ``DELETE /v1/chunks``."""
+    """Holds the answer of ``DELETE /v1/chunks``."""
 
     object: Literal["list"] = "list"
     data: list[DeletedChunk]
 
 
 class ChunkStats(StrictModel):
-    """The answer of ``GET /v1/chunks/stats``; what the store holds is the operator's to see."""
+    """Holds the answer of ``GET /v1/chunks/stats``; with several tenants, only the operator gets ``kv``."""
 
     chunks: int
     kv: StoreStats | None
@@ -98,14 +98,14 @@ class ChunkStats(StrictModel):
 
 
 class Flushed(StrictModel):
-    """The answer of ``POST /v1/chunks/flush``."""
+    """Holds the answer of ``POST /v1/chunks/flush``."""
 
     object: Literal["flush"] = "flush"
     done: Literal[True] = True
 
 
 class ErrorDetail(BaseModel):
-    """Says what was wrong, and what to do about it."""
+    """Describes an error and what to do about it."""
 
     message: str
     type: str
@@ -114,13 +114,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """An error, as OpenAI's clients read it."""
+    """Holds an error in the shape that OpenAI clients read."""
 
     error: ErrorDetail
 
 
 _TEXTS = ("texts", "chunks")
-"""One of these is in the body of ``POST /v1/chunks``."""
+"""Fields of the body of ``POST /v1/chunks``, which contains exactly one of them."""
 _EVERYWHERE = {
     401: "No key, or none that is known.",
     403: "The key's role is too small.",
@@ -141,7 +141,7 @@ _OWN = {
 def described(
     answer: type[BaseModel], errors: tuple[int, ...] = (), extra: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what FastAPI is told of a route besides its path: what it answers, and with which statuses it refuses."""
+    """Return FastAPI's arguments for a route besides its path: the answer's model, and the statuses of refusals."""
     refusals = _EVERYWHERE | {status: _OWN[status] for status in errors}
     return {
         "response_model": answer,
@@ -151,7 +151,7 @@ def described(
 
 
 def json_body() -> dict[str, Any]:
-    """Return the request of ``POST /v1/chunks``, which the route reads by itself."""
+    """Return the description of the body of ``POST /v1/chunks``, which the route itself parses."""
     schema = _inlined(PrecomputeBody.model_json_schema())
     for name in _TEXTS:
         schema["properties"][name]["minItems"] = 1
@@ -165,7 +165,7 @@ def _parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without references: pydantic's are to the schema itself, OpenAPI's to the whole document."""
+    """Return a schema without references: pydantic's refer to the schema itself, OpenAPI's to the whole document."""
     definitions: Mapping[str, Any] = schema.pop("$defs", {})
 
     def resolve(part: Any) -> Any:
@@ -181,20 +181,20 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
 
 _JSON = re.compile(r"application/([\w.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _REFUSED_S = 0.1
-"""How long a refusal for want of room takes."""
+"""Seconds that a refusal for lack of room is delayed."""
 T = TypeVar("T")
 _Route = Callable[..., Awaitable[Any]]
 
 
 def chunk_router(served: PerNamespace[Served], metrics: ReuseMetrics, model: ModelInfo) -> APIRouter:
-    """Return the routes of :class:`ChunkRoutes`, for an application that :func:`answer_errors` has been given."""
+    """Return the routes of :class:`ChunkRoutes`, for an application prepared by :func:`answer_errors`."""
     routes = ChunkRoutes(served, metrics, model)
     router = APIRouter(prefix="/v1/chunks", tags=["chunks"])
     ids = {"name": "id", "in": "query", "schema": {"type": "array", "items": {"type": "string"}}, "explode": True}
     table: list[tuple[str, str, _Route, dict[str, Any]]] = [
         ("POST", "", routes.precompute, described(Precomputed, (409, 415, 429), json_body())),
         ("GET", "", routes.list_chunks, described(ChunkPage, (), {"parameters": _parameters(PageQuery)})),
-        # Before /{chunk_id}: the first path that fits is taken.
+        # Before /{chunk_id}: the first matching path is used.
         ("GET", "/stats", routes.stats, described(ChunkStats)),
         ("POST", "/flush", routes.flush, described(Flushed, (429,))),
         ("GET", "/{chunk_id:any_text}", routes.inspect, described(ChunkDetail, (404,))),
@@ -212,7 +212,7 @@ def chunk_router(served: PerNamespace[Served], metrics: ReuseMetrics, model: Mod
 
 
 class _AnyText(Convertor[str]):
-    """The rest of a path, whatever it holds. Starlette's own ends before a line break, and so names another chunk."""
+    """Matches the rest of a path, line breaks included. Starlette's own convertor ends before a line break."""
 
     regex = "(?s:.*)"
 
@@ -229,9 +229,9 @@ register_url_convertor("any_text", _AnyText())
 
 
 class ChunkRoutes:
-    """Requests to ``/v1/chunks`` and their answers; what is done is in :class:`ServedChunks`.
+    """Answers requests to ``/v1/chunks`` with the methods of :class:`ServedChunks`.
 
-    Each is about the chunks of the namespace that its key is for, and of no other.
+    Each request concerns only chunks in the namespace of the request's key.
     """
 
     def __init__(self, served: PerNamespace[Served], metrics: ReuseMetrics, model: ModelInfo):
@@ -242,19 +242,19 @@ class ChunkRoutes:
         return self._served.current.chunks
 
     async def _in_turn(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do ``work`` in a thread, one at a time of each tenant: who asks without end takes one, and not those of others."""
+        """Run ``work`` in a thread, one call at a time per tenant: no tenant can occupy more than one thread."""
         async with self._served.current.looking:
             return await asyncio.to_thread(work, *arguments)
 
     async def precompute(self, request: Request) -> Precomputed | Response:
-        """Compute and store the KV of texts, and register them; texts that are stored already cost nothing."""
-        # What a page of another site sends without asking the browser's leave is of other types.
+        """Compute and store the KV of texts, and register the texts; texts that are stored already cost nothing."""
+        # Without a CORS preflight, a page of another site can send only other content types.
         if not _JSON.fullmatch(request.headers.get("content-type", "")):
             return error_response(
                 "Send JSON, with the header 'Content-Type: application/json'.", 415, "UnsupportedMediaType"
             )
         served, admission = self._served.current, calling.get().admission
-        # One at a time: who registers without end, most of all beyond a quota, takes his own time and not that of others.
+        # One at a time: a tenant that registers without end, even beyond its quota, delays only itself.
         async with served.reading:
             try:
                 wanted, holder = await asyncio.to_thread(served.chunks.read, await request.body())
@@ -263,7 +263,7 @@ class ChunkRoutes:
                 raise
             refusal = admission.refusal(0)
             due = await asyncio.to_thread(served.chunks.to_compute, wanted) if admission.counts and not refusal else 0
-            admission.charge(due)  # before it is computed: the next one must know of it
+            admission.charge(due)  # before computing, so that the next request sees the charge
         task = asyncio.current_task()
         assert task is not None
         served.registering.add(task)
@@ -292,16 +292,16 @@ class ChunkRoutes:
         return {"data": found, "has_more": more, "last_id": found[-1]["id"] if found else None}
 
     async def stats(self) -> ChunkStats:
-        """Say how many chunks there are, which model this is, and to the operator what the store holds."""
+        """Return the number of chunks, the model, and for the operator the contents of the store."""
         served = self._served.current
         await self._in_turn(served.catalogue.refresh)
-        # The store is everybody's: its counters would tell one what the others do.
+        # All tenants share the store: its counters would reveal what other tenants do.
         seen = self._served.alone or calling.get().operator
         held = await asyncio.to_thread(stats_of, served.client.store) if seen else None
         return ChunkStats(chunks=len(served.client.registry), kv=held, model=self._model)
 
     async def flush(self) -> Flushed:
-        """Wait until the chunks that finished answers found missing have been stored."""
+        """Wait until the KV that finished answers found missing has been stored."""
         await self._served.current.client.drain()
         return Flushed()
 
@@ -313,14 +313,14 @@ class ChunkRoutes:
         return {**described, **json.loads(json.dumps(detail, default=str))}
 
     async def delete(self, chunk_id: str) -> DeletedChunk:
-        """Forget a chunk and drop its KV."""
+        """Remove a chunk and delete its KV."""
         await self._in_turn(lambda: self._chunks.delete([self._chunks.known(chunk_id)]))
         return DeletedChunk(id=chunk_id)
 
     async def delete_several(self, request: Request) -> DeletedChunks:
-        """Forget several chunks (``?id=…&id=…``), or all (``?all=true``); not those of the index, nor unknown ids.
+        """Remove several chunks (``?id=…&id=…``) or all (``?all=true``), except chunks of the index; unknown ids are ignored.
 
-        ``&holder=NAME``: for that client alone, so that what others hold stays.
+        With ``&holder=NAME``, only this client releases the chunks, and chunks that other clients hold stay.
         """
         query = read_query(DeleteQuery, request.query_params)
         everything = query.all

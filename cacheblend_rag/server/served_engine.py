@@ -1,4 +1,4 @@
-"""Stands in for vLLM's engine and its handlers: every prompt of every route passes here, with its plan, and is reported."""
+"""Wraps vLLM's engine and handlers: runs every prompt of every route with its blend plan, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 
 KEY = "cacheblend_ticket"
-"""Where an engine input holds its ticket. vLLM builds engine inputs field by field, so no client can put one there."""
+"""Key of the ticket in an engine input. vLLM builds engine inputs field by field, so no client can add a ticket."""
 
 REQUEST_FIELD = "cacheblend_tickets"
-"""Where a request object holds the tickets of its prompts."""
+"""Attribute of a request object that holds the tickets of its prompts."""
 
 
 @dataclass
 class Ticket:
-    """One prompt's way through the server.
+    """Carries one prompt's parameters and outcome through the server.
 
     Attributes:
-        params: The ``kv_transfer_params`` to run it with; empty for an ordinary prefill.
-        exact: Whether not even vLLM's prefix cache is to be read.
-        reason: Why nothing is to be blended, if so; empty leaves it to the engine to say.
-        outcome: What became of it, once it is finished.
+        params: The ``kv_transfer_params`` to run the prompt with; empty for an ordinary prefill.
+        exact: Whether the prompt must not read vLLM's prefix cache either.
+        reason: Why the prompt is not blended; empty if the engine gives the reason.
+        outcome: Outcome of the prompt once the prompt is finished.
     """
 
     params: dict[str, Any] = field(default_factory=dict)
@@ -57,12 +57,12 @@ class Ticket:
 
 
 def with_ticket(engine_input: Mapping[str, Any], ticket: Ticket) -> EngineInput:
-    """Return the engine input with a ticket."""
+    """Return the engine input with a ticket added."""
     return cast("EngineInput", {**engine_input, KEY: ticket})
 
 
 def take_ticket(engine_input: Any) -> tuple[Any, Ticket | None]:
-    """Return the engine input as vLLM knows it, and its ticket."""
+    """Return the engine input without its ticket, and the ticket if there is one."""
     if not isinstance(engine_input, Mapping) or not isinstance(engine_input.get(KEY), Ticket):
         return engine_input, None
     rest = {name: value for name, value in engine_input.items() if name != KEY}
@@ -70,13 +70,13 @@ def take_ticket(engine_input: Any) -> tuple[Any, Ticket | None]:
 
 
 def clients_salt(given: str | None) -> str | None:
-    """Return a client's ``cache_salt`` as one that can be no namespace's own."""
+    """Return a client's ``cache_salt`` with a prefix, so that it cannot equal a namespace's salt."""
     return None if given is None else f"client:{given}"
 
 
 @contextmanager
 def refused(parameter: str | None = None) -> Iterator[None]:
-    """Raise our errors about what a request asks for as vLLM's, which its handlers answer."""
+    """Re-raise InputError as VLLMValidationError, which vLLM's handlers answer."""
     try:
         yield
     except InputError as error:
@@ -84,7 +84,7 @@ def refused(parameter: str | None = None) -> Iterator[None]:
 
 
 class ReportingHandler:
-    """Stands in for vLLM's handler of chats, or of completions."""
+    """Wraps vLLM's handler of chats or of completions, and adds reports to its answers."""
 
     def __init__(self, handler: Any):
         self._handler = handler
@@ -93,16 +93,16 @@ class ReportingHandler:
         return getattr(self._handler, name)
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
-        """Answer a chat; see vLLM's method of that name."""
+        """Answer a chat as vLLM's handler does, with reports in the usage."""
         return reported(request, await self._handler.create_chat_completion(request, raw_request))
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
-        """Complete prompts; see vLLM's method of that name."""
+        """Complete prompts as vLLM's handler does, with reports in the usage."""
         return reported(request, await self._handler.create_completion(request, raw_request))
 
 
 def reported(request: Any, answer: Any) -> Any:
-    """Return a handler's answer with reports in its usage: one report, or a list of them for several prompts."""
+    """Return a handler's answer with reports in its usage: one report, or a list of reports for several prompts."""
     if isinstance(answer, AsyncGenerator):
         return _reported_stream(request, answer)
     usage = getattr(answer, "usage", None)
@@ -110,14 +110,14 @@ def reported(request: Any, answer: Any) -> Any:
     if usage is not None and reports:
         fields = usage.model_dump(exclude_none=True)
         _add(fields, reports)
-        # A class of vLLM's that takes fields it does not know, as OpenAI's clients do.
+        # vLLM's usage class accepts unknown fields, as OpenAI's clients do.
         answer.usage = type(usage)(**fields)
     return answer
 
 
 async def _reported_stream(request: Any, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
     async for piece in pieces:
-        # The piece with the usage has no choices; all others pass unread.
+        # The piece with the usage has no choices; all other pieces pass unchanged.
         if '"usage"' in piece and piece.startswith("data: {") and (reports := _reports(request)):
             data = json.loads(piece.removeprefix("data: "))
             if not data.get("choices") and data.get("usage"):
@@ -144,10 +144,10 @@ _log = logging.getLogger("vllm.cacheblend.requests")
 
 
 class ServedEngine:
-    """Stands in for an ``AsyncLLM``; what it does not know itself, that one does.
+    """Wraps an ``AsyncLLM``, and delegates all other attributes to it.
 
-    It runs a prompt with what its ticket says, and with nothing else: ``kv_transfer_params`` that came from a client would let
-    it store KV under names of its choice, and its ``cache_salt`` must not meet that of another namespace.
+    Prompts run only with the parameters of their tickets: ``kv_transfer_params`` from a client would let the client store KV
+    under names of its choice, and a client's ``cache_salt`` must not equal the salt of another namespace.
     """
 
     def __init__(self, llm: AsyncLLM, served: PerNamespace[Served], metrics: ReuseMetrics):
@@ -159,7 +159,7 @@ class ServedEngine:
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a prompt; see vLLM's method of that name."""
+        """Run a prompt with the parameters of its ticket; replaces vLLM's ``generate``."""
         client = self._served.current.client
         prompt, ticket = take_ticket(prompt)
         extra = {k: v for k, v in (sampling_params.extra_args or {}).items() if k != "kv_transfer_params"}
@@ -175,7 +175,7 @@ class ServedEngine:
         caller = calling.get()
         _check_grammar(caller.admission.quota, sampling_params.structured_outputs)
         whole = caller.admission.counts and sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
-        if whole:  # what is given up before its end is charged, too
+        if whole:  # tokens of an aborted answer are charged, too
             sampling_params.output_kind = RequestOutputKind.CUMULATIVE
         with RequestSpans(client.namespace.name) as spans:
             begin, options["trace_headers"] = time.perf_counter(), client.trace_headers(spans)
@@ -201,10 +201,10 @@ class ServedEngine:
     def _account(
         self, output: RequestOutput, ticket: Ticket, client: BlendClient, completion_tokens: int
     ) -> FinishReport | None:
-        """Report what became of a prompt that is finished, and count it; None of another."""
+        """Return the report of a finished prompt and count the prompt; None for an unfinished prompt."""
         if not output.finished:
             if ticket.params:
-                output.num_cached_tokens = None  # vLLM counts every token of a blend, the recomputed ones too
+                output.num_cached_tokens = None  # vLLM counts every token of a blend, recomputed tokens too
             return None
         prompt_tokens = len(output.prompt_token_ids or ())
         report = client.report(
@@ -224,34 +224,34 @@ class ServedEngine:
         return report
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop vLLM's engine as its method of that name does; that it tells itself of its end, as of a failure, is not logged."""
+        """Stop vLLM's engine; the error that vLLM logs about the engine's own end is left out."""
         logging.getLogger("vllm.v1.engine.async_llm").addFilter(_tells_no_end)
         self._llm.shutdown(timeout=timeout)
 
     async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
-        """Ignore vLLM's hand-over between prefill and decode servers: this connector has none, and clients may not ask."""
+        """Ignore a rejected KV transfer between prefill and decode servers: this server has none, and clients may not ask."""
 
 
 def _check_grammar(quota: Quota, wanted: StructuredOutputsParams | None) -> None:
-    """Refuse an answer whose form would keep others waiting, however a request has asked for it; raises VLLMValidationError."""
+    """Raise VLLMValidationError if an answer's schema or grammar would delay other requests, whichever field sets it."""
     if wanted is None:
         return
     asked = [wanted.json, wanted.choice, wanted.structural_tag]
     characters = sum(len(each if isinstance(each, str) else json.dumps(each)) for each in asked if each is not None)
     free = wanted.regex is not None or wanted.grammar is not None
     with refused():
-        quota.check_grammar(characters, free)  # before it is searched
+        quota.check_grammar(characters, free)  # before the schema is searched
         found = [*_objects_in(wanted.json), *_objects_in(wanted.structural_tag)]
         quota.check_grammar(characters + _beyond_its_length(found), any(map(_is_free, found)))
 
 
 def _objects_in(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield all objects of a schema, and of one that is written into it as text."""
+    """Yield all objects of a schema, and of a schema embedded as JSON text."""
     if isinstance(schema, Mapping):
         yield schema
         schema = list(schema.values())
     if isinstance(schema, str) and schema.lstrip().startswith(("{", "[")):
-        with suppress(ValueError, RecursionError):  # vLLM refuses it
+        with suppress(ValueError, RecursionError):  # vLLM refuses such text
             yield from _objects_in(json.loads(schema))
     elif isinstance(schema, list):
         for each in schema:
@@ -259,14 +259,14 @@ def _objects_in(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_free(found: Mapping[str, Any]) -> bool:
-    """Say whether an object of a schema has a regular expression or a grammar, and is not one of properties by these names."""
+    """Return whether a schema's object has a regular expression or a grammar, not merely a property of such a name."""
     return "patternProperties" in found or any(isinstance(found.get(name), str) for name in ("pattern", "grammar"))
 
 
 def _beyond_its_length(found: Iterable[Mapping[str, Any]]) -> int:
-    """Return how many characters of a schema are as dear to make a grammar of as its formats and its strings of limited length.
+    """Return how many characters of a schema cost as much to compile as its formats and its strings of limited length.
 
-    vLLM's xgrammar is paid once for equal limits, and hardly more beyond so many characters.
+    vLLM's xgrammar compiles equal limits once, and limits above ``MOST_LIMITED`` cost hardly more.
     """
     limits: set[tuple[float, ...]] = set()
     formats = 0
@@ -279,13 +279,13 @@ def _beyond_its_length(found: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _tell(spans: RequestSpans, report: FinishReport, output: RequestOutput, begin: float) -> None:
-    """Tell a request's spans and the log what became of its prompt."""
+    """Record the outcome of a prompt in the request's spans and in the log."""
     from cacheblend_rag.engines.vllm.client import record
 
     outcome, usage, metrics = report.outcome, report.outcome.usage, output.metrics
     if spans.trace is not None:
         arrived = [(time.perf_counter(), usage.completion_tokens)]
-        # vLLM tells an answer as a whole, unless it is streamed.
+        # vLLM returns an answer in one piece, unless the answer is streamed.
         if metrics is not None and metrics.first_token_latency:
             first = begin + metrics.first_token_latency
             last = first + metrics.last_token_ts - metrics.first_token_ts
@@ -301,13 +301,13 @@ def _tells_no_end(record: logging.LogRecord) -> bool:
 
 
 class TokensUsed:
-    """Counts the tokens of a request, however far it comes: its prompt's and those of its answers.
+    """Counts the tokens that a request has used so far: the tokens of its prompt and of its answers.
 
-    A prompt whose logprobs are asked for counts once more for each answer: each computes it anew, with its logits.
+    A prompt with logprobs counts once more for each answer, because each answer computes the prompt again, with its logits.
     """
 
     def __init__(self, prompt: Any, sampling_params: SamplingParams):
-        """Begin to count for ``prompt``, whose length vLLM tells where it is not given as token ids."""
+        """Start counting for ``prompt``; vLLM's outputs give the length of a prompt without token ids."""
         self._adds_up = sampling_params.output_kind is RequestOutputKind.DELTA
         self._weight = 1 if sampling_params.prompt_logprobs is None else 1 + sampling_params.n
         self._prompt = len(prompt.get("prompt_token_ids") or ()) if isinstance(prompt, Mapping) else 0
@@ -316,7 +316,7 @@ class TokensUsed:
         self._told = 0
 
     def see(self, output: RequestOutput) -> None:
-        """Take note of what the engine puts out."""
+        """Count the tokens of one output of the engine."""
         self._prompt = len(output.prompt_token_ids or ()) or self._prompt
         for piece in output.outputs:
             before = self._answers[piece.index] if self._adds_up else 0
@@ -325,33 +325,33 @@ class TokensUsed:
 
     @property
     def pieces(self) -> list[CompletionOutput]:
-        """Return the last that came of each answer."""
+        """Return the last output of each answer."""
         return [self._pieces[index] for index in sorted(self._pieces)]
 
     @property
     def answered(self) -> int:
-        """Return how many its answers have, of which a stream's last output has the last piece alone."""
+        """Return the number of tokens of all answers; the last output of a stream contains only the last piece."""
         return self._answers.total()
 
     def due(self) -> int:
-        """Return how many there are that this has not returned before."""
+        """Return the number of tokens that earlier calls have not returned."""
         before, self._told = self._told, self._weight * self._prompt + self.answered
         return self._told - before
 
 
 def _with_own_salt(prompt: Any, namespace: Namespace) -> Any:
-    """Return a prompt whose salt is its namespace's, and can never be another one's, whatever a client gave."""
+    """Return a prompt with a salt of its namespace, which no client can choose for another namespace."""
     salt = namespace.salt(clients_salt(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None))
     if salt is None:
         return prompt
     if isinstance(prompt, Mapping) and "decoder_prompt" in prompt:
-        # vLLM looks for the salt there.
+        # vLLM reads the salt from the decoder prompt.
         return {**prompt, "decoder_prompt": {**prompt["decoder_prompt"], "cache_salt": salt}}
     return {**_tokens_of(prompt), "cache_salt": salt}
 
 
 def _tokens_of(prompt: Any) -> Mapping[str, Any]:
-    """Return a prompt as a mapping, which can take a salt."""
+    """Return a prompt as a mapping, to which a salt can be added."""
     if isinstance(prompt, Mapping):
         return prompt
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}

@@ -1,4 +1,4 @@
-"""Tells who asks, and holds what each tenant of a server has: a namespace, named as it is, with a client and a catalogue."""
+"""Identifies the caller of a request, and holds each tenant's client and catalogue, in a namespace of the tenant's name."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ T = TypeVar("T")
 
 @dataclass
 class Caller:
-    """Says whose key a request carries, and what it is counted as.
+    """Identifies the tenant of a request's key, and counts the request's answers and tokens.
 
     Attributes:
-        namespace: Name of the one that its key is for.
-        operator: Whether it may see what is not in one namespace: all of the store, the metrics.
-        admission: The requests with such keys, and what they use.
-        sequences: How many answers it is counted as.
-        chats: How many chats of a batch have been rendered.
-        unpaid: How many tokens of its prompts are still to be charged, where beams read them again and again; else None.
+        namespace: Name of the namespace of the request's key.
+        operator: Whether the caller may see data of all namespaces: the whole store, the metrics.
+        admission: Counters of all requests of the tenant.
+        sequences: Number of answers that the request counts as.
+        chats: Number of chats of a batch that have been rendered.
+        unpaid: Prompt tokens still to be charged, if beam search reads the prompts repeatedly; else None.
     """
 
     namespace: str = DEFAULT_NAME
@@ -50,7 +50,7 @@ class Caller:
     unpaid: int | None = None
 
     def count(self, sequences: int) -> tuple[str, int] | None:
-        """Count it as so many answers from now on, unless it is already; else see :meth:`Admission.refusal`."""
+        """Count the request as at least ``sequences`` answers; returns the refusal of :meth:`Admission.refusal`, if any."""
         more = sequences - self.sequences
         if more <= 0:
             return None
@@ -61,12 +61,12 @@ class Caller:
         return refusal
 
     def end(self) -> None:
-        """Count it no more, however it ended."""
+        """Stop counting the request's answers."""
         self.admission.serving -= self.sequences
         self.sequences = 0
 
     def charge_prompt(self, tokens: int) -> None:
-        """Charge what computing a prompt costs."""
+        """Charge the tokens of a computed prompt, at most ``unpaid`` if set."""
         if self.unpaid is not None:
             tokens = min(tokens, self.unpaid)
             self.unpaid -= tokens
@@ -74,21 +74,21 @@ class Caller:
 
 
 calling: ContextVar[Caller] = ContextVar("cacheblend_caller")
-"""Of the request at hand; set where its key is checked, never by what a client sends. It has no default: code that runs for no
-request has no namespace, and fails rather than taking another one's."""
+"""Caller of the current request, set where the key is checked, never from client input. The variable has no default: code outside
+a request has no namespace, and fails instead of using another namespace."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """Holds what a server has within one namespace.
+    """Holds a server's state within one namespace.
 
     Attributes:
-        client: Blends there.
-        catalogue: Its chunks.
-        reading: Held while a registration is read and tokenised.
-        looking: Held while chunks are listed, looked at or deleted.
-        registering: The requests that store chunks, of which what is not registered in the end must be deleted again.
-        cut_short: Chunks of requests that the engine's end has cut short; workers may still write their KV.
+        client: Blends within the namespace.
+        catalogue: Chunks of the namespace.
+        reading: Lock held while a registration is read and tokenised.
+        looking: Lock held while chunks are listed, inspected or deleted.
+        registering: Running requests that store chunks; KV of chunks that do not get registered must be deleted.
+        cut_short: Chunks of requests that the engine's end has interrupted; workers may still write their KV.
     """
 
     client: BlendClient
@@ -100,19 +100,19 @@ class Served:
 
     @cached_property
     def chunks(self) -> ServedChunks:
-        """Return its chunks together with their KV."""
+        """Return the namespace's chunks together with their KV."""
         return ServedChunks(self.client, self.catalogue)
 
 
 class PerNamespace(Generic[T]):
-    """Holds something that each namespace has one of, by the namespaces' names."""
+    """Holds one object for each namespace, by the namespace's name."""
 
     def __init__(self, each: Mapping[str, T]):
         self.each = dict(each)
 
     @property
     def current(self) -> T:
-        """Return the one of the request at hand.
+        """Return the object of the current request's namespace.
 
         Raises:
             LookupError: No request is being served.
@@ -121,12 +121,12 @@ class PerNamespace(Generic[T]):
 
     @property
     def alone(self) -> bool:
-        """Return whether there is only one."""
+        """Return whether there is only one namespace."""
         return len(self.each) == 1
 
 
 class StandIn:
-    """Has the attributes of the current one of several objects, so that vLLM's handlers can be given one for all."""
+    """Delegates attributes to the object of the current namespace, so that vLLM's handlers need only one object."""
 
     def __init__(self, objects: PerNamespace[Any]):
         self._objects = objects
@@ -136,7 +136,7 @@ class StandIn:
 
 
 class ServedTenants(PerNamespace[Served]):
-    """Holds all tenants of a server."""
+    """Holds the state of all tenants of a server."""
 
     @classmethod
     def open(
@@ -147,13 +147,13 @@ class ServedTenants(PerNamespace[Served]):
         max_chunks: int,
         quotas: Mapping[str, Quota] = MappingProxyType({}),
     ) -> ServedTenants:
-        """Open each tenant's chunks in the store ``directory`` (None keeps nothing); ``client`` is the default tenant's.
+        """Open each tenant's chunks in the store ``directory`` (None stores nothing); ``client`` is the default tenant's.
 
-        The ``tenants`` are each there once, and with them those that they read. One whose quota, by its name, says nothing of it
-        may register ``max_chunks``.
+        The ``tenants`` must contain each tenant once, including every tenant that others read. ``max_chunks`` limits the chunks
+        of a tenant whose quota in ``quotas`` does not.
 
         Raises:
-            StoreError: A file there cannot be used.
+            StoreError: A file in the directory cannot be used.
         """
         chosen = {tenant.name: tenant for tenant in tenants}
         made: dict[str, Served] = {}
@@ -175,32 +175,32 @@ class ServedTenants(PerNamespace[Served]):
 
     @property
     def known(self) -> int:
-        """Return how many chunks are known, of all tenants together."""
+        """Return the number of known chunks of all tenants together."""
         return sum(len(served.client.registry) for served in self.each.values())
 
     @property
     def warnings(self) -> list[str]:
-        """Return what the operator should know."""
+        """Return the warnings that the operator should see."""
         return [warning for served in self.each.values() for warning in served.catalogue.warnings]
 
     def watch(self) -> None:
-        """See :meth:`ChunkCatalogue.watch`; what has expired goes from then on."""
+        """Start watching as :meth:`ChunkCatalogue.watch` does, and deleting expired chunks."""
         for served in self.each.values():
             served.catalogue.watch(served.chunks.expire)
 
     async def settle(self, workers: Sequence[Process], within_s: float) -> None:
-        """Delete what registrations had stored that the engine's end has cut short, once its ``workers`` have ended."""
+        """Delete the KV of registrations that the engine's end has interrupted, once the ``workers`` have ended."""
         running = [task for served in self.each.values() for task in served.registering]
         if running:
             await asyncio.wait(running, timeout=within_s)
         if cut_short := [served for served in self.each.values() if served.cut_short]:
-            # A worker writes all that it has computed before it ends.
+            # A worker writes all computed KV before it ends.
             await asyncio.to_thread(psutil.wait_procs, workers, timeout=within_s)
             for served in cut_short:
                 await asyncio.to_thread(served.chunks.settle, served.cut_short)
 
     async def drain(self) -> None:
-        """Wait for what finished answers have started, of all tenants."""
+        """Wait for the background work that finished answers of all tenants have started."""
         await asyncio.gather(*(served.client.drain() for served in self.each.values()))
 
     def close(self) -> None:

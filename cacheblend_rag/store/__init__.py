@@ -1,4 +1,4 @@
-"""Stores KV: one canonical, immutable copy of each chunk's KV cache, in RAM, on disk, in Redis, in an object store."""
+"""Stores one canonical, immutable copy of each chunk's KV cache: in RAM, on disk, in Redis, in an object store."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used: who only looks at an index in this folder's neighbourhood needs no torch."""
+    """Import a name on first use, so that programs that only read an index do not import torch."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

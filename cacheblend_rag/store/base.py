@@ -1,6 +1,6 @@
-"""States what every tier of a KV store must do, and, in interfaces of their own, what some can do besides.
+"""Defines the interface of every tier of a KV store, and further interfaces that only some tiers implement.
 
-Whoever needs what only some can asks with ``isinstance``. See docs/architecture.md for who calls what when.
+Callers check for the further interfaces with ``isinstance``. docs/architecture.md describes the order of the calls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError, UnknownCodecError, UnknownKeyError
-from cacheblend_rag.store.closing import Closing as Closing  # noqa: PLC0414 - found here, too
+from cacheblend_rag.store.closing import Closing as Closing  # noqa: PLC0414 - exported here, too
 from cacheblend_rag.store.events import Events, TierReads
 from cacheblend_rag.store.kv import ChunkKV, KeyName, KVKey, StoredKV
 from cacheblend_rag.store.kvfile import PLAIN, EntryFormat, KVFile
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Writes = Literal["through", "back"]
-"""When a slower tier of several is given an entry: at once, and the put waits for it; or a little later, by a thread."""
+"""When ``put`` writes to a slower tier: ``through`` waits for the write; ``back`` leaves the write to a thread."""
 
 TIMEOUT_S = 2.0
-"""Seconds that a look-up in a remote tier, or the read of a layer from it, may take, unless it is told otherwise."""
+"""Default limit in seconds for a look-up in a remote tier, and for the read of one layer from a remote tier."""
 
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """Describes the KV of one key. Sizes in bytes, times in seconds since the epoch; 0 where a tier keeps no times."""
+    """Describes one entry. Sizes are in bytes, times in seconds since the epoch; 0 if a tier records no times."""
 
     key: KVKey
     nbytes: int
@@ -42,16 +42,17 @@ class EntryInfo:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Counts what happened since the store was opened, and its present contents. Sizes in bytes.
+    """Counts events since the store was opened, and the store's present contents. Sizes are in bytes.
 
     Attributes:
-        tier: Name of the tier; ``"tiered"`` for several.
-        reads: What reading layers took; nothing is read from RAM.
-        out: Why the tier is not used at the moment, in words; empty if it is. Its contents are then unknown, and counted as 0.
-        codec: How a tier encodes what it is given from now on; empty of several tiers.
-        tiers: Each tier's own.
-        listed: Whether it can tell what it holds; else its contents are counted as 0.
-        free: Bytes that its medium has left, for whoever writes there; None where that is not known.
+        tier: Name of the tier; ``"tiered"`` for a store of several tiers.
+        reads: Bytes, number and duration of the reads of layers; reads from RAM are not counted.
+        out: Reason why the tier is not used at the moment; empty if the tier is used. The contents of a tier that is
+            not used are unknown, and count as 0.
+        codec: Name of the codec for new entries; empty for a store of several tiers.
+        tiers: Statistics of each tier.
+        listed: Whether the tier can list its entries; otherwise the contents count as 0.
+        free: Free bytes on the tier's medium, available to any writer; None if unknown.
     """
 
     tier: str
@@ -72,19 +73,19 @@ class StoreStats:
 
     @property
     def capacity(self) -> int | None:
-        """Return the bytes that it can hold: its budget, or less where its medium has no room for that; None for any number."""
+        """Return how many bytes the tier can hold: the budget, or less if the medium is too small; None: no limit."""
         limits = [self.budget, None if self.free is None else self.nbytes + self.free]
         return min((limit for limit in limits if limit is not None), default=None)
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Says what a full check found. Damaged entries have been removed when ``repair`` was asked for.
+    """Reports the result of a full check. A check with ``repair`` has removed the damaged entries.
 
     Attributes:
-        checked: How many entries were looked at.
-        damaged: Those whose bytes are not what was stored.
-        unreadable: Those that cannot be read now, for want of permission, say; they stay.
+        checked: Number of entries checked.
+        damaged: Keys of the entries whose bytes differ from the stored bytes.
+        unreadable: Keys of the entries that cannot be read now, for example without permission; these entries stay.
     """
 
     checked: int
@@ -93,7 +94,7 @@ class VerifyReport:
 
     @classmethod
     def of(cls, keys: Iterable[KVKey], opened: Callable[[KVKey], KVFile | None]) -> VerifyReport:
-        """Check every entry that ``opened`` opens; one for which it returns None is gone, and not counted."""
+        """Check every entry that ``opened`` returns. An entry for which ``opened`` returns None is not counted."""
         checked, damaged, unreadable = 0, list[KVKey](), list[KVKey]()
         for key in keys:
             try:
@@ -109,7 +110,7 @@ class VerifyReport:
 
 
 class TierOptions(TypedDict, total=False):
-    """Lists what any tier can be told when it is opened; see :class:`KVStore`."""
+    """Lists the options that every tier accepts when it is opened; see :class:`KVStore`."""
 
     tier: str
     format: EntryFormat
@@ -117,18 +118,24 @@ class TierOptions(TypedDict, total=False):
 
 
 class KVStore(Closing):
-    """Keeps one canonical, immutable copy of KV per key: what every tier must do.
+    """Stores one canonical, immutable copy of KV per key: the interface of every tier.
 
     All methods may be called from several threads. ``put`` is atomic: a reader sees a whole entry or none. A damaged or
-    missing entry is a miss, never a wrong answer; so is one that cannot be read now, and nothing is removed for that.
+    missing entry is a miss, never a wrong answer. An entry that cannot be read now is a miss, too, and is not removed.
 
     Attributes:
-        tier: Its name in statistics and costs.
-        budget: Bytes that :meth:`put` stays within; None: no limit.
-        format: How entries become bytes.
-        writes: When it is given entries, as a tier of several.
+        tier: Name of the tier in statistics and costs.
+        budget: Most bytes that :meth:`put` lets the tier hold; None: no limit.
+        format: Format in which entries are encoded to bytes.
+        writes: When a store of several tiers writes entries to this tier.
         lasts: Whether entries outlast the process.
-        remote: Whether a look-up goes to another machine, and may take its time.
+        remote: Whether a look-up goes to another machine, and may be slow.
+
+    Example::
+
+        with open_store("~/kv") as store:
+            kv = store.get(key)
+            layer = None if kv is None else kv.layer(0)
     """
 
     lasts: bool = True
@@ -137,40 +144,38 @@ class KVStore(Closing):
     def __init__(
         self, budget: int | None = None, *, tier: str, format: EntryFormat = PLAIN, writes: Writes = "through"
     ):
-        """Take what any tier is told; see the class."""
+        """Set the attributes of the class."""
         self.budget, self.tier, self.format, self.writes = budget, tier, format, writes
         self._events = Events()
 
     @property
     def formats(self) -> tuple[EntryFormat, ...]:
-        """Return the formats of all its tiers."""
+        """Return the format of each tier of the store."""
         return (self.format,)
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """Return how its tiers encode what they are given (:func:`~cacheblend_rag.store.codec.get_codec`)."""
+        """Return the names of the codecs of the store's tiers (:func:`~cacheblend_rag.store.codec.get_codec`)."""
         return tuple(dict.fromkeys(each.codec.name for each in self.formats))
 
     def key_name(self, namespace: str) -> KeyName | None:
-        """Return the encryption's part of the keys of a namespace's entries (:func:`~cacheblend_rag.store.kv.kv_key`).
+        """Return the encryption's part of a namespace's KV keys (:func:`~cacheblend_rag.store.kv.kv_key`), or None.
 
         Raises:
-            InputError: Entries are encrypted, and the namespace has no key.
+            InputError: Entries are encrypted, and the namespace has no encryption key.
         """
         return next((each.keys.name(namespace) for each in self.formats if each.keys is not None), None)
 
     @abstractmethod
     def get(self, key: KVKey) -> StoredKV | None:
-        """Return a readable entry and mark it as used, or None for a miss. Layers are read when asked for."""
+        """Return an entry and mark the entry as used, or return None for a miss. Each layer is read on request."""
 
     @abstractmethod
     def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
-        """Store ``kv``; return whether it is in the store afterwards.
+        """Store ``kv``; return whether the entry is stored afterwards. False means that ``kv`` exceeds the budget.
 
-        A key that is present is only marked as used, or with ``replace`` gets the new entry in one step (to add what an
-        older entry lacks).
-
-        False means that it is larger than the budget.
+        If ``key`` is present, the method only marks the entry as used. With ``replace`` the new entry replaces the old
+        entry in one step (to add data that the old entry lacks).
 
         Raises:
             StoreError: The medium refuses (disk full, read-only) or does not answer. Existing entries are untouched.
@@ -178,13 +183,13 @@ class KVStore(Closing):
 
     @abstractmethod
     def contains(self, key: KVKey) -> bool:
-        """Say whether ``key`` is present, without reading it or marking it as used."""
+        """Return whether ``key`` is present, without reading the entry or marking the entry as used."""
 
     @abstractmethod
     def delete(self, key: KVKey) -> bool:
-        """Remove an entry; return whether it was there.
+        """Remove an entry; return whether the entry was present.
 
-        Readers that hold it finish undisturbed, or, where a tier is read from afar, find that it cannot be read any more.
+        Readers that have opened the entry can read on; in a remote tier a further read raises StoreUnavailableError.
 
         Raises:
             StoreError: The medium refuses, or does not answer.
@@ -192,16 +197,16 @@ class KVStore(Closing):
 
     @abstractmethod
     def entry(self, key: KVKey) -> EntryInfo | None:
-        """Describe one entry; None where there is none. It does not count as a use."""
+        """Describe one entry, or return None if the key is absent. The call does not count as a use."""
 
-    def close(self) -> None:  # not every tier holds something open
+    def close(self) -> None:  # some tiers have no handles
         """Release handles. The store must not be used afterwards."""
 
     def _fits(self, nbytes: int) -> bool:
         return self.budget is None or nbytes <= self.budget
 
     def _stats(self, entries: int, nbytes: int, out: str = "") -> StoreStats:
-        """Return what was counted, beside the contents."""
+        """Return the statistics: the given contents, and the events and reads counted so far."""
         reads, codec = self._events.reads.taken(), self.format.codec.name
         return StoreStats(
             self.tier, entries, nbytes, self.budget, **self._events.counts(), reads=reads, out=out, codec=codec
@@ -214,25 +219,25 @@ class KVStore(Closing):
         on_damage: Callable[[KVFile, DamagedKVError], object],
         at_once: int = 1,
     ) -> KVFile | None:
-        """Return the entry whose bytes ``source`` has, and count a hit; None, and a miss, where it cannot be read."""
+        """Open the entry in ``source`` and count a hit, or return None and count a miss if it cannot be read."""
         found = None
         try:
             if source is not None:
                 found = self.format.open(source, key, self.tier, on_damage, self._events, at_once)
         except (UnknownCodecError, UnknownKeyError) as error:
             _log.warning("%s", str(error))
-        except (DamagedKVError, StoreUnavailableError):  # told already
+        except (DamagedKVError, StoreUnavailableError):  # logged already
             pass
         self._events.add("misses" if found is None else "hits")
         return found
 
 
 class Listing(ABC):
-    """Is offered by a tier that can tell what it holds."""
+    """Lists and verifies entries: the interface of tiers that can list their contents."""
 
     @abstractmethod
     def entries(self) -> Iterator[EntryInfo]:
-        """List what is stored, least recently used first.
+        """List the stored entries, least recently used first.
 
         Raises:
             StoreUnavailableError: A remote tier does not answer.
@@ -240,7 +245,7 @@ class Listing(ABC):
 
     @abstractmethod
     def verify(self, repair: bool = True) -> VerifyReport:
-        """Read every entry against its checksums; with ``repair``, remove the damaged ones.
+        """Check every entry against its checksums; with ``repair``, remove the damaged entries.
 
         Raises:
             StoreUnavailableError: A remote tier does not answer.
@@ -248,7 +253,7 @@ class Listing(ABC):
 
 
 class Evicting(ABC):
-    """Is offered by a tier that makes room by evicting what was used least recently."""
+    """Evicts entries: the interface of tiers that make room by removing the least recently used entries."""
 
     @abstractmethod
     def evict(self, to_bytes: int) -> int:
@@ -260,54 +265,55 @@ class Evicting(ABC):
 
     @abstractmethod
     def touch(self, key: KVKey) -> None:
-        """Mark ``key`` as used without reading it; nothing happens where it is absent or that costs too much."""
+        """Mark ``key`` as used without reading the entry; do nothing if ``key`` is absent or marking costs too much."""
 
 
 class Reporting(ABC):
-    """Is offered by a tier that counts what happens in it."""
+    """Reports statistics: the interface of tiers that count their events."""
 
     @abstractmethod
     def stats(self) -> StoreStats:
         """Return counters and contents."""
 
     def out(self) -> dict[str, bool]:
-        """Return of each remote tier whether it is not used at the moment, since it failed or was late."""
+        """Return, by name of each remote tier, whether the tier is skipped now because it failed or was late."""
         return {}
 
 
 class PageLocking(ABC):
-    """Is offered by a tier whose memory can be page-locked, so that a device copies from it by itself."""
+    """Page-locks memory: the interface of tiers whose memory a device can copy from by DMA."""
 
     @abstractmethod
     def page_lock_for(self, device: torch.device) -> None:
-        """Hold entries where ``device`` reads them by itself. Nothing on a CPU."""
+        """Hold entries in page-locked memory, which ``device`` copies from by DMA. Do nothing for a CPU."""
 
     @abstractmethod
     def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
-        """Return memory ``[nbytes]``, uint8, in which an entry that is put needs no copy; None if any memory is as good.
+        """Return memory ``[nbytes]``, uint8, from which ``put`` makes no copy; None if any other memory is as good.
 
-        Least recently used entries are evicted for it. With ``wait`` memory may be page-locked for it, which takes long.
+        The method may evict least recently used entries to make room. With ``wait`` it may page-lock more memory, which
+        is slow.
         """
 
 
 def stats_of(store: KVStore) -> StoreStats:
-    """Return the stats of a store; of a tier that reports none its name, budget and codec."""
+    """Return the statistics of a store; for a tier without statistics only the tier's name, budget and codec."""
     if isinstance(store, Reporting):
         return store.stats()
     return StoreStats(store.tier, 0, 0, store.budget, codec=store.format.codec.name, listed=False)
 
 
 def out_of(store: KVStore) -> dict[str, bool]:
-    """See :meth:`Reporting.out`; nothing of a tier that reports none."""
+    """See :meth:`Reporting.out`; the result is empty for a tier without statistics."""
     return store.out() if isinstance(store, Reporting) else {}
 
 
 def page_lock_for(store: KVStore, device: torch.device) -> None:
-    """See :meth:`PageLocking.page_lock_for`; engines say so of the store they read. Nothing where it cannot."""
+    """See :meth:`PageLocking.page_lock_for`; do nothing for a tier that cannot page-lock. Engines call the function."""
     if isinstance(store, PageLocking):
         store.page_lock_for(device)
 
 
 def room_in(store: KVStore, nbytes: int, wait: bool = False) -> torch.Tensor | None:
-    """See :meth:`PageLocking.room`; None where it cannot."""
+    """See :meth:`PageLocking.room`; return None for a tier that cannot page-lock."""
     return store.room(nbytes, wait) if isinstance(store, PageLocking) else None

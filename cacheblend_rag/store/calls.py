@@ -1,4 +1,4 @@
-"""Calls what may not answer: each call has a deadline, and after one that failed none is tried for a while."""
+"""Calls tiers on other machines with a deadline per call, and stops calling a tier for some seconds after a failure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 AT_ONCE = 8
-"""How many calls of one tier run side by side."""
+"""Number of calls to one tier that run in parallel."""
 WRITE_FACTOR = 30
-"""How much longer a call may take for which no prompt waits: writing an entry, listing all of them."""
+"""Factor on the deadline for calls that no prompt waits for: writing an entry, listing all entries."""
 _OUT_S = 5
 _LONGEST = 300
 
@@ -26,20 +26,22 @@ _LONGEST = 300
 class RemoteCalls:
     """Calls one remote tier.
 
-    A call runs in a thread of its own, so that whoever waits goes on at the deadline whatever the client does; the client's own
-    timeouts end the call. The first call that fails or is late opens the circuit: for some seconds all others fail at once, so
-    a sick tier costs a prompt one deadline and no more. Then calls are let through again, and the first that succeeds closes it.
+    Each call runs in a worker thread, so that the caller continues at the deadline whatever the client library does.
+    The client library's own timeouts end the call. The first call that fails or is late opens the circuit breaker: for
+    some seconds all calls fail at once, so that a failing tier costs a prompt at most one deadline. Then calls are
+    allowed again, and the first successful call closes the circuit breaker.
     """
 
     def __init__(self, name: str, failures: tuple[type[Exception], ...], timeout_s: float):
-        """Call the tier that messages call ``name`` (``redis tier redis://host:6379/0``); a call is given up after ``timeout_s``.
+        """Prepare calls to the tier that messages call ``name`` (``redis tier redis://host:6379/0``).
 
-        ``failures`` are what the client raises when the tier is to blame; other exceptions pass.
+        ``failures`` are the client library's exceptions for a failing tier; other exceptions pass through.
+        ``timeout_s`` is the deadline of a call.
         """
         self.name, self.timeout_s = name, timeout_s
         self._failures = failures
         self._breaker = CircuitBreaker(1, _OUT_S, (*failures, TimeoutError), name)
-        # Of their own for the long ones: no look-up shall be late because entries are being written.
+        # Long calls have their own threads, so that no look-up waits while entries are being written.
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cacheblend-remote")
         self._long = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cacheblend-remote-long")
         self._lock = threading.Lock()
@@ -48,14 +50,14 @@ class RemoteCalls:
 
     @property
     def out(self) -> str:
-        """Return why the tier is not used at the moment; empty if it is."""
+        """Return the reason why the tier is not used at the moment; empty if the tier is used."""
         return self._why if self._breaker.opened else ""
 
     def __call__(self, function: Callable[[], _T], long: bool = False) -> _T:
-        """Return what ``function`` returns, within the deadline; a ``long`` call has a later one.
+        """Return the result of ``function``; a ``long`` call has :data:`WRITE_FACTOR` times the deadline.
 
         Raises:
-            StoreUnavailableError: The tier failed, was late, or is out.
+            StoreUnavailableError: The tier failed, exceeded the deadline, or is not used at the moment.
         """
         if self._breaker.opened:
             raise StoreUnavailableError(f"The {self.name} is out: {self._why}")
@@ -81,7 +83,7 @@ class RemoteCalls:
         except RuntimeError:
             if self._closed:
                 raise
-        # The interpreter ends and begins nothing more, but what is written behind is still to be written.
+        # The interpreter is shutting down and starts no more threads, but the deferred writes must still be written.
         done: Future[_T] = Future()
         try:
             done.set_result(function())
@@ -90,20 +92,20 @@ class RemoteCalls:
         return done
 
     def soon(self, function: Callable[[], object]) -> None:
-        """Call ``function`` behind the caller's back, who does not care how it ends; nothing where the tier is out."""
+        """Call ``function`` in a worker thread and ignore the result; do nothing while the tier is not used."""
         if not self._breaker.opened:
             with self._lock:
                 self._unsettled = [each for each in self._unsettled if not each.done()]
                 self._unsettled.append(self._pool.submit(function))
 
     def settle(self) -> None:
-        """Wait for what was to be called :meth:`soon`, within the deadline."""
+        """Wait for the calls of :meth:`soon`, at most until the deadline."""
         with self._lock:
             waiting, self._unsettled = self._unsettled, []
         wait(waiting, self.timeout_s)
 
     def _failed(self, why: str) -> StoreUnavailableError:
-        # obstore's messages go on with what only its authors want to know.
+        # obstore appends debugging details to its messages.
         why = " ".join(why.partition("Debug source:")[0].split())[:_LONGEST]
         with self._lock:
             known, self._why = self._why, why
@@ -118,7 +120,7 @@ class RemoteCalls:
         return StoreUnavailableError(f"The {self.name} does not answer: {why}")
 
     def close(self) -> None:
-        """Take no more calls; those that still run end by themselves."""
+        """Accept no more calls, and do not wait for the running calls."""
         self._closed = True
         for pool in (self._pool, self._long):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Defines what is closed at the end of a ``with`` block; imports no torch."""
+"""Defines the base class of objects that a ``with`` block closes; imports no torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Self
 
 
 class Closing(ABC):
-    """Is closed at the end of a ``with`` block."""
+    """Closes an object at the end of a ``with`` block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what it holds open; it must not be used afterwards."""
+        """Release open resources; the object must not be used afterwards."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,8 @@
-"""Turns the KV of a layer into the named tensors that are stored, and back: as it is, or in whole numbers of one byte.
+"""Encodes the KV of a layer as the named tensors that are stored, and decodes it: unchanged, or quantised to int8.
 
-Scales of such numbers are powers of two. So a stored number times its scale is exact in every dtype that models compute in, and
-encoding what was decoded gives the same bytes again: an entry that moves between tiers, or is written anew, drifts no further.
+The scales are powers of two. A stored number times its scale is therefore exact in every dtype that models compute in,
+and encoding a decoded layer gives the same bytes again. An entry that moves between tiers, or is rewritten, loses no
+more accuracy.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from safetensors.torch import load, save
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, StoredKV, Take, laid_out, nbytes_of, plain
 
-_LARGEST = 127.0  # half of it is rounded up, to 64: the scale of rounded numbers is then that of the numbers
+_LARGEST = 127.0  # half of 127 rounds up to 64, so that rounded numbers have the same scale as the original numbers
 
 
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Encode ``x``, ``[kv_heads, tokens, head_dim]``, in whole numbers: each number is off by half a scale at the most.
+    """Quantise ``x``, ``[kv_heads, tokens, head_dim]``, to int8 with an error of at most half a scale for each number.
 
     Returns:
-        The numbers, int8, in the same shape, and their scales ``[kv_heads, tokens, 1]`` in the dtype of ``x``, at the most 1/64
-        of the largest number of a head and token. None for what has no numbers, is not of floating point, or holds infinity,
-        NaN or numbers close to its dtype's end.
+        The numbers, int8, in the shape of ``x``, and the scales ``[kv_heads, tokens, 1]`` in the dtype of ``x``, each
+        at most 1/64 of the largest number of a head and token. None if ``x`` is empty, is not of floating point, or
+        holds infinity, NaN or numbers above half of the dtype's maximum.
     """
     if not x.numel() or not x.is_floating_point():
         return None
@@ -33,40 +34,41 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     largest = x.abs().amax(2, keepdim=True).to(exact)
     if not bool((largest <= info.max / 2).all()):
         return None
-    # Below it no number of the dtype is a multiple, or numbers are no longer exact in this arithmetic.
+    # Smaller scales are not representable in the dtype, or not exact in this arithmetic.
     least = max(info.tiny * info.eps, torch.finfo(exact).tiny)
     scales = _power_of_two_from(largest / _LARGEST).clamp_min(least)
     return (x.to(exact) / scales).round_().to(torch.int8), scales.to(x.dtype)
 
 
 def _power_of_two_from(x: torch.Tensor) -> torch.Tensor:
-    """Return the smallest power of two that is not below each number; 0 for 0."""
+    """Return, for each number, the smallest power of two that is not below the number; 0 for 0."""
     mantissa, _ = torch.frexp(x)
     return torch.where(x == 0, x, x / torch.where(mantissa == 0.5, 2 * mantissa, mantissa))
 
 
 RAW: Final = "raw"
-"""The codec that stores keys and values as they are; ``none`` in addresses."""
+"""The codec that stores keys and values unchanged; ``none`` in addresses."""
 LOSSY: Final = "int8"
-"""The codec that stores other numbers than it is given."""
-# Of one name and one dtype the layers' tensors lie one after another in the file, so that each layer is one read.
+"""The codec that stores rounded numbers."""
+# Tensors with one name and one dtype follow one another in the file, layer by layer, so that each layer is one read.
 _PACKED: Final = "packed"
 _SCALE: Final = ".scale"
 
 
 class Codec:
-    """Stores layers in one way. An entry names its codec, so a tier may hold entries of several.
+    """Encodes and decodes layers. Each entry names its codec, so a tier may hold entries of several codecs.
 
-    ``raw`` stores keys and values bit for bit, ``int8`` a layer as the bytes of a safetensors file: in it are ``k`` and ``v``;
-    if they are :func:`quantised`, ``k.scale`` and ``v.scale``, too. What one byte cannot hold (infinity, NaN) is there as it is.
+    ``raw`` stores keys and values bit for bit. ``int8`` stores a layer as the bytes of a safetensors file with ``k``
+    and ``v``, and with ``k.scale`` and ``v.scale`` if they are :func:`quantised`. Tensors that int8 cannot hold
+    (infinity, NaN) are stored unchanged.
 
     Attributes:
-        name: The name in stored metadata; a change of the stored numbers needs a new one.
+        name: The name in stored metadata; a change of the stored numbers needs a new name.
         in_place: Whether the stored bytes are the layer itself.
     """
 
     def __init__(self, name: str):
-        """Store by :data:`RAW` or :data:`LOSSY`."""
+        """Create the codec called ``name``: :data:`RAW` or :data:`LOSSY`."""
         self.name, self.in_place = name, name == RAW
 
     def encode(self, layer: LayerKV) -> dict[str, torch.Tensor]:
@@ -83,10 +85,10 @@ class Codec:
         return {_PACKED: torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)}
 
     def decode(self, tensors: Mapping[str, torch.Tensor], take: Take) -> LayerKV:
-        """Return the layer of ``tensors`` that have passed their checksum, in memory from ``take`` unless :attr:`in_place`.
+        """Decode ``tensors`` that have passed their checksum, into memory from ``take`` unless :attr:`in_place`.
 
         Raises:
-            ValueError: They are none of this codec.
+            ValueError: The tensors were not encoded by this codec.
         """
         if self.in_place:
             if tensors.keys() != {"k", "v"}:
@@ -101,7 +103,7 @@ class Codec:
 
 
 def _decoded(parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]], take: Take) -> LayerKV:
-    """Return keys and values, of each the numbers and their scales, in one block from ``take``."""
+    """Decode keys and values, each given as numbers and scales, into one block from ``take``."""
     k, v = (torch.empty(x.shape, dtype=(x if s is None else s).dtype, device="meta") for x, s in parts)
     like = LayerKV(k, v)
     (layer,) = laid_out([like], take(nbytes_of([like])))
@@ -114,13 +116,13 @@ def _decoded(parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]], take: Ta
 
 
 class CodedKV(StoredKV):
-    """Holds a whole entry in memory in whole numbers of one byte, to be decoded where it is used: on a device, say."""
+    """Holds a whole entry in memory as int8 numbers, to be decoded where the entry is used, for example on a device."""
 
     dtype: torch.dtype
     exact = False
 
     def __init__(self, held: ChunkKV, dtype: torch.dtype):
-        """Hold what :func:`coded` has made of an entry's layers, which were in ``dtype``."""
+        """Hold an entry whose layers :func:`coded` has encoded from ``dtype``."""
         self._held, self.dtype = held, dtype
         self.num_layers, self.num_tokens, self.start, self.tier = (
             held.num_layers,
@@ -140,7 +142,7 @@ class CodedKV(StoredKV):
         return self.layer_in(index, plain)
 
     def layer_in(self, index: int, take: Take) -> LayerKV:
-        """See :meth:`StoredKV.layer_in`; it is decoded there."""
+        """See :meth:`StoredKV.layer_in`; the layer is decoded into memory from ``take``."""
         return _decoded([_parts(side, self.dtype) for side in self._held.layer(index)], take)
 
     def static_deviation(self) -> torch.Tensor | None:
@@ -148,9 +150,10 @@ class CodedKV(StoredKV):
 
 
 def coded(kv: ChunkKV) -> list[LayerKV] | None:
-    """Return layers of rows: what is :func:`quantised` and its scale, ``[kv_heads, tokens, head_dim + bytes of a scale]``, uint8.
+    """Encode layers as rows of int8 numbers and scale: ``[kv_heads, tokens, head_dim + bytes of a scale]``, uint8.
 
-    None for what must stay as it is: numbers that are not KV of each token, of several dtypes, or that one byte cannot hold.
+    The result is None if the entry must stay unchanged: tensors without one row per token, several dtypes, or numbers
+    that int8 cannot hold.
     """
     layers, dtypes = [], {side.dtype for layer in kv.layers for side in layer}
     for layer in kv.layers if len(dtypes) == 1 else ():
@@ -165,7 +168,7 @@ def coded(kv: ChunkKV) -> list[LayerKV] | None:
 
 
 def numbers(rows: LayerKV, dtype: torch.dtype) -> LayerKV:
-    """Return what the rows of a layer stand for, in the ``dtype`` that it had, on their device."""
+    """Decode the rows of a layer into keys and values of ``dtype``, on the device of the rows."""
     k, v = (torch.mul(*_parts(side, dtype)) for side in rows)
     return LayerKV(k, v)
 
@@ -178,7 +181,7 @@ def get_codec(name: str) -> Codec:
     """Return the codec called ``name``: ``none`` (or ``raw``) or ``int8``.
 
     Raises:
-        InputError: There is none of that name.
+        InputError: No codec has that name.
     """
     if name not in ("none", RAW, LOSSY):
         raise InputError(f"unknown KV codec {name!r}: use none or int8")
@@ -186,6 +189,6 @@ def get_codec(name: str) -> Codec:
 
 
 def through(name: str, layer: LayerKV) -> LayerKV:
-    """Return a layer as it is read back once it was stored by the codec ``name``, in host memory; raises as :func:`get_codec`."""
+    """Encode and decode a layer by the codec ``name`` in host memory; return the result. Raise as :func:`get_codec`."""
     codec = get_codec(name)
     return codec.decode({name: tensor.cpu() for name, tensor in codec.encode(layer).items()}, plain)

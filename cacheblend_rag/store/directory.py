@@ -1,4 +1,4 @@
-"""Keeps the directory of entries that all processes on one store share: who holds the lock may change it."""
+"""Manages the directory of entries that all processes on one store share. A process must hold the lock to change it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _USAGE = struct.Struct("<qq")
 
 
 class EntryFile(NamedTuple):
-    """Describes one entry's file as the directory lists it. ``mtime_ns`` is when it was last used; it is the LRU clock."""
+    """Describes the file of one entry. ``mtime_ns`` is the time of the entry's last use, by which eviction orders."""
 
     mtime_ns: int
     key: KVKey
@@ -41,15 +41,15 @@ class EntryFile(NamedTuple):
 
 
 class EntryDirectory:
-    """Is ``<root>/kv``: one file per entry, a lock, and a count of the bytes in use.
+    """Manages ``<root>/kv``: one file per entry, a lock, and a count of the bytes in use.
 
-    The count is an upper bound at every instant, also after a crash: it is raised before a file appears and lowered
-    after one is gone. So a put need not list the directory; :meth:`recount` (at open, and when eviction has used up
-    what it knows) makes it exact.
+    The count is an upper bound at every instant, also after a crash: the count is raised before a file appears and
+    lowered after a file is gone. A put therefore need not list the directory. :meth:`recount` makes the count exact,
+    when the store is opened and when eviction has no candidates left.
     """
 
     def __init__(self, path: Path):
-        """Describe the directory at ``path``; touches nothing."""
+        """Describe the directory at ``path``, without reading or writing any file."""
         self.path = path
         self.mutex = threading.RLock()  # threads queue here, so that they do not poll for the file lock
         self._usage, self._encrypted = path / "usage", path / "encrypted"
@@ -59,23 +59,24 @@ class EntryDirectory:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the lock against every thread and process. Methods marked "Locked" need it.
+        """Hold the lock against all threads and processes. Callers of methods marked "Locked" must hold the lock.
 
         Raises:
-            filelock.Timeout: Somebody has held it for :data:`LOCK_TIMEOUT_S`.
+            filelock.Timeout: Another process or thread has held the lock for :data:`LOCK_TIMEOUT_S`.
             OSError: The lock file cannot be written.
         """
-        # A new FileLock each time: one that was made before a fork cannot be used after it.
+        # Each call makes a new FileLock, because a FileLock made before a fork cannot be used after the fork.
         mode = file_mode(self.path)
         with self.mutex, FileLock(self.path / "lock", timeout=LOCK_TIMEOUT_S, mode=mode, poll_interval=0.005):
             yield
 
     def claim(self, keys: Keyring | None) -> None:
-        """See that the entries are encrypted by these keys, and note in an empty directory that they are from now on.
+        """Check that the entries are encrypted with ``keys``; in an empty directory, record the id of the default key.
 
         Raises:
             InputError: The keys lie in the store.
-            StoreError: Entries are encrypted with others, or not at all, or are and there are no keys; or it cannot be noted.
+            StoreError: The entries are encrypted with other keys, or ``keys`` are given and the entries are not
+                encrypted, or the entries are encrypted and ``keys`` is None, or the id cannot be recorded.
         """
         with explained(self.path.parent, LOCK_TIMEOUT_S):
             noted = (read_text(self._encrypted) or "").strip()
@@ -117,9 +118,9 @@ class EntryDirectory:
 
     @contextmanager
     def _shard(self, key: KVKey) -> Iterator[tuple[str, int]]:
-        """Open the directory that ``key``'s file lies in; give the file's name there, and the directory's descriptor.
+        """Open the directory of ``key``'s file; yield the file's name and the directory's descriptor.
 
-        The directory is no link: whoever put one there could have other files read, marked as used, replaced and deleted.
+        The method refuses a link: an attacker could place one to have other files read, touched, replaced or deleted.
 
         Raises:
             InputError: ``key`` is not a KV key.
@@ -133,36 +134,36 @@ class EntryDirectory:
             os.close(fd)
 
     def open(self, key: KVKey) -> int:
-        """Open ``key``'s file to read it, and return its descriptor; raises as :meth:`_shard` and ``open_file`` do."""
+        """Open ``key``'s file for reading and return the descriptor; raises as :meth:`_shard` and ``open_file`` do."""
         with self._shard(key) as (name, shard):
             return open_file(name, os.O_RDONLY, dir_fd=shard)
 
     def status(self, key: KVKey) -> os.stat_result | None:
-        """Return what the system says of ``key``'s file, None where there is no regular file."""
+        """Return the stat result of ``key``'s file, or None if there is no regular file."""
         with suppress(OSError), self._shard(key) as (name, shard):
             found = os.stat(name, dir_fd=shard, follow_symlinks=False)
             return found if stat.S_ISREG(found.st_mode) else None
         return None
 
     def entry(self, key: KVKey) -> EntryFile | None:
-        """Return ``key``'s file as :meth:`scan` lists it, None where there is none."""
+        """Return ``key``'s file as :meth:`scan` lists it, or None if the file does not exist."""
         status = self.status(key)
         return None if status is None else EntryFile(status.st_mtime_ns, key, status.st_size)
 
     def size(self, key: KVKey) -> int | None:
-        """Return the size of ``key``'s file in bytes, None where there is none."""
+        """Return the size of ``key``'s file in bytes, or None if the file does not exist."""
         file = self.entry(key)
         return file and file.nbytes
 
     def touch(self, key: KVKey) -> None:
-        """Mark ``key``'s file as used now; silent where there is none, or that is not permitted."""
+        """Mark ``key``'s file as used now; do nothing if the file does not exist or may not be changed."""
         with suppress(OSError), self._shard(key) as (name, shard):
             os.utime(name, ns=self._now(), dir_fd=shard, follow_symlinks=False)
 
     def _now(self) -> tuple[int, int]:
-        """Return the time of a use, as ``os.utime`` takes it."""
+        """Return the time of a use as a pair for the argument ``ns`` of ``os.utime``."""
         with self._clock_lock:
-            self._clock_ns = max(time.time_ns(), self._clock_ns + 1)  # two uses never tie
+            self._clock_ns = max(time.time_ns(), self._clock_ns + 1)  # no two uses have the same time
             return self._clock_ns, self._clock_ns
 
     def scan(self) -> list[EntryFile]:
@@ -175,7 +176,7 @@ class EntryDirectory:
                 key = KVKey(file.name.removesuffix(".safetensors"))
                 if key == file.name or not is_key(key):
                     continue
-                with suppress(OSError):  # evicted since it was listed, or it cannot be looked at now
+                with suppress(OSError):  # the file was evicted after the listing, or cannot be read now
                     status = file.stat(follow_symlinks=False)
                     if not stat.S_ISREG(status.st_mode):
                         continue
@@ -183,7 +184,7 @@ class EntryDirectory:
         return sorted(found)
 
     def used(self) -> int:
-        """Return an upper bound of the bytes in use. Locked."""
+        """Return an upper bound on the bytes in use. Locked."""
         with suppress(OSError, struct.error):
             count: int
             count, check = _USAGE.unpack(self._read_usage())
@@ -194,7 +195,7 @@ class EntryDirectory:
     def recount(self) -> int:
         """Make the count and the candidates for eviction exact, and return the count. Locked."""
         files = self.scan()
-        if files:  # a use now is later than all there were, also where the machine's clock was set back
+        if files:  # the next use must be later than all earlier uses, even if the machine's clock was set back
             with self._clock_lock:
                 self._clock_ns = max(self._clock_ns, files[-1].mtime_ns)
         self._candidates = {file.key: file for file in files}
@@ -203,10 +204,10 @@ class EntryDirectory:
         return count
 
     def publish(self, temporary: Path, key: KVKey, nbytes: int) -> list[Path]:
-        """Make a written and synced file of ``nbytes`` the entry ``key``. Locked.
+        """Move a written and synced file of ``nbytes`` into the place of the entry ``key``. Locked.
 
         Returns:
-            The directories to sync (without the lock) for the entry to outlast a power failure.
+            The directories to sync (without the lock), so that the entry outlasts a power failure.
         """
         directory = self.file(key).parent
         with suppress(OSError):
@@ -221,7 +222,7 @@ class EntryDirectory:
         return changed
 
     def remove(self, key: KVKey) -> int | None:
-        """Remove an entry; return its size, None where there is none. Locked."""
+        """Remove an entry and return its size, or None if there is no entry. Locked."""
         size = self.size(key)
         if size is None:
             return None
@@ -233,11 +234,11 @@ class EntryDirectory:
     def evict(self, limit: int) -> list[int]:
         """Remove least recently used entries until at most ``limit`` bytes are in use. Locked.
 
-        Candidates come from the last :meth:`recount`. One that was used or replaced since has another mtime and is
-        newer than all that remain, so the order is exact without listing the directory again.
+        Candidates come from the last :meth:`recount`. A candidate that was used or replaced since then has another
+        mtime and is newer than all remaining candidates, so the order is exact without listing the directory again.
 
         Returns:
-            The size of each that was removed.
+            The size of each removed entry.
         """
         used = self.used()
         exact = False
@@ -276,14 +277,14 @@ class EntryDirectory:
         try:
             with suppress(FileExistsError):
                 create_file(self._usage)
-            # In place and within one sector: works on a full disk; the complement tells a count from garbage.
+            # Writing in place and within one sector works on a full disk. The complement marks a valid count.
             fd = open_file(self._usage, os.O_WRONLY)
             try:
                 os.write(fd, _USAGE.pack(count, ~count))
             finally:
                 os.close(fd)
         except OSError:
-            self._usage.unlink(missing_ok=True)  # an unknown count is made anew, a wrong one would be believed
+            self._usage.unlink(missing_ok=True)  # a missing count is recounted, a wrong count would be used
 
 
 def sync(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Keeps entries in files. Their format and what the tier guarantees are described in ``docs/store.md``."""
+"""Stores entries in files. ``docs/store.md`` describes the format of the files and the guarantees of the tier."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _SILENT_S = 60
 
 
 class FileSource:
-    """Keeps a file open, so that its bytes can be read when the entry is evicted meanwhile; no other one has its inode then.
+    """Reads an entry from an open file. An eviction leaves the open file readable, and its inode is not reused.
 
-    Read with ``preadv`` into memory that the reader gives: a mapped file would turn an unreadable sector or a truncation into a
-    crash, and could change after it was checked.
+    ``preadv`` reads into memory that the reader provides. A mapped file would turn an unreadable sector or a truncation
+    into a crash, and could change after its check.
     """
 
     def __init__(self, path: Path, fd: int):
-        """Read the file that is open as ``fd``, which is closed with the source; messages say that it is at ``path``."""
+        """Read the open file ``fd``, which is closed when the source is collected; messages name ``path``."""
         self.path, self.place = path, str(path)
         self._fd = fd
         weakref.finalize(self, os.close, self._fd)
@@ -58,7 +58,7 @@ class FileSource:
             try:
                 size = os.preadv(self._fd, [view[done:]], offset + done)
             except OSError as error:
-                # EIO too: a network file system reports it for a server that is away.
+                # EIO is no damage either: a network file system reports EIO if its server is away.
                 raise StoreUnavailableError(f"{self.path} cannot be read now: {error}; check the disk.") from error
             if not size:
                 raise ValueError("the file ends too early")
@@ -66,24 +66,26 @@ class FileSource:
 
 
 class DiskStore(KVStore, Listing, Evicting, Reporting):
-    """Keeps KV entries in files under one directory, which any number of processes may use at once.
+    """Stores KV entries in files under one directory, which any number of processes may use at once.
 
-    Readers take no lock. Budgets count whole files; a process keeps the shared total within its own budget.
-    Entries being written count once they are complete.
+    Readers take no lock. Budgets count whole files. Each process limits the total of all processes to its own budget.
+    Entries that are being written count once they are complete.
     """
 
     def __init__(self, root: Path | str, budget: int | Literal["half"] | None = None, **options: Unpack[TierOptions]):
-        """Open the store at ``root``, creating the directory where it is missing.
+        """Open the store at ``root``; create the directory if it is missing.
 
         Args:
-            root: The store's directory. One that cannot be written to can still be read.
-            budget: Bytes on disk to stay within when putting (None: no limit; half: of what the disk has free besides what the
-                store holds).
-            options: See :class:`KVStore`. A directory is encrypted with the same keys from its first entry on, or never.
+            root: Directory of the store. A read-only directory can be read.
+            budget: Most bytes on disk that a put may lead to. None: no limit. ``half``: half of the free disk space,
+                counting the store's entries as free.
+            options: See :class:`KVStore`. A directory is encrypted with the same keys from its first entry on, or
+                never.
 
         Raises:
             InputError: The keys lie in the store.
-            StoreError: ``root`` is not a directory or cannot be made, or holds KV that is encrypted by other keys, or not.
+            StoreError: ``root`` is not a directory or cannot be made, or holds KV that is encrypted with other keys, or
+                keys are given for KV that is not encrypted.
         """
         options.setdefault("tier", "disk")
         super().__init__(None if budget == "half" else budget, **options)
@@ -93,12 +95,12 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         self._condemned: dict[KVKey, int] = {}  # damaged entries that could not be removed, by the inode of their file
         self._silent_until = 0.0
         self._prepare()
-        if budget == "half":  # what it holds counts as free: the budget is the same however full the store is
+        if budget == "half":  # the store's entries count as free, so that the budget does not depend on them
             held = sum(file.nbytes for file in self._directory.scan())
             self.budget = (shutil.disk_usage(self.root).free + held) // 2
 
     def get(self, key: KVKey) -> KVFile | None:
-        """See :meth:`KVStore.get`. The handle keeps its file open; it stays whole when the entry is evicted."""
+        """See :meth:`KVStore.get`. The returned handle has its file open, and stays readable after an eviction."""
         found = self._open(key)
         if found is not None:
             self._directory.touch(key)
@@ -106,7 +108,7 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         return found
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
-        """See :meth:`KVStore.put`. On return the entry is on the disk itself, not only in the system's cache."""
+        """See :meth:`KVStore.put`. On return the entry is on the disk, not only in the system's cache."""
         if not replace and self.contains(key):
             self._directory.touch(key)
             return True
@@ -115,9 +117,9 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
             return False
         with self._writing(), self._temporary() as temporary:
             self.format.write(encoded, temporary)
-            if not self._fits(temporary.stat().st_size):  # with the header, too
+            if not self._fits(temporary.stat().st_size):  # the size includes the header
                 return False
-            # The library makes files private; who may use the directory may use what is in it.
+            # safetensors makes files private, but all users of the directory may use its files.
             temporary.chmod(file_mode(self.root))
             sync(temporary)
             self._publish(temporary, key, replace)
@@ -131,7 +133,7 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         """See :meth:`KVStore.delete`.
 
         Raises:
-            StoreError: The entry is there but cannot be removed.
+            StoreError: The entry exists but cannot be removed.
         """
         if self._directory.size(key) is None:
             return False
@@ -142,12 +144,12 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         self._directory.touch(key)
 
     def entry(self, key: KVKey) -> EntryInfo | None:
-        """See :meth:`KVStore.entry`; the size is that of the file."""
+        """See :meth:`KVStore.entry`; the size is the size of the file."""
         file = self._directory.entry(key)
         return file and EntryInfo(file.key, file.nbytes, self.tier, file.mtime_ns / 1e9)
 
     def entries(self) -> Iterator[EntryInfo]:
-        """See :meth:`Listing.entries`; sizes are those of the files."""
+        """See :meth:`Listing.entries`; the sizes are the sizes of the files."""
         for file in self._directory.scan():
             yield EntryInfo(file.key, file.nbytes, self.tier, file.mtime_ns / 1e9)
 
@@ -161,7 +163,7 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
             return self._evict(to_bytes)
 
     def stats(self) -> StoreStats:
-        """See :meth:`Reporting.stats`; the contents are what all processes have put."""
+        """See :meth:`Reporting.stats`; the contents include the entries of all processes."""
         sizes, free = [file.nbytes for file in self._directory.scan()], None
         with suppress(OSError):
             free = shutil.disk_usage(self.root).free
@@ -173,13 +175,13 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         def opened(key: KVKey) -> KVFile | None:
             try:
                 return self._file(key, on_damage)
-            except FileNotFoundError:  # evicted meanwhile
+            except FileNotFoundError:  # the entry was evicted after the scan
                 return None
 
         return VerifyReport.of((file.key for file in self._directory.scan()), opened)
 
     def close(self) -> None:
-        """Remove this writer's temporary directory. Handles stay readable."""
+        """Remove this writer's temporary directory. Handles that :meth:`get` returned stay readable."""
         with suppress(OSError), self._directory.exclusive():
             self._spool.close()
 
@@ -189,11 +191,11 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
             try:
                 self._make()
             except OSError:
-                # A store that is read-only or on a full disk opens all the same.
+                # A store that is read-only or on a full disk can be opened.
                 if not self.root.is_dir() or entries.exists():
                     raise
             else:
-                next(entries.iterdir(), None)  # a store that cannot be read must not look like an empty one
+                next(entries.iterdir(), None)  # raises, so that an unreadable store does not look like an empty store
         except OSError as error:
             raise explain(error, self.root, "open") from error
         self._directory.claim(self.format.keys)
@@ -207,13 +209,13 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         except (FileNotFoundError, DamagedKVError):
             return None
         except (StoreUnavailableError, OSError) as error:
-            # Says nothing about the entry (too many open files, no permission, a stale handle), so the file stays.
+            # The entry may be intact (too many open files, no permission, a stale handle), so the file stays.
             self._unreadable(key, error)
             return None
         return None if _file_of(found).inode == self._condemned.get(key) else found
 
     def _unreadable(self, key: KVKey, error: Exception) -> None:
-        # A disk that is away is away for every look-up.
+        # An absent disk fails every look-up, so the warning is logged once in _SILENT_S seconds.
         now = time.monotonic()
         if now >= self._silent_until:
             self._silent_until = now + _SILENT_S
@@ -248,7 +250,7 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
             path.unlink(missing_ok=True)
 
     def _publish(self, temporary: Path, key: KVKey, replace: bool) -> None:
-        """Make a written and synced file the entry ``key``, once there is room."""
+        """Make room by eviction, and move a written and synced file into the place of the entry ``key``."""
         size = temporary.stat().st_size
         with self._directory.exclusive():
             if not replace and self.contains(key):  # another writer was faster
@@ -256,29 +258,29 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
                 return
             own = self._directory.size(key) or 0
             if self.budget is not None and self._directory.used() + size - own > self.budget:
-                self._directory.touch(key)  # what is replaced goes last: its room is counted as free already
+                self._directory.touch(key)  # the replaced entry is evicted last: its room is counted as free already
                 self._evict(self.budget - size + own)
             changed = self._directory.publish(temporary, key, size)
-            self._condemned.pop(key, None)  # a later file may get the inode of the one that is gone
+            self._condemned.pop(key, None)  # a later file may get the inode of the removed file
         for directory in changed:
             sync(directory)
         self._events.add("puts")
 
     def _evict(self, to_bytes: int) -> int:
-        """Evict down to ``to_bytes``, and return the bytes freed. Locked."""
+        """Evict entries until at most ``to_bytes`` remain; return the bytes freed. Locked."""
         freed = self._directory.evict(to_bytes)
         self._events.add("evictions", len(freed))
         return sum(freed)
 
     def _discard(self, entry: KVFile, damage: DamagedKVError) -> None:
-        """Remove a damaged entry, unless another file has taken its place already."""
+        """Remove a damaged entry, unless another file has already replaced the entry."""
         self._events.add("damaged")
-        # As text: a record that somebody keeps would keep the exception, and with its frames the open file.
+        # The log gets text, because a stored record would hold the exception, and by its frames the open file.
         _log.warning("%s", str(damage))
         file = _file_of(entry)
         try:
             with self._writing(), self._directory.exclusive(), suppress(FileNotFoundError):
-                # The handle still has the file open, so no other file can have its inode number.
+                # The handle has the file open, so no other file can have the inode number.
                 status = self._directory.status(entry.key)
                 if status is not None and status.st_ino == file.inode:
                     self._directory.remove(entry.key)

@@ -1,4 +1,4 @@
-"""Counts what has happened in a tier in this process, and what reading took."""
+"""Counts the events in a tier and measures its reads, within this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Event = Literal["hits", "misses", "puts", "evictions", "damaged"]
 
 @dataclass(frozen=True)
 class TierReads:
-    """Sums up reads from one tier: their bytes, their number, and the seconds during which at least one of them ran."""
+    """Sums up reads from one tier: bytes, number of reads, and the seconds during which at least one read ran."""
 
     nbytes: int = 0
     count: int = 0
@@ -22,14 +22,14 @@ class TierReads:
 
 
 def added(some: Mapping[str, TierReads], others: Mapping[str, TierReads]) -> dict[str, TierReads]:
-    """Return, tier by tier, the reads of both."""
+    """Return, for each tier, the sum of the reads in both mappings."""
     none = TierReads()
     both = {tier: (some.get(tier, none), others.get(tier, none)) for tier in (*some, *others)}
     return {t: TierReads(a.nbytes + b.nbytes, a.count + b.count, a.seconds + b.seconds) for t, (a, b) in both.items()}
 
 
 class ReadClock:
-    """Adds up reads of several threads; time in which several of them run counts once."""
+    """Adds up the reads of several threads; time during which several reads run counts once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class ReadClock:
 
     @contextmanager
     def reading(self, nbytes: int) -> Iterator[None]:
-        """Measure what runs inside as a read of ``nbytes``; one that fails counts as time alone."""
+        """Measure a ``with`` block as a read of ``nbytes``; a read that fails counts only as time."""
         with self._lock:
             if self._running == 0:
                 self._since = time.perf_counter()
@@ -58,12 +58,12 @@ class ReadClock:
                 self._done = TierReads(done.nbytes + read, done.count + bool(read), done.seconds + took)
 
     def taken(self) -> TierReads:
-        """Return what was read so far."""
+        """Return the finished reads."""
         with self._lock:
             return self._done
 
     def under_way(self) -> TierReads | None:
-        """Return what was read so far and what is being read, as if that ended now; None where nothing is being read."""
+        """Return the finished and the running reads, as if the running reads ended now; None if no read is running."""
         with self._lock:
             if not self._running:
                 return None
@@ -72,7 +72,7 @@ class ReadClock:
 
 
 class Events:
-    """Counts, from any thread, under the names of the fields of :class:`~cacheblend_rag.store.base.StoreStats`."""
+    """Counts events from any thread, by the field names of :class:`~cacheblend_rag.store.base.StoreStats`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class Events:
         self.reads = ReadClock()
 
     def add(self, event: Event, times: int = 1) -> None:
-        """Count ``event``."""
+        """Count ``event`` ``times`` times."""
         with self._lock:
             self._counts[event] += times
 

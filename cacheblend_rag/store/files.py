@@ -1,9 +1,10 @@
-"""Makes files and directories as private as what they lie in, and words the system's refusals so that a user can act on them.
+"""Creates files and directories with the permissions of their parent directory, and explains OS errors to users.
 
-No file is opened through a link. A directory that the library makes is its user's alone (0700); what is made inside a directory
-has that directory's permissions, so one that a group was given is shared with that group.
+No file is opened through a link. A directory that the library makes is private to its user (0700). Files and
+directories inside a directory get that directory's permissions, so that a directory shared with a group stays shared.
 
-Names namespaces, too: parts of a store whose readers must not see, or notice, what stands in another part.
+The module also defines namespaces: parts of a store that are isolated, so that readers of one part see nothing of
+another part.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _SHARED = 0o777 | stat.S_ISGID
 
 
 def make_root(directory: Path) -> None:
-    """Make a store's directory and those above it, for this user alone, where they are missing; what exists stays as it is.
+    """Make a store's directory and its missing parents, private to this user; existing directories stay unchanged.
 
     Raises:
-        OSError: It cannot be made, or is no directory.
+        OSError: The directory cannot be made, or the path is not a directory.
     """
     missing = [each for each in directory.parents if not each.exists()]
     for each in (*reversed(missing), directory):
@@ -41,22 +42,22 @@ def make_root(directory: Path) -> None:
 
 
 def make_inside(directory: Path) -> None:
-    """Make a directory, where it is missing, with the permissions of the one that it lies in.
+    """Make a directory, if it is missing, with the permissions of its parent directory.
 
     Raises:
-        OSError: It cannot be made, or is no directory.
+        OSError: The directory cannot be made, or the path is not a directory.
     """
     if not directory.is_dir():
         directory.mkdir(_ALONE, exist_ok=True)
-        with suppress(PermissionError):  # another process of another user made it meanwhile
+        with suppress(PermissionError):  # a process of another user made the directory in the meantime
             directory.chmod(directory.parent.stat().st_mode & _SHARED | _ALONE)
 
 
 def file_mode(directory: Path) -> int:
-    """Return the permissions of a file in ``directory``: those of the directory, but for execution.
+    """Return the permissions for a file in ``directory``: the directory's permissions without execution.
 
     Raises:
-        OSError: It cannot be looked at.
+        OSError: The directory cannot be read.
     """
     return directory.stat().st_mode & 0o666 | 0o600
 
@@ -65,24 +66,24 @@ def create_file(path: Path) -> None:
     """Create an empty file with the permissions of its directory.
 
     Raises:
-        FileExistsError: There is something at ``path``, a link for example.
-        OSError: It cannot be created.
+        FileExistsError: ``path`` exists, for example as a link.
+        OSError: The file cannot be created.
     """
     mode = file_mode(path.parent)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.fchmod(fd, mode)  # the umask may have taken what the directory gives
+        os.fchmod(fd, mode)  # the umask may have removed permissions that the directory has
     finally:
         os.close(fd)
 
 
 def open_file(path: Path | str, flags: int, dir_fd: int | None = None) -> int:
-    """Open a regular file and return its descriptor; follows no link, and waits for nobody.
+    """Open a regular file and return its descriptor; follow no link, and do not block.
 
-    A relative ``path`` is looked up in the open directory ``dir_fd``, if one is given.
+    A relative ``path`` is looked up in the open directory ``dir_fd``, if ``dir_fd`` is given.
 
     Raises:
-        OSError: It cannot be opened, or is a link, a pipe or something else.
+        OSError: The file cannot be opened, or is a link, a pipe or another special file.
     """
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=dir_fd)
     try:
@@ -95,10 +96,10 @@ def open_file(path: Path | str, flags: int, dir_fd: int | None = None) -> int:
 
 
 def read_text(path: Path) -> str | None:
-    """Return what a small file of ASCII text holds; None where there is none.
+    """Return the text of a small ASCII file, or None if the file does not exist.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     try:
         fd = open_file(path, os.O_RDONLY)
@@ -109,10 +110,10 @@ def read_text(path: Path) -> str | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file in one step, with the permissions of its directory; where that fails, what was there stays.
+    """Write a small file atomically, with the permissions of its directory; after a failure the old file stays.
 
     Raises:
-        OSError: It cannot be written, or what is there is no file.
+        OSError: The file cannot be written, or ``path`` is not a regular file.
     """
     with suppress(FileNotFoundError):
         os.close(open_file(path, os.O_WRONLY))
@@ -144,21 +145,21 @@ _ADVICE = {
 
 
 def explain(error: OSError, root: Path, action: str = "write to") -> StoreError:
-    """Return the error to show a user for ``error``, met in an attempt to ``action`` the store at ``root``."""
+    """Return the error to show a user if an attempt to ``action`` the store at ``root`` raised ``error``."""
     what, advice = _ADVICE.get(error.errno or 0, (str(error), "check the disk and the directory"))
     if (
         error.errno == errno.ENOTDIR and error.filename and Path(error.filename) != root
-    ):  # a link inside it, for example
+    ):  # for example a link inside the store
         what, advice = f"{error.filename} is not a directory", "remove it, or use another store directory"
     return StoreError(f"cannot {action} the KV store {root}: {what}; {advice}")
 
 
 @contextmanager
 def explained(root: Path, waited_s: float) -> Iterator[None]:
-    """Turn what the system, the lock (held elsewhere for ``waited_s`` seconds) and safetensors raise into StoreError.
+    """Convert errors of the system, the lock (held elsewhere for ``waited_s`` seconds) and safetensors into StoreError.
 
     Raises:
-        StoreError: The block could not write under ``root``.
+        StoreError: The ``with`` block could not write under ``root``.
     """
     try:
         yield
@@ -168,24 +169,24 @@ def explained(root: Path, waited_s: float) -> Iterator[None]:
             "stop that process or try again"
         ) from error
     except SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))  # the library hands on the system's error as text only
+        number = re.search(r"\(os error (\d+)\)", str(error))  # safetensors passes on the system's error only as text
         raise explain(OSError(int(number[1]) if number else 0, str(error)), root) from error
     except OSError as error:
         raise explain(error, root) from error
 
 
-_LOCK_NAME = re.compile(r"[0-9a-f]{16}\.lock")  # whatever else stands in the directory is not ours to remove
+_LOCK_NAME = re.compile(r"[0-9a-f]{16}\.lock")  # `sweep` removes no files with other names
 
 
 class Spool:
-    """Is a writer's own directory ``<root>/tmp/<token>``, beside a lock file that the writer holds while it lives.
+    """Manages a writer's directory ``<root>/tmp/<token>``, and a lock file beside it that the writer's process holds.
 
-    The system frees the lock when the process dies, however it dies; process ids could be reused or of another host.
-    Every method needs the store's lock, so that a spool is never seen between its creation and its locking.
+    The system frees the lock whenever the process ends; process ids could be reused or belong to another host.
+    Callers of every method hold the store's lock, so that no other process sees a spool that is created but not locked.
     """
 
     def __init__(self, path: Path):
-        """Use ``path`` (``<root>/tmp``) once there is something to write; touches nothing yet."""
+        """Use ``path`` (``<root>/tmp``) from the first :meth:`new_file` on; create no file before."""
         self.path = path
         self._lock: FileLock | None = None
         self._own: Path | None = None
@@ -193,7 +194,7 @@ class Spool:
 
     def new_file(self) -> Path:
         """Return the name of a file that no other writer uses. The directory of the file exists."""
-        # A forked child must not count on its parent's lock, nor anyone on a lock file that is gone.
+        # A forked child must not rely on its parent's lock, and no process may rely on a removed lock file.
         if self._own is None or self._pid != os.getpid() or not _lock_of(self._own).exists():
             self._register()
         assert self._own is not None
@@ -201,7 +202,7 @@ class Spool:
         return self._own / secrets.token_hex(8)
 
     def sweep(self) -> None:
-        """Remove what dead writers left behind."""
+        """Remove the directories of writers that have ended."""
         for path in self.path.glob("*.lock"):
             if not _LOCK_NAME.fullmatch(path.name):
                 continue
@@ -224,7 +225,7 @@ class Spool:
 
     @staticmethod
     def _discard(directory: Path) -> None:
-        # The lock file goes last: after a crash in between, the next sweep still finds the directory.
+        # The lock file is removed last: after a crash in between, the next sweep still finds the directory.
         shutil.rmtree(directory, ignore_errors=True)
         _lock_of(directory).unlink(missing_ok=True)
 
@@ -234,7 +235,7 @@ def _lock_of(directory: Path) -> Path:
 
 
 DEFAULT_NAME = "default"
-"""The namespace of whoever names none; the keys of its entries do not hold its name."""
+"""Namespace of clients that name no namespace; the name is not part of its KV keys."""
 
 MAX_READS = 6
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
@@ -242,14 +243,14 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class Namespace:
-    """Says where chunks and KV are written, and where else they are looked for: what one tenant has of a server.
+    """Names one tenant's part of a server: the namespace for new chunks and KV, and the namespaces that are read, too.
 
     Attributes:
-        name: What is registered and stored goes under it. 1 to 63 of a-z, 0-9, ``.``, ``_`` and ``-``.
-        reads: Namespaces whose chunks and KV are used, too, and not changed; up to :data:`MAX_READS`.
+        name: Namespace in which chunks are registered and KV is stored: 1 to 63 of a-z, 0-9, ``.``, ``_`` and ``-``.
+        reads: Further namespaces whose chunks and KV are used and not changed; up to :data:`MAX_READS`.
 
     Raises:
-        InputError: A name that cannot be one, or too many.
+        InputError: A name is invalid, or ``reads`` has too many names.
     """
 
     name: str = DEFAULT_NAME
@@ -268,33 +269,33 @@ class Namespace:
             )
 
     def salt(self, own: str | None = None) -> str | None:
-        """Return the salt of vLLM's prefix cache for a prompt from here that has a salt of its ``own``, or none."""
+        """Return the salt of vLLM's prefix cache for this namespace's prompt with the salt ``own`` (None: no salt)."""
         if self.name == DEFAULT_NAME:
             return own
         return f"tenant:{self.name}" if own is None else f"tenant:{self.name}:{own}"  # no name has a colon
 
     @staticmethod
     def salted(salt: str | None) -> str:
-        """Return the name of the namespace whose prompts have such a salt."""
+        """Return the name of the namespace from which :meth:`salt` has made ``salt``."""
         return salt.split(":")[1] if salt is not None and salt.startswith("tenant:") else DEFAULT_NAME
 
 
 def home_of(store: Path, namespace: str) -> Path:
-    """Return the directory of a namespace's own index: the store's for the default one, else one inside it.
+    """Return the directory of a namespace's index: the store's directory for the default one, else a subdirectory.
 
     Raises:
-        InputError: A name that cannot be one.
+        InputError: The name is invalid.
     """
     name = Namespace(namespace).name
     return store if name == DEFAULT_NAME else store / "tenants" / name
 
 
 def make_home(store: Path, namespace: str) -> None:
-    """Make that directory in an existing store, with the store's permissions.
+    """Make the directory :func:`home_of` in an existing store, with the store's permissions.
 
     Raises:
-        InputError: A name that cannot be one.
-        OSError: It cannot be made.
+        InputError: The name is invalid.
+        OSError: The directory cannot be made.
     """
     home = home_of(store, namespace)
     if home != store:
@@ -303,4 +304,4 @@ def make_home(store: Path, namespace: str) -> None:
 
 
 DEFAULT = Namespace()
-"""The default namespace, which reads no other."""
+"""The default namespace, which reads no other namespace."""

@@ -1,4 +1,4 @@
-"""Identifies a model, and what writes the KV of its chunks; imports no torch."""
+"""Identifies a model and its KV writer; imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import xxhash
 if TYPE_CHECKING:
     import torch
 
-# Fields of a config.json that say nothing about the numbers a model computes.
+# Fields of a config.json that do not affect the numbers a model computes.
 _VOLATILE_CONFIG = {"transformers_version", "_name_or_path", "use_cache", "architectures", "dtype", "torch_dtype"}
 _READ_BLOCK = 1 << 24
 
@@ -23,11 +23,11 @@ _READ_BLOCK = 1 << 24
 class ModelFingerprint:
     """Identifies a model's numbers: architecture, weights and dtype.
 
-    Two engines with equal fingerprints may share stored KV, whatever engine they are.
+    Two engines with equal fingerprints may share stored KV, even if the engines are of different classes.
 
     Attributes:
         digest: Hex digest over the config, every weight and the dtype.
-        name: What the user called the model; informative, not part of the identity.
+        name: Name that the user gave to the model; informative, not part of the identity.
     """
 
     digest: str
@@ -59,8 +59,8 @@ class ModelFingerprint:
     def from_module(
         cls, module: torch.nn.Module, config: Mapping[str, Any], dtype: torch.dtype, name: str
     ) -> ModelFingerprint:
-        """Fingerprint a model that exists only in memory (random weights, a module the user passed in)."""
-        import torch  # here, for whoever lists documents need not wait for it
+        """Fingerprint a model that exists only in memory (random weights, a module that the user passed)."""
+        import torch  # imported here, so that listing documents does not wait for torch
 
         state = xxhash.xxh3_128()
         for key, tensor in sorted(module.state_dict().items()):
@@ -77,12 +77,12 @@ def _digest(config: Mapping[str, Any], weights: str, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class WrittenBy:
-    """Names a KV writer, which computes chunks' KV in the model's place.
+    """Identifies a KV writer, which computes the KV of chunks in place of the model.
 
     Attributes:
-        digest: Hash of its numbers.
-        directory: Where it is; informative, not part of the identity.
-        behind_probe: Whether it has chunks computed behind the probe, by the model itself.
+        digest: Hash of the writer's numbers.
+        directory: Directory of the writer; informative, not part of the identity.
+        behind_probe: Whether the writer lets the model itself compute each chunk, behind the probe.
     """
 
     digest: str

@@ -1,4 +1,4 @@
-"""Defines KV caches of chunks, how they lie in host memory, the keys they are stored under, and the identity of the model."""
+"""Defines the KV caches of chunks, their layout in host memory, and the keys under which they are stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from cacheblend_rag.errors import DamagedKVError, InputError, StoreUnavailableError
 from cacheblend_rag.store.files import DEFAULT_NAME
-from cacheblend_rag.store.identity import ModelFingerprint as ModelFingerprint  # noqa: PLC0414 - found here, too
+from cacheblend_rag.store.identity import ModelFingerprint as ModelFingerprint  # noqa: PLC0414 - exported here, too
 from cacheblend_rag.store.identity import WrittenBy as WrittenBy  # noqa: PLC0414 - likewise
 
 KVKey = NewType("KVKey", str)
@@ -25,15 +25,15 @@ _KEY = re.compile(r"[0-9a-f]{8,128}")
 
 
 def is_key(text: str) -> bool:
-    """Say whether ``text`` is a KV key. Nothing else becomes a name in a tier, whatever a user types after ``store rm``."""
+    """Return whether ``text`` is a KV key. Tiers reject all other names, whatever a user types after ``store rm``."""
     return _KEY.fullmatch(text) is not None
 
 
 def checked_key(key: KVKey) -> KVKey:
-    """Return ``key``.
+    """Return ``key`` after a check of its form.
 
     Raises:
-        InputError: It is not a KV key.
+        InputError: ``key`` is not a KV key.
     """
     if not is_key(key):
         raise InputError(f"{key!r} is not the id of a KV entry: ids are hex digits, see `cacheblend store ls`")
@@ -41,16 +41,17 @@ def checked_key(key: KVKey) -> KVKey:
 
 
 Take = Callable[[int], torch.Tensor]
-"""Gives host memory for so many bytes: a tensor ``[nbytes]``, uint8, that nobody else uses while it, or a view of it, lives."""
+"""Allocates ``nbytes`` of host memory as a uint8 tensor. The memory is unshared while the tensor or a view lives."""
 
 
 class LayerKV(NamedTuple):
-    """Holds keys and values of one layer, as the model caches them. What a store hands out lies in one block, keys, then values.
+    """Holds keys and values of one layer, as the model caches them. A store returns them in one block, keys first.
 
     Attributes:
-        k: ``[kv_heads, tokens, head_dim]``, after RoPE at the positions the entry was computed at. With MLA the rotary key that
-            all heads share, ``[1, tokens, rotary_dim]``.
-        v: ``[kv_heads, tokens, value_dim]``. With MLA the latent that holds the rest, ``[1, tokens, kv_lora_rank]``.
+        k: Keys ``[kv_heads, tokens, head_dim]``, after RoPE at the positions where the entry was computed. With MLA the
+            rotary key that all heads share, ``[1, tokens, rotary_dim]``.
+        v: Values ``[kv_heads, tokens, value_dim]``. With MLA the latent for the other parts, ``[1, tokens,
+            kv_lora_rank]``.
     """
 
     k: torch.Tensor
@@ -58,7 +59,7 @@ class LayerKV(NamedTuple):
 
 
 def join_tokens(parts: Sequence[LayerKV]) -> LayerKV:
-    """Return one layer's KV of several runs of tokens, one after another."""
+    """Concatenate one layer's KV of several runs of tokens along the token dimension."""
     if len(parts) == 1:
         return parts[0]
     return LayerKV(*(torch.cat(side, dim=1) for side in zip(*parts, strict=True)))
@@ -72,11 +73,11 @@ class StoredKV(ABC):
         num_tokens: Number of tokens per layer.
         start: Position of the first token when the keys were computed (the header's length).
         nbytes: Size of the keys and values in bytes.
-        stored_nbytes: Size of what is stored of them, which a tier's codec makes smaller.
-        tier: ``"ram"``, ``"disk"`` or a later tier's name: where :meth:`layer` reads from.
-        at_once: How many reads of layers are worth having on the way side by side.
-        dtype: Of keys and values, where they lie in memory; None where only reading tells.
-        exact: Whether they are the numbers that were computed: no tier has kept them by a codec that stores others.
+        stored_nbytes: Size of the stored keys and values in bytes, which a tier's codec reduces.
+        tier: Name of the tier that :meth:`layer` reads from: ``"ram"``, ``"disk"`` or another tier's name.
+        at_once: Number of reads of layers that are worth running in parallel.
+        dtype: Dtype of keys and values that lie in memory; None if the dtype is known only after a read.
+        exact: Whether the numbers are the computed numbers, never stored by a lossy codec.
     """
 
     num_layers: int
@@ -91,7 +92,7 @@ class StoredKV(ABC):
 
     @property
     def held(self) -> ChunkKV | None:
-        """Return what of it lies in memory, as it lies there: a coded entry's layers are rows of bytes. None for nothing."""
+        """Return the entry as it lies in memory, with rows of bytes as layers if coded; None if it is not in memory."""
         return None
 
     @abstractmethod
@@ -101,31 +102,31 @@ class StoredKV(ABC):
         The tensors are shared and must not be written to.
 
         Raises:
-            DamagedKVError: The stored bytes do not match their checksum; the tier has dropped them.
-            StoreUnavailableError: They cannot be read now; nothing was dropped.
+            DamagedKVError: The stored bytes do not match their checksum; the tier has removed the entry.
+            StoreUnavailableError: The stored bytes cannot be read now; the entry stays in the tier.
         """
 
     def layer_in(self, index: int, take: Take) -> LayerKV:
-        """Read one layer as :meth:`layer` does; a tier that must read it from elsewhere reads into memory from ``take``."""
+        """Read one layer as :meth:`layer` does; a layer that is not in memory yet is read into memory from ``take``."""
         return self.layer(index)
 
     def static_deviation(self) -> torch.Tensor | None:
-        """Return each token's static deviation, ``[num_tokens]``, fp32; None if it was never measured, or is damaged.
+        """Return each token's static deviation, ``[num_tokens]``, fp32; None if it was not measured or is damaged.
 
-        See :mod:`cacheblend_rag.blending.static`. Reading it does not read the layers.
+        See :mod:`cacheblend_rag.blending.static`. The call does not read the layers.
         """
         return None
 
     def whole(self, layers: Sequence[LayerKV]) -> ChunkKV:
-        """Return this entry in memory, with ``layers`` for its own."""
+        """Return this entry as a :class:`ChunkKV` with the given ``layers``."""
         return ChunkKV(layers, self.start, static=self.static_deviation(), exact=self.exact)
 
     def finish(self) -> None:  # noqa: B027 - most entries have nothing left to do
-        """Say that nobody waits any more: what a tier wants to do with the whole entry, it may do now (blocking)."""
+        """Let the tier process the whole entry, because no prompt waits for the entry any more (blocking)."""
 
 
 class ChunkKV(StoredKV):
-    """Holds a whole KV entry in memory. Immutable by convention: one canonical copy, rotated once per use, never in place."""
+    """Holds a whole KV entry in memory. Immutable by convention: each use rotates a copy, never the entry in place."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class ChunkKV(StoredKV):
     ):
         """Hold ``layers`` (all with the same number of tokens), computed from position ``start`` on.
 
-        ``static`` is what :meth:`static_deviation` returns.
+        :meth:`static_deviation` returns ``static``.
         """
         self.layers, self.start, self.tier = tuple(layers), start, tier
         self._static, self.exact = static, exact
@@ -157,7 +158,7 @@ class ChunkKV(StoredKV):
         return self.layers[index]
 
     def blocks(self, begin: int, end: int) -> list[torch.Tensor] | None:
-        """Return the layers ``begin`` to before ``end`` as few blocks ``[elements]``; None where a layer is not one block."""
+        """Return the layers ``begin`` to ``end - 1`` as few blocks ``[elements]``; None if a layer is not one block."""
         if (begin, end) not in self._blocks:
             flattened = [flat(layer) for layer in self.layers[begin:end]]
             blocks = [block for block in flattened if block is not None]
@@ -168,12 +169,12 @@ class ChunkKV(StoredKV):
         return self._static
 
     def ranked(self, static: torch.Tensor) -> ChunkKV:
-        """Return the same entry with a static deviation, ``[num_tokens]``."""
+        """Return a copy of the entry with the static deviation ``static``, ``[num_tokens]``; layers are shared."""
         return ChunkKV(self.layers, self.start, static=static, exact=self.exact)
 
 
 def read_whole(kv: StoredKV) -> ChunkKV | None:
-    """Read all layers of an entry into memory; None if it is damaged, or cannot be read now."""
+    """Read all layers of an entry into memory; return None if the entry is damaged, or cannot be read now."""
     try:
         return kv.whole([kv.layer(index) for index in range(kv.num_layers)])
     except (DamagedKVError, StoreUnavailableError):
@@ -181,18 +182,19 @@ def read_whole(kv: StoredKV) -> ChunkKV | None:
 
 
 class Shard(NamedTuple):
-    """Names what one tensor-parallel rank of several, 255 at most, stores of an entry: its own heads."""
+    """Identifies the part of an entry that one of at most 255 tensor-parallel ranks stores: the heads of the rank."""
 
     rank: int
     ranks: int
 
 
 class KeyName(NamedTuple):
-    """Holds what a key gives to the names of the entries that it encrypts.
+    """Holds the parts that an encryption key adds to the KV keys of the entries it encrypts.
 
     Attributes:
-        id: 16 hex digits that tell the key from others; every such name ends with them.
-        secret: Goes into the hash in front of them: without the key nobody can tell whether a text that he knows is stored.
+        id: 16 hex digits that identify the encryption key; the KV keys of its entries end with ``id``.
+        secret: Input to the hash in the KV key. Without the encryption key nobody can find out whether a known text is
+            stored.
     """
 
     id: str
@@ -208,11 +210,11 @@ def kv_key(
     encrypted: KeyName | None = None,
     writer: WrittenBy | None = None,
 ) -> KVKey:
-    """Return the store key of the KV of ``token_ids`` computed behind ``header_ids``, or of a ``shard`` of it.
+    """Return the KV key for the KV of ``token_ids`` computed behind ``header_ids``, or for a ``shard`` of the KV.
 
-    The key covers everything the stored numbers depend on, whose they are, and what they are ``encrypted`` by. It ends with the
-    shard and the encryption's id, so that who lists a store finds the shards of an entry (:func:`entry_of`). The header's own KV
-    is the model's, whatever ``writer`` writes that of chunks.
+    The key covers everything that the stored numbers depend on, the namespace, and the encryption key. The KV key ends
+    with the shard and the encryption key's id, so that a listing of the store shows the shards of an entry
+    (:func:`entry_of`). The model itself computes the header's KV, so ``writer`` does not change the header's key.
     """
     parts: list[object] = [fingerprint.digest, list(header_ids), list(token_ids)]
     if writer is not None and len(token_ids):
@@ -228,27 +230,27 @@ def kv_key(
 
 
 def entry_of(key: KVKey) -> str:
-    """Return what the keys of an entry have in common, whichever ranks wrote it, and those of no other entry."""
+    """Return the prefix that the keys of all shards of an entry share with each other, and with no other entry."""
     return key[:_DIGEST_DIGITS]
 
 
 ALIGNMENT = 64
-"""Bytes to which layers are aligned that are read into one block in any order."""
+"""Alignment in bytes of layers that are read into one block in any order."""
 
 
 def plain(nbytes: int) -> torch.Tensor:
-    """Return ordinary memory; a :data:`Take`."""
-    with torch.inference_mode(False):  # other threads, which are in no such mode, will write to it
+    """Return memory that is not page-locked; a :data:`Take`."""
+    with torch.inference_mode(False):  # threads outside of inference mode will write to the memory
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def can_page_lock(device: torch.device) -> bool:
-    """Say whether ``device`` copies from page-locked memory by itself, which takes streams."""
+    """Return whether ``device`` has streams, and so can copy from page-locked memory asynchronously."""
     return device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
 
 
 def flat(layer: LayerKV) -> torch.Tensor | None:
-    """Return a layer as one tensor ``[elements]``, keys then values, without a copy; None where it is not one block."""
+    """Return a layer as one tensor ``[elements]``, keys then values, without a copy; None if it is not one block."""
     k, v = layer
     if k.dtype != v.dtype or not (k.is_contiguous() and v.is_contiguous()):
         return None
@@ -256,7 +258,7 @@ def flat(layer: LayerKV) -> torch.Tensor | None:
 
 
 def _joined(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return blocks ``[elements]`` with those made one that lie one right behind the other in the same memory."""
+    """Join blocks ``[elements]`` that follow each other directly in the same memory."""
     found: list[torch.Tensor] = []
     for block in blocks:
         last = found[-1] if found else None
@@ -268,19 +270,19 @@ def _joined(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether ``other`` lies right behind ``one`` in the same memory."""
+    """Return whether ``other`` lies directly behind ``one`` in the same memory."""
     same = one.dtype == other.dtype and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     return same and other.storage_offset() == one.storage_offset() + one.numel()
 
 
 def unflat(elements: torch.Tensor, like: LayerKV) -> LayerKV:
-    """Return the keys and values that lie one behind the other in ``elements``, in the shapes of ``like``."""
+    """Split ``elements`` into keys and values in the shapes of ``like``."""
     k, v = torch.split(elements, [like.k.numel(), like.v.numel()])
     return LayerKV(k.view(like.k.shape), v.view(like.v.shape))
 
 
 def laid_out(layers: Sequence[LayerKV], memory: torch.Tensor) -> list[LayerKV]:
-    """Return views with the shapes and dtypes of ``layers``, one behind the other in ``memory``, ``[nbytes]``, uint8."""
+    """Return consecutive views of ``memory``, ``[nbytes]``, uint8, with the shapes and dtypes of ``layers``."""
     views: list[torch.Tensor] = []
     at = 0
     for tensor in (tensor for layer in layers for tensor in layer):
@@ -292,7 +294,7 @@ def laid_out(layers: Sequence[LayerKV], memory: torch.Tensor) -> list[LayerKV]:
 
 
 def nbytes_of(layers: Sequence[LayerKV]) -> int:
-    """Return the bytes that :func:`laid_out` needs; with several dtypes some of them stay unused between tensors."""
+    """Return the bytes that :func:`laid_out` needs, including padding between tensors of different dtypes."""
     at = 0
     for tensor in (tensor for layer in layers for tensor in layer):
         at += -at % tensor.element_size() + tensor.numel() * tensor.element_size()
@@ -300,7 +302,7 @@ def nbytes_of(layers: Sequence[LayerKV]) -> int:
 
 
 def packed(layers: Sequence[LayerKV], take: Take = plain) -> list[LayerKV]:
-    """Return a copy of ``layers`` in one piece of memory from ``take``."""
+    """Copy ``layers`` into one block of memory from ``take``; return the copy."""
     copies = laid_out(layers, take(nbytes_of(layers)))
     for copy, layer in zip(copies, layers, strict=True):
         for into, tensor in zip(copy, layer, strict=True):
@@ -309,7 +311,7 @@ def packed(layers: Sequence[LayerKV], take: Take = plain) -> list[LayerKV]:
 
 
 class Pieces:
-    """Cuts one block into pieces, one behind another, in the order in which they are asked for; a :data:`Take`."""
+    """Cuts one block into consecutive pieces, in the order of the calls; a :data:`Take`."""
 
     def __init__(self, block: torch.Tensor):
         """Cut ``block``, ``[nbytes]``, uint8."""
@@ -317,7 +319,7 @@ class Pieces:
         self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> torch.Tensor:
-        """Return the next piece; ordinary memory where nothing is left."""
+        """Return the next piece of the block, or newly allocated memory if the block has too few bytes left."""
         with self._lock:
             begin = self._used
             if begin + nbytes > len(self._block):

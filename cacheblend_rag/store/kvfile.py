@@ -1,6 +1,6 @@
-"""Turns KV entries into bytes and back: safetensors files, encrypted or not, whose every byte is checked before it is believed.
+"""Encodes KV entries as bytes and decodes them: safetensors files, encrypted or not. Every byte is checked before use.
 
-``docs/store.md`` describes the format. Nothing here knows of budgets, locks or directories, and nothing else of codecs.
+``docs/store.md`` describes the format. The module does not deal with budgets, locks or directories.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cacheblend_rag.store.source import SEALED, Keyring, LayerSource, SealedSour
 _log = logging.getLogger(__name__)
 
 FORMAT = "cacheblend-kv/1"
-"""Written into every file; a change of the layout needs a new number, and leaves where this, the key and the checksum stand."""
+"""Format name in every file. A new layout needs a new number, but must keep the places of format, key and checksum."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -40,29 +40,30 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _STATIC, _STATIC_CHECKSUM = "static", "checksum.static"
 _EXACT = "exact"
-_MOST = 1 << 48  # of a size; PyTorch fails otherwise where some sizes are as large and another is 0
-_MAX_HEADER = 100_000_000  # what the safetensors library accepts; a flipped length must not make us allocate more
+_MOST = 1 << 48  # limit of a size; PyTorch fails if some sizes are larger and another size is 0
+_MAX_HEADER = 100_000_000  # limit of the safetensors library; a damaged length must not cause a larger allocation
 
 
 class EncodedKV(NamedTuple):
-    """Holds an entry ready to be written: named tensors in host memory, and the metadata that protects them."""
+    """Holds an entry ready to be written: named tensors in host memory, and the metadata with their checksums."""
 
     tensors: dict[str, torch.Tensor]
     metadata: dict[str, str]
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensors in bytes; the file is larger by its header."""
+        """Return the size of the tensors in bytes; the file is larger by its header."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 def encode(key: KVKey, kv: ChunkKV, codec: Codec) -> EncodedKV:
     """Encode every layer of ``kv`` and compute the checksums.
 
-    What is not KV of each token stays exact: an entry with states of recurrent layers is a snapshot of all of them.
+    An entry with tensors that are not KV per token (the states of recurrent layers) is stored unchanged, by the codec
+    ``raw``.
 
     Raises:
-        InputError: A tensor has a dtype that the format has no name for.
+        InputError: A tensor has a dtype that the format does not support.
     """
     tensors: dict[str, torch.Tensor] = {}
     if any(tensor.dim() != 3 or tensor.shape[1] != kv.num_tokens for layer in kv.layers for tensor in layer):
@@ -86,7 +87,7 @@ def encode(key: KVKey, kv: ChunkKV, codec: Codec) -> EncodedKV:
                 raise InputError(f"KV of dtype {tensor.dtype} cannot be stored: use one of {', '.join(_DTYPES)}")
             flat = tensor.detach().to("cpu").contiguous()
             if flat.data_ptr() in taken:
-                flat = flat.clone()  # safetensors refuses tensors that are one in memory, as layers with shared KV are
+                flat = flat.clone()  # safetensors refuses tensors that share memory, as layers with shared KV do
             taken.add(flat.data_ptr())
             full_name = _name(index, name)
             tensors[full_name] = flat
@@ -102,7 +103,7 @@ def encode(key: KVKey, kv: ChunkKV, codec: Codec) -> EncodedKV:
 
 
 def parts_of(data: bytes) -> list[int]:
-    """Return where the parts of a file end that are read alone: its header, each layer's tensors that lie together, the rest."""
+    """Return the end offsets of a file's separately read parts: header, adjacent tensors of each layer, rest."""
     (length,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + length])
     spans = sorted((entry["data_offsets"], name) for name, entry in header.items() if name != "__metadata__")
@@ -118,7 +119,7 @@ def parts_of(data: bytes) -> list[int]:
 
 
 class _Place(NamedTuple):
-    """Describes a tensor in the file: what it is, and where it lies, in bytes from the file's beginning."""
+    """Describes a tensor in the file: name, dtype, shape, and offset in bytes from the file's beginning."""
 
     name: str
     dtype: str
@@ -128,7 +129,7 @@ class _Place(NamedTuple):
 
 
 class KVFile(StoredKV):
-    """Reads a KV entry from its source, one layer at a time, each into memory that the reader gives, and checks it there."""
+    """Reads a KV entry from its source, one layer at a time, and checks each layer in the memory of the reader."""
 
     def __init__(
         self,
@@ -140,23 +141,23 @@ class KVFile(StoredKV):
         at_once: int = 1,
         unseal: Callable[[], LayerSource] | None = None,
     ):
-        """Read and check everything but the layers.
+        """Read and check the header and the metadata.
 
         Args:
-            source: The entry's bytes.
-            key: The key that it must hold.
+            source: Source of the entry's bytes.
+            key: Key that the metadata must hold.
             tier: See :class:`StoredKV`.
             on_damage: Called with the handle and the error, here or from :meth:`layer`, before the error is raised.
-            events: Where to count reads of layers.
+            events: Counter for the reads of layers.
             at_once: See :class:`StoredKV`.
-            unseal: Opens an encrypted entry: returns the bytes in it, and raises as this does or ValueError; None for one that is
-                not encrypted.
+            unseal: Opens an encrypted entry: returns the source of its decrypted bytes, or raises ValueError or the
+                errors below; None for an entry that is not encrypted.
 
         Raises:
-            DamagedKVError: These bytes are not a whole entry of ``key``.
-            StoreUnavailableError: They cannot be read now.
-            UnknownCodecError: They are in a format or a codec that is not known here.
-            UnknownKeyError: They are encrypted by another key, or are and there is no ``unseal``.
+            DamagedKVError: The bytes are not a whole entry of ``key``.
+            StoreUnavailableError: The bytes cannot be read now.
+            UnknownCodecError: The format or the codec of the entry is unknown.
+            UnknownKeyError: The entry is encrypted with another key, or is encrypted and ``unseal`` is None.
         """
         self.source, self.key, self.tier, self.at_once = source, key, tier, at_once
         self._on_damage = on_damage
@@ -174,10 +175,10 @@ class KVFile(StoredKV):
             self._layers: list[list[_Place]] = [[] for _ in range(self.num_layers)]
             self._static = next((place for place in places if place.name == _STATIC), None)
             self._static_checksum = metadata.get(_STATIC_CHECKSUM)
-            self._read_static: torch.Tensor | None = None  # the controller asks for it, and then the blend
+            self._read_static: torch.Tensor | None = None  # cached, because controller and blend both read it
             for place in sorted(place for place in places if place.name != _STATIC):
                 self._layers[_layer_index(place.name)].append(place)
-        except InputError as error:  # by a newer version, say: it stays for those who know it
+        except InputError as error:  # a newer version, for example, wrote the entry, so the entry stays
             raise UnknownCodecError(f"KV entry {key} counts as missing: {error} ({source.place})") from error
         except (ValueError, OverflowError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._report(f"header: {error!r}") from error
@@ -186,7 +187,7 @@ class KVFile(StoredKV):
         return self.layer_in(index, plain)
 
     def layer_in(self, index: int, take: Take) -> LayerKV:
-        """See :meth:`StoredKV.layer_in`; stored bytes that are the layer itself go there and nowhere else."""
+        """See :meth:`StoredKV.layer_in`; without a codec's decoding the bytes are read directly into that memory."""
         if not 0 <= index < self.num_layers:
             raise IndexError(f"layer {index} of an entry with {self.num_layers} layers")
         places = self._layers[index]
@@ -198,7 +199,7 @@ class KVFile(StoredKV):
             raise self._report(f"layer {index}: {error!r}") from error
 
     def static_deviation(self) -> torch.Tensor | None:
-        """See :meth:`StoredKV.static_deviation`; damage to it leaves the layers as good as they were."""
+        """See :meth:`StoredKV.static_deviation`; a damaged static deviation leaves the layers usable."""
         if self._static is None or self._read_static is not None:
             return self._read_static
         try:
@@ -214,11 +215,11 @@ class KVFile(StoredKV):
         return static
 
     def verify(self) -> None:
-        """Read everything against its checksums.
+        """Read all layers and the static deviation, and compare their checksums.
 
         Raises:
-            DamagedKVError: Something does not match.
-            StoreUnavailableError: Something cannot be read now.
+            DamagedKVError: A checksum does not match.
+            StoreUnavailableError: Some bytes cannot be read now.
         """
         for index in range(self.num_layers):
             self.layer(index)
@@ -229,10 +230,11 @@ class KVFile(StoredKV):
                 raise self._report(f"static deviation: {error!r}") from error
 
     def _checked(self, places: Sequence[_Place], checksum: str | None, take: Take = plain) -> dict[str, torch.Tensor]:
-        """Read tensors by name; raise ValueError unless they have that checksum, StoreUnavailableError if they cannot be read.
+        """Read tensors and return them by name; raise ValueError if ``checksum`` does not match.
 
-        They come to lie one behind the other, as ``places`` are in order, in memory from ``take``; what lies so in the source,
-        too, is read at once: from far away each read costs a round trip.
+        The tensors lie one behind the other in memory from ``take``, in the order of ``places``. If the source has the
+        same layout, one read suffices, because each read of a remote source costs a round trip. An unreadable source
+        raises StoreUnavailableError.
         """
         state = xxhash.xxh3_128()
         tensors: dict[str, torch.Tensor] = {}
@@ -261,7 +263,7 @@ class KVFile(StoredKV):
         return damage
 
     def _parse(self) -> tuple[dict[str, str], list[_Place]]:
-        """Read the header ourselves: the library would map the file, see the class. Raises what a broken one causes."""
+        """Parse the header without safetensors, which would map the file. A damaged header raises various errors."""
         first = read_bytes(self._data, 0, 8)
         if first.startswith(SEALED):
             raise UnknownKeyError(
@@ -296,7 +298,7 @@ def _place(name: str, entry: Mapping[str, Any], data: int) -> _Place:
 
 
 def _name(index: int, tensor: str) -> str:
-    # Zero-padded, because the library sorts by name: sorted must mean layer by layer.
+    # The index is zero-padded, because safetensors sorts by name and the order must be layer by layer.
     return f"layer.{index:05d}.{tensor}"
 
 
@@ -318,30 +320,30 @@ def _metadata_checksum(metadata: Mapping[str, str]) -> str:
 
 
 class EntryFormat:
-    """Writes entries by a codec, encrypted or not, and reads those of any codec.
+    """Writes entries by one codec, encrypted or not, and reads entries of any codec.
 
-    A tier is given one and hands it bytes; it need not know what they mean. Encryption is no wrapper of tiers, because each
-    layer must stay one read: the parts of a file are encrypted one by one.
+    A tier stores the bytes and need not interpret them. Encryption is part of the format and does not wrap a tier,
+    because each layer must stay one read: the parts of a file are encrypted separately.
 
     Attributes:
-        codec: How new entries are encoded.
-        keys: What entries are encrypted with; None for not at all. Others are not read.
+        codec: Codec of new entries.
+        keys: Keys that encrypt the entries; None: no encryption. Entries that other keys encrypt are not read.
     """
 
     def __init__(self, codec: str = RAW, keys: Keyring | None = None):
-        """Write by the codec called ``codec`` (:func:`~cacheblend_rag.store.codec.get_codec`).
+        """Select the codec called ``codec`` for new entries (:func:`~cacheblend_rag.store.codec.get_codec`).
 
         Raises:
-            InputError: There is no such codec.
+            InputError: No codec has that name.
         """
         self.codec, self.keys = get_codec(codec), keys
 
     def encode(self, key: KVKey, kv: ChunkKV) -> EncodedKV:
-        """Encode an entry, not encrypted yet; raises as :func:`encode`."""
+        """Encode an entry without encryption; raises as :func:`encode`."""
         return encode(key, kv, self.codec)
 
     def write(self, encoded: EncodedKV, path: Path) -> None:
-        """Write an entry to ``path``; neither atomic nor synced.
+        """Write an entry to ``path``. The write is neither atomic nor synced.
 
         Raises:
             OSError: The file cannot be written.
@@ -368,7 +370,7 @@ class EntryFormat:
         events: Events | None = None,
         at_once: int = 1,
     ) -> KVFile:
-        """Return the entry whose bytes ``source`` has; see :class:`KVFile`."""
+        """Open the entry in ``source``; see :class:`KVFile`."""
         unseal = None if self.keys is None else partial(SealedSource, source, key, self.keys)
         return KVFile(source, key, tier, on_damage, events, at_once, unseal)
 
@@ -379,4 +381,4 @@ def _sealed(encoded: EncodedKV, keys: Keyring) -> Iterator[memoryview]:
 
 
 PLAIN = EntryFormat()
-"""Entries as they are, not encrypted."""
+"""Format without compression and encryption."""

@@ -1,4 +1,4 @@
-"""Keeps entries in RAM."""
+"""Stores entries in RAM."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from cacheblend_rag.store.kv import ALIGNMENT, ChunkKV, KVKey, LayerKV, Pieces, 
 
 _log = logging.getLogger(__name__)
 
-# Page-locking takes about as long as writing to the memory, so it is done in large slabs; PyTorch rounds them to powers of two.
+# Page-locking takes about as long as writing the memory, so slabs are large. PyTorch rounds slabs up to powers of two.
 SLAB = 1 << 29
 _ALIGNMENT = 512
 
 
 class PageLockedMemory:
-    """Hands out blocks of page-locked memory, and takes each back when the last tensor that looks into it is gone.
+    """Allocates blocks of page-locked memory, and frees each block when no tensor views the block any more.
 
-    Slabs are page-locked one after another as they are needed, and kept. A block belongs to whoever holds a view of it: nobody
-    has to say that it is free, and a block in use is never given away. Copies by a device count as use only while somebody
-    holds their source or target (see :class:`~cacheblend_rag.blending.transfer.Transfer`).
+    Slabs are page-locked one after another on demand, and not released. No caller frees a block explicitly, and a block
+    with a view is never allocated again. Copies by a device count as use only while some object holds a view of the
+    source or target (see :class:`~cacheblend_rag.blending.transfer.Transfer`).
     """
 
     def __init__(self, device: torch.device, limit: int | None = None):
-        """Lock nothing yet; at most ``limit`` bytes for ``device`` (None: no limit)."""
+        """Set the limit to ``limit`` bytes for ``device`` (None: no limit); page-lock no memory yet."""
         self._module = torch.get_device_module(device)
-        # Page-locking opens the thread's current device, which in a new thread is the first one.
+        # Page-locking opens the thread's current device, which in a new thread is the first device.
         self._index = self._module.current_device() if device.index is None else device.index
         self.limit = limit
         self._slabs: list[npt.NDArray[np.uint8]] = []
-        self._free: list[list[tuple[int, int]]] = []  # of each slab, (offset, size) in ascending order
-        self._returned: deque[tuple[int, int, int]] = deque()  # appended to by garbage collection, so without a lock
+        self._free: list[list[tuple[int, int]]] = []  # for each slab: (offset, size) in ascending order
+        self._returned: deque[tuple[int, int, int]] = deque()  # garbage collection appends, so without a lock
         self._lock = threading.Lock()
         self._growing = threading.Lock()
 
@@ -62,7 +62,7 @@ class PageLockedMemory:
         return sum(slab.nbytes for slab in self._slabs)
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """Return a block ``[nbytes]``, uint8, contents undefined; None if no such piece is free. Never locks any more."""
+        """Return a block ``[nbytes]``, uint8, contents undefined; None if no free piece is large enough."""
         size = max(nbytes + -nbytes % _ALIGNMENT, _ALIGNMENT)
         with self._lock:
             self._take_back()
@@ -72,14 +72,14 @@ class PageLockedMemory:
         slab, offset = place
         block = self._slabs[slab][offset : offset + nbytes]
         weakref.finalize(block, self._returned.append, (slab, offset, size)).atexit = False
-        with torch.inference_mode(False):  # other threads, which are in no such mode, will write to it
+        with torch.inference_mode(False):  # threads outside of inference mode will write to the memory
             return torch.from_numpy(block)
 
     def grow(self, nbytes: int) -> bool:
-        """Page-lock one more slab, with room for a block of ``nbytes``; return whether the limit allowed it (blocking)."""
+        """Page-lock another slab with room for a block of ``nbytes``; return whether the limit allowed it. Blocking."""
         with self._growing:
             room = SLAB if self.limit is None else self.limit - self.nbytes
-            # What is left below a slab is used in powers of two, since it would be rounded to the next one.
+            # A remainder below a slab is used in powers of two, because PyTorch rounds sizes up to powers of two.
             size = max(nbytes + -nbytes % _ALIGNMENT, min(SLAB, 1 << max(room, 1).bit_length() - 1))
             if self.limit is not None and size > room:
                 return False
@@ -100,7 +100,7 @@ class PageLockedMemory:
             return True
 
     def grow_ahead(self) -> None:
-        """Have a thread lock the next slab, if less than one is free and none is under way: the next block shall not wait."""
+        """Page-lock the next slab in a thread if less than a slab is free, so that the next block need not wait."""
         if self._is_short() and not self._growing.locked():
             grow = threading.Thread(
                 target=lambda: self._is_short() and self.grow(1), name="cacheblend-page-lock", daemon=True
@@ -111,17 +111,17 @@ class PageLockedMemory:
         with self._lock:
             self._take_back()
             free = sum(size for pieces in self._free for _, size in pieces)
-        # The last bit of a budget is not worth a slab, and a thread, of its own.
+        # A small remainder of a budget is not worth another slab and another thread.
         return free < SLAB and (self.limit is None or self.limit - self.nbytes >= max(1, min(SLAB, self.limit // 8)))
 
     def is_full_for(self, nbytes: int) -> bool:
-        """Say whether a block of ``nbytes`` would fit, if others were given back, and no slab may be added for it."""
+        """Return whether the limit allows no slab for ``nbytes``, but freeing other blocks can make enough room."""
         if self.limit is None or self.limit - self.nbytes >= nbytes:
             return False
         return any(slab.nbytes >= nbytes + -nbytes % _ALIGNMENT for slab in self._slabs)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Say whether ``tensor`` lies in a block of this memory."""
+        """Return whether ``tensor`` lies in a block of this memory."""
         at = tensor.data_ptr()
         return any(slab.ctypes.data <= at < slab.ctypes.data + slab.nbytes for slab in self._slabs)
 
@@ -153,9 +153,9 @@ class _Held:
 
 
 class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
-    """Keeps KV entries in host memory under a byte budget, least recently used out first, as they are or in whole numbers.
+    """Stores KV entries in host memory under a byte budget, unchanged or as int8; evicts the least recently used first.
 
-    Every layer is one contiguous block. Where a device reads them (:meth:`page_lock_for`), the blocks are page-locked.
+    Every layer is one contiguous block. After :meth:`page_lock_for` the blocks are page-locked for a device.
     """
 
     lasts = False
@@ -171,11 +171,11 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         self._on_change: Callable[[KVKey, int], None] = lambda key, nbytes: None
 
     def tell_changes(self, listener: Callable[[KVKey, int], None]) -> None:
-        """Call ``listener`` with a key and the bytes held of it from now on, 0 for none; it must not use the store."""
+        """Call ``listener`` with the key and bytes of each changed entry, 0 if removed; it must not use the store."""
         self._on_change = listener
 
     def page_lock_for(self, device: torch.device) -> None:
-        """See :meth:`PageLocking.page_lock_for`. It never exceeds the budget; what finds no room lies in ordinary memory."""
+        """See :meth:`PageLocking.page_lock_for`. Entries beyond the limit of page-locking lie in ordinary memory."""
         if self._page_locked is not None or not can_page_lock(device):
             return
         self._page_locked = PageLockedMemory(device, self.budget)
@@ -200,14 +200,14 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         return block
 
     def get(self, key: KVKey) -> ChunkKV | CodedKV | None:
-        """See :meth:`KVStore.get`. Every caller gets the same memory."""
+        """See :meth:`KVStore.get`. All callers share the same memory."""
         with self._lock:
             held = self._use(key)
         self._events.add("misses" if held is None else "hits")
         return held.kv if held else None
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
-        """See :meth:`KVStore.put`. What is not in contiguous layers, or keeps more alive than itself, is copied."""
+        """See :meth:`KVStore.put`. Layers that are not contiguous, or that are views of larger memory, are copied."""
         with self._lock:
             if not replace and self._use(key):
                 return True
@@ -248,7 +248,7 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
             return None if held is None else EntryInfo(key, held.kv.stored_nbytes, self.tier, held.last_used)
 
     def entries(self) -> Iterator[EntryInfo]:
-        """See :meth:`Listing.entries`; a snapshot."""
+        """See :meth:`Listing.entries`; the result is a snapshot."""
         with self._lock:
             snapshot = [
                 EntryInfo(key, held.kv.stored_nbytes, self.tier, held.last_used) for key, held in self._held.items()
@@ -264,24 +264,24 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
             return self._stats(len(self._held), self._nbytes)
 
     def verify(self, repair: bool = True) -> VerifyReport:
-        """Count the entries; memory carries no checksums, so none of them can be found damaged."""
+        """Count the entries. Entries in memory have no checksums, so no damage can be found."""
         with self._lock:
             return VerifyReport(len(self._held), ())
 
     def close(self) -> None:
-        """Let go of every entry."""
+        """Release every entry."""
         with self._lock:
             self._held.clear()
             self._nbytes = 0
 
     def _owned(self, kv: ChunkKV) -> Sequence[LayerKV]:
-        """Return the layers in host memory of their own: as they are, or a copy in one block."""
+        """Return the layers in host memory that nothing else shares: unchanged, or a copy in one block."""
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for layer in kv.layers for x in layer}
         in_blocks = all(layer.k.device.type == "cpu" and flat(layer) is not None for layer in kv.layers)
         alone = in_blocks and sum(storages.values()) <= kv.nbytes + len(kv.layers) * ALIGNMENT
         if alone and (self._page_locked is None or all(self._page_locked.holds(layer.k) for layer in kv.layers)):
             return kv.layers
-        # Without waiting: a request may be what moves an entry up into this tier.
+        # `room` does not wait here, because a request may be moving the entry up into this tier.
         room = self.room(nbytes_of(kv.layers))
         if room is None:
             return kv.layers if alone else packed(kv.layers)
@@ -310,6 +310,6 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
 
 
 def _like(kv: ChunkKV | CodedKV, layers: Sequence[LayerKV]) -> ChunkKV | CodedKV:
-    """Return an entry of the same numbers, whose memory is ``layers``."""
+    """Return an entry with the same numbers in the memory of ``layers``."""
     held = kv.whole(layers)
     return CodedKV(held, kv.dtype) if isinstance(kv, CodedKV) else held

@@ -1,4 +1,4 @@
-"""Moves entries between tiers: up as they are read, and down behind whoever puts them."""
+"""Moves entries between tiers: into faster tiers as entries are read, and into slower tiers by a thread after a put."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _log = logging.getLogger(__name__)
 
 
 class Promotion(StoredKV):
-    """Keeps the layers read through it and, once it has all, puts them into the faster tiers.
+    """Collects the layers that are read through it and puts the complete entry into the faster tiers.
 
-    So a promotion costs no read of its own, and no copy where a tier gives it room to read into. What unfinished
-    promotions hold together is bounded by the faster tier's budget: of a prompt larger than that, the rest is read through.
+    A promotion therefore costs no further read, and no copy if a tier provides memory to read into. The faster tier's
+    budget limits the bytes of all unfinished promotions together: entries beyond the budget are read without promotion.
     """
 
     def __init__(self, key: KVKey, source: StoredKV, targets: Sequence[KVStore], on_end: Callable[[int], None]):
-        """Read from ``source``; call ``on_end`` with its size once, when the promotion is over or given up."""
+        """Read from ``source``; call ``on_end`` once, with its size, when the promotion ends or is abandoned."""
         self._key = key
         self._source = source
         self._targets = targets
@@ -54,7 +54,7 @@ class Promotion(StoredKV):
             complete = index not in self._layers and len(self._layers) == self.num_layers - 1
             self._layers.setdefault(index, layer)
         if complete:
-            # To RAM at once, without a copy; writing to a medium would hold up whoever waits for this layer.
+            # RAM gets the entry at once, without a copy. A write to a medium would delay the reader of the layer.
             self._promote(lasting=False)
             if not any(tier.lasts for tier in self._targets):
                 self._end()
@@ -64,11 +64,11 @@ class Promotion(StoredKV):
         return self._source.static_deviation()
 
     def finish(self) -> None:
-        """See :meth:`StoredKV.finish`: read what the blend did not need, such as the layers below its check layer."""
+        """See :meth:`StoredKV.finish`: read the layers that the blend skipped, such as those below the check layer."""
         try:
             for index in range(self.num_layers):
                 self.layer(index)
-        except (DamagedKVError, StoreUnavailableError) as error:  # the answer did not use these layers
+        except (DamagedKVError, StoreUnavailableError) as error:  # the answer did not use the layers read here
             _log.warning("KV entry %s stays in the %s tier: %s", self._key, self.tier, error)
             return
         self._promote(lasting=True)
@@ -81,7 +81,7 @@ class Promotion(StoredKV):
         return plain if room is None else Pieces(room)
 
     def give_up(self, key: KVKey) -> None:
-        """Put nothing any more if this is the entry of ``key``, which is being deleted; what is under way is put first."""
+        """Stop the promotion if ``key``, which is being deleted, is the promotion's key; wait for a running put."""
         if key == self._key:
             with self._putting:
                 self._targets = ()
@@ -97,13 +97,13 @@ class Promotion(StoredKV):
                 try:
                     tier.put(self._key, kv)
                 except StoreUnavailableError:
-                    pass  # the tier has said so itself
-                except StoreError as error:  # the read itself went well
+                    pass  # the tier has logged the error
+                except StoreError as error:  # the read itself succeeded
                     _log.warning("KV entry %s stays in the %s tier: %s", self._key, self.tier, error)
 
 
 MOST_WAITING = 1 << 30
-"""Bytes of keys and values that wait in host memory for one tier."""
+"""Most bytes of keys and values that wait in host memory for one tier."""
 
 
 class _Waiting(NamedTuple):
@@ -112,13 +112,13 @@ class _Waiting(NamedTuple):
 
 
 class WriteQueue:
-    """Holds entries on their way to a tier. They can be read here until they are there; what the tier refuses is let go.
+    """Queues entries for a tier. The queue serves entries until they are written; refused entries are dropped.
 
-    Thread-safe. A thread writes them one by one, and is waited for at the interpreter's end.
+    Thread-safe. A thread writes the entries one by one. The interpreter waits for the thread before it exits.
     """
 
     def __init__(self, tier: KVStore, on_refusal: Callable[[StoreError], None], most_bytes: int = MOST_WAITING):
-        """Queue for ``tier``, which stays the caller's; tell ``on_refusal`` (from the thread) what it refuses."""
+        """Queue for ``tier``, which the caller closes; the thread calls ``on_refusal`` with each error of the tier."""
         self._tier, self._on_refusal, self._most = tier, on_refusal, most_bytes
         self._changed = threading.Condition()
         self._waiting: dict[KVKey, _Waiting] = {}
@@ -127,7 +127,7 @@ class WriteQueue:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-write")
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool) -> None:
-        """Take a copy of an entry; waits while there is no room, unless nothing else is waiting."""
+        """Queue a copy of an entry; wait while the queue is full, unless no other entry is waiting."""
         copy = _Waiting(kv.whole(packed(kv.layers)), replace)
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._nbytes + kv.nbytes <= self._most)
@@ -139,25 +139,25 @@ class WriteQueue:
             self._writer.submit(self._write, key)
 
     def get(self, key: KVKey) -> ChunkKV | None:
-        """Return an entry that is not written yet."""
+        """Return an entry that is not written yet, or None."""
         with self._changed:
             found = self._waiting.get(key)
         return None if found is None else found.kv
 
     def cancel(self, key: KVKey) -> bool:
-        """Let go of an entry; return whether it was here. One that is being written is written when this returns."""
+        """Drop an entry and return whether it was queued; wait until a running write of the entry has ended."""
         with self._changed:
             known = self._let_go(key)
             self._changed.wait_for(lambda: self._writing != key)
         return known
 
     def flush(self) -> None:
-        """Wait until nothing is left to write."""
+        """Wait until all queued entries are written."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and self._writing is None)
 
     def close(self) -> None:
-        """Write what is left, and end."""
+        """Write the queued entries, and end the thread."""
         self._writer.shutdown(wait=True)
 
     def _write(self, key: KVKey) -> None:

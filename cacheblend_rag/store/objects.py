@@ -1,4 +1,4 @@
-"""Keeps entries in an object store: S3 and its kin."""
+"""Stores entries in an object store, such as S3."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NO_SUCH_RANGE: Final = re.compile(r"\b416\b|invalid ?range", re.IGNORECASE)
 
 
 class ObjectStore(RemoteStore):
-    """Keeps KV entries as the objects ``kv/<first 2 hex digits>/<key>.safetensors`` of a bucket.
+    """Stores KV entries as the objects ``kv/<first 2 hex digits>/<key>.safetensors`` of a bucket.
 
-    An object store knows no times of use, and counts nothing. So recency is what this client has seen, and the time of the put
-    for all else; and a client with a budget lists the bucket before its first put and before it evicts, and adds up its own
-    puts in between: what others put since then it does not see.
+    An object store records no times of use and no totals. An entry's last use is the last use by this client, or else
+    the time of the put. A client with a budget lists the bucket before its first put and before an eviction, and adds
+    up its own puts in between. The client does not see the puts of other clients since the last listing.
     """
 
     def __init__(
@@ -39,22 +39,22 @@ class ObjectStore(RemoteStore):
         where: str = "",
         **options: Unpack[RemoteOptions],
     ):
-        """Use ``bucket``, one of obstore's stores, which is connected to when it is first needed. See :meth:`at`.
+        """Use ``bucket``, one of obstore's stores, which connects on first use. See :meth:`at`.
 
         Args:
-            bucket: Where entries are read.
+            bucket: Store object for reading.
             budget: See :class:`KVStore`.
-            writer: The same for calls that may take long; None for ``bucket``.
+            writer: Store object with longer timeouts, for slow calls; None for ``bucket``.
             where: See :class:`RemoteStore`.
-            options: See :class:`RemoteStore`. What is older than ``ttl_s`` counts as missing, and goes when the bucket is listed
-                for room.
+            options: See :class:`RemoteStore`. Entries older than ``ttl_s`` count as missing, and are deleted when the
+                bucket is listed.
         """
         options.setdefault("tier", "s3")
         super().__init__(where or type(bucket).__name__, (BaseError, OSError), budget, **options)
         self._bucket, self._writer = bucket, writer or bucket
         self._room = threading.Lock()
         self._seen_used: dict[KVKey, float] = {}
-        self._nbytes: int | None = None  # as far as this client knows; None: not listed yet
+        self._nbytes: int | None = None  # bytes in the bucket as this client has counted them; None: not listed yet
 
     @classmethod
     def at(
@@ -64,16 +64,17 @@ class ObjectStore(RemoteStore):
         config: Mapping[str, str] | None = None,
         **options: Unpack[RemoteOptions],
     ) -> ObjectStore:
-        """Return the tier at ``url``: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://account/container/prefix``.
+        """Return the tier at ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://account/container/prefix``.
 
         Args:
-            url: See above. Credentials come from the environment, as the provider's own tools take them.
+            url: Address of the tier. Credentials come from the same environment variables as for the provider's own
+                tools.
             budget: See :class:`KVStore`.
-            config: Of obstore, by name: ``endpoint``, ``region``...
+            config: Options of obstore by name: ``endpoint``, ``region``...
             options: See :class:`RemoteStore`.
 
         Raises:
-            InputError: ``url`` or ``config`` is none that obstore knows.
+            InputError: obstore does not accept ``url`` or ``config``.
         """
         config, timeout_s = config or {}, options.get("timeout_s", TIMEOUT_S)
 
@@ -85,11 +86,11 @@ class ObjectStore(RemoteStore):
                     "connect_timeout": f"{min(timeout_s, TIMEOUT_S) * 1000:.0f}ms",
                     "allow_http": config.get("endpoint", "").startswith("http://"),
                 },
-                retry_config={"max_retries": 0},  # a prompt is computed sooner than a sick bucket recovers
+                retry_config={"max_retries": 0},  # computing the prompt is faster than waiting for a failing bucket
                 **config,
             )
 
-        opened: Any = from_url  # its options depend on the scheme
+        opened: Any = from_url  # typed as Any, because the options depend on the scheme
         try:
             reader, writer = bucket(timeout_s), bucket(timeout_s * WRITE_FACTOR)
         except (BaseError, ValueError, TypeError) as error:
@@ -105,7 +106,7 @@ class ObjectStore(RemoteStore):
         except BaseError as error:
             if not _NO_SUCH_RANGE.search(str(error)):
                 raise
-            # Nothing can be asked for of an object of no bytes, which is damage and no fault of the store.
+            # An object of 0 bytes satisfies no range request. The entry is damaged, and the tier works.
             meta, data = self._bucket.head(_path(key)), memoryview(b"")
         if self._has_expired(meta):
             return None
@@ -123,10 +124,10 @@ class ObjectStore(RemoteStore):
             return None
 
     def _write(self, key: KVKey, data: bytes, replace: bool) -> Written:
-        with self._room:  # one put of this client at a time, for what it counts
+        with self._room:  # puts of this client run one at a time, so that the count stays right
             evicted = 0
             if self.budget is not None and (self._nbytes is None or self._nbytes + len(data) > self.budget):
-                others = [entry for entry in self._list() if entry.key != key]  # what is replaced makes room itself
+                others = [entry for entry in self._list() if entry.key != key]  # the replaced entry makes room itself
                 evicted = self._evict_of(others, self.budget - len(data))[1]
             self._writer.put(_path(key), data)
             self._seen_used[key] = time.time()
@@ -153,7 +154,7 @@ class ObjectStore(RemoteStore):
         return found
 
     def touch(self, key: KVKey) -> None:
-        """See :meth:`Evicting.touch`; asks nobody."""
+        """See :meth:`Evicting.touch`; the call sends no request."""
         self._seen_used[checked_key(key)] = time.time()
 
     def _meta(self, key: KVKey) -> Any:

@@ -1,6 +1,6 @@
-"""Opens a store: a directory, with the tiers that are recorded in it, or a list of tiers' addresses.
+"""Opens a store: a directory with the tiers recorded in it, or a list of tier addresses.
 
-These are as ``ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,s3://bucket/prefix``.
+Example of addresses: ``ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,s3://bucket/prefix``.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ REDIS = ("redis", "rediss", "unix", "valkey", "valkeys")
 OBJECTS = ("s3", "gs", "az")
 _OURS = {"ram", "file", *REDIS, *OBJECTS}
 TIERS_GROUP = "cacheblend_rag.tiers"
-"""Entry points by which other packages add tiers: the scheme of their addresses, and what opens one."""
+"""Group of the entry points by which other packages add tiers: name of the scheme, and function that opens a tier."""
 _EXAMPLE = "write as ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0?budget=64GiB,s3://bucket/prefix"
 
 
 def parse_size(text: str | int) -> int:
-    """Return a size in bytes: ``2GiB`` is 2 * 1024³ bytes, ``2GB`` 2 * 1000³, ``2G`` as ``2GiB``; a number is bytes as it is.
+    """Return a size in bytes: ``2GiB`` and ``2G`` are 2 * 1024³, ``2GB`` is 2 * 1000³; an int is returned unchanged.
 
     Raises:
-        InputError: It is no size, or text for one below 1 MiB without a unit.
+        InputError: The text is no size, or is a size below 1 MiB without a unit.
     """
     if isinstance(text, int):
         return text
@@ -50,7 +50,7 @@ def parse_size(text: str | int) -> int:
     if match is None:
         raise InputError(f"{text!r} is not a size; write 2GiB, 500MB or 0.")
     number, unit, binary = match.groups()
-    if text.strip() == number and 0 < float(number) < 1 << 20:  # meant as more than it says
+    if text.strip() == number and 0 < float(number) < 1 << 20:  # the user probably forgot the unit
         raise InputError(f"{text} is {text} bytes; add a unit, as {text}GiB, {text}MB or, if it is meant, {text}B.")
     decimal = not binary and text.strip().upper().endswith("B")
     return int(float(number) * (1000 if decimal else 1024) ** " KMGT".index(unit.upper() or " "))
@@ -60,7 +60,7 @@ def parse_duration(text: str) -> float:
     """Return a time in seconds: ``500ms``, ``2s``, ``10m``, ``12h`` or ``7d``.
 
     Raises:
-        InputError: It is none, or 0.
+        InputError: The text is no time, or the time is 0.
     """
     match = _TIME.fullmatch(text.strip())
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
@@ -71,19 +71,19 @@ def parse_duration(text: str) -> float:
 
 @dataclass(frozen=True)
 class TierURL:
-    """Holds what one tier's address says.
+    """Holds the parsed address of one tier.
 
     Attributes:
-        url: What is the tier's own, without the options below.
-        scheme: ``ram``, ``file``, ``redis``, ``s3``...
-        place: What stands behind ``://``, without options.
-        budget: Bytes to hold; None: no limit, of RAM and of the disk the usual share.
-        ttl_s: Seconds after which an entry is gone; None: never.
-        timeout_s: Seconds that a look-up or a read may take.
-        codec: How new entries are encoded (:func:`~cacheblend_rag.store.codec.get_codec`).
-        write: When the tier is given entries; see :attr:`KVStore.writes`.
-        encrypt: Directory of the keys that entries are encrypted with (:meth:`Keyring.read`); empty: not encrypted.
-        config: Further options, of an object store or a tier of another package.
+        url: Address without the options below.
+        scheme: Scheme of the address: ``ram``, ``file``, ``redis``, ``s3``...
+        place: Part of the address behind ``://``, without options.
+        budget: Most bytes to hold; None: the default share of RAM or disk, no limit for other tiers.
+        ttl_s: Seconds after which an entry expires; None: never.
+        timeout_s: Most seconds for a look-up or a read.
+        codec: Name of the codec for new entries (:func:`~cacheblend_rag.store.codec.get_codec`).
+        write: When entries are written to the tier; see :attr:`KVStore.writes`.
+        encrypt: Directory of the keys that encrypt the entries (:meth:`Keyring.read`); empty: no encryption.
+        config: Further options for an object store or a tier of another package.
     """
 
     url: str
@@ -99,20 +99,20 @@ class TierURL:
 
     @property
     def name(self) -> str:
-        """Return what such a tier is called in statistics and costs."""
+        """Return the tier's name in statistics and costs."""
         return {"file": "disk", **dict.fromkeys(REDIS, "redis")}.get(self.scheme, self.scheme)
 
 
 def is_urls(text: str) -> bool:
-    """Say whether ``text`` names tiers, and is no directory."""
+    """Return whether ``text`` holds tier addresses, and not the path of a directory."""
     return "://" in text
 
 
 def parse_tiers(urls: str) -> tuple[TierURL, ...]:
-    """Read the addresses of tiers, fastest first, separated by commas.
+    """Parse tier addresses, fastest tier first, separated by commas.
 
     Raises:
-        InputError: One is malformed, or there are two of RAM.
+        InputError: An address is malformed, there is no address, or two tiers are RAM.
     """
     found = tuple(map(_parse, _each(urls)))
     if not found:
@@ -128,7 +128,7 @@ def _parse(url: str) -> TierURL:
     except ValueError as error:
         raise InputError(f"{url!r} is no address ({error}); {_EXAMPLE}.") from error
     scheme = parts.scheme
-    if "#" in url:  # what follows would be ignored, whatever it asks for
+    if "#" in url:  # options behind the '#' would be ignored silently
         raise InputError(f"{url!r} holds a '#'; write it as %23.")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     place = parts.netloc + parts.path if scheme in {*REDIS, *OBJECTS} else unquote(parts.netloc + parts.path)
@@ -142,7 +142,7 @@ def _parse(url: str) -> TierURL:
         raise InputError(f"{url!r} names a host: a directory takes three slashes, as file:///nvme/kv.")
     if ours and scheme not in {"ram", "file", "unix"} and not parts.netloc:
         raise InputError(f"{url!r} lacks a {'bucket' if scheme in OBJECTS else 'host'}; {_EXAMPLE}.")
-    # A plus sign in an address stands for a space.
+    # parse_qsl decodes a plus sign as a space.
     taken: dict[str, Callable[[str], object]] = {
         "budget": parse_size, "codec": lambda text: get_codec(text.replace(" ", "+")).name,
     }  # fmt: skip
@@ -159,13 +159,13 @@ def _parse(url: str) -> TierURL:
         raise InputError(f"{url!r}: {', '.join(options)} is no option of this tier; it takes {' and '.join(taken)}.")
     query = urlencode(options) if scheme in REDIS else ""
     own = urlunsplit((scheme.replace("valkey", "redis"), parts.netloc, parts.path, query, ""))
-    if not parts.netloc:  # which urlunsplit writes with one slash
+    if not parts.netloc:  # urlunsplit would write one slash only
         own = f"{scheme}://{parts.path}{'?' if query else ''}{query}"
     return replace(tier, url=own, config=config)
 
 
 def plugged_in(scheme: str) -> EntryPoint | None:
-    """Return what an installed package opens addresses of this scheme with, which is none of ours; None where none does."""
+    """Return the entry point of an installed package that opens addresses with ``scheme``, or None."""
     return next(iter(entry_points(group=TIERS_GROUP, name=scheme)), None)
 
 
@@ -176,13 +176,13 @@ def _writes(text: str) -> Writes:
 
 
 def with_keys(urls: str, keys: Path) -> str:
-    """Return addresses with the directory of keys that all tiers but RAM are encrypted with."""
+    """Return the addresses with the option ``encrypt`` set to the directory ``keys`` for all tiers except RAM."""
     option = urlencode({"encrypt": str(keys)}, safe="/")
     return _with(urls, option, lambda scheme: scheme != "ram")
 
 
 def _from_anywhere(url: str, tier: TierURL) -> str:
-    """Return an address that means the same directory of keys wherever a command is started."""
+    """Return the address with an absolute path of the keys, so that it works from any current directory."""
     return with_keys(url, from_home(tier.encrypt).resolve()) if tier.encrypt else url
 
 
@@ -191,7 +191,7 @@ def _each(urls: str) -> list[str]:
 
 
 def _with(urls: str, option: str, takes: Callable[[str], bool]) -> str:
-    """Return addresses with an option, as ``name=value``, in those with schemes that take it."""
+    """Return the addresses with ``option``, ``name=value``, set in each address whose scheme accepts the option."""
     name = option.partition("=")[0]
     changed = []
     for url in _each(urls):
@@ -207,22 +207,22 @@ def _without(url: str, option: str) -> str:
 
 
 RECORD = "tiers"
-"""File of a store's directory in which its tiers are noted."""
+"""File in a store's directory that records the store's tiers."""
 _USUAL = "ram://,file://"
-# Where Linux tells a container how many bytes it may have, by either version of control groups.
+# Files with the memory limit of a container on Linux, for control groups of version 2 and version 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def default_ram_budget(processes: int = 1) -> int:
-    """Return how many bytes of KV each of ``processes`` on this machine may hold in RAM: together a quarter of its memory."""
+    """Return the default bytes of KV in RAM for each of ``processes``: together a quarter of the machine's memory."""
     return memory_bytes() // 4 // processes
 
 
 def memory_bytes() -> int:
-    """Return the bytes of this machine's memory; in a container those it may have, since who takes more is killed."""
+    """Return the bytes of this machine's memory, or the container's limit, beyond which the container is killed."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in _LIMITS:
-        with suppress(OSError, ValueError):  # not there, or "max"
+        with suppress(OSError, ValueError):  # the file is missing, or contains "max"
             memory = min(memory, int(limit.read_text()))
     return memory
 
@@ -233,17 +233,23 @@ def open_store(
     """Open a store.
 
     Args:
-        where: A directory, made where it is missing: RAM in front of its disk, or the tiers that :func:`record_tiers` has noted
-            in it. Or tiers by address, fastest first (:func:`parse_tiers`). None for RAM alone.
-        ram_budget: Bytes of KV held in RAM; None for what an address says, else for a quarter of the machine's memory. 0 for
-            no RAM tier, unless nothing else were left.
-        disk_budget: Bytes of KV held on disk; None for what an address says, else for half of what the disk has free besides
-            what the store holds.
-        processes: How many share the machine's memory.
+        where: Directory, made if it is missing: RAM in front of the disk, or the tiers that :func:`record_tiers` has
+            recorded in the directory. Or tier addresses, fastest tier first (:func:`parse_tiers`). None for RAM alone.
+        ram_budget: Most bytes of KV in RAM; None for the budget in the address, or else a quarter of the machine's
+            memory. 0 for no RAM tier; a store without another tier gets a RAM tier with the budget 0.
+        disk_budget: Most bytes of KV on disk; None for the budget in the address, or else half of the free disk space,
+            counting the store's entries as free.
+        processes: Number of processes that share the machine's memory.
 
     Raises:
-        InputError: An address cannot be used, or the package that it takes is missing.
+        InputError: An address cannot be used, or a package that the tier needs is missing.
         StoreError: A directory cannot be used.
+
+    Example::
+
+        with open_store("~/kv", ram_budget=8 << 30) as store:
+            print(store.stats().entries)
+        store = open_store("ram://8GiB,file:///nvme/kv?budget=500GiB")
     """
     if where is None:
         return TieredStore([MemoryStore(default_ram_budget(processes) if ram_budget is None else ram_budget)])
@@ -270,7 +276,7 @@ def _opened(
 
 
 def _open_tier(tier: TierURL, name: str, home: Path | None) -> KVStore:
-    """Open one tier, called ``name``; ``home`` is the directory that ``file://`` without a path means.
+    """Open one tier under ``name``; ``home`` is the directory of an address ``file://`` without a path.
 
     Raises:
         InputError: The address or its keys cannot be used, or a package is missing.
@@ -289,7 +295,7 @@ def _open_tier(tier: TierURL, name: str, home: Path | None) -> KVStore:
         return _open_plugged_in(tier, options)
     extra = "redis" if tier.scheme in REDIS else "s3"
     try:
-        # What is imported here takes packages that not everybody has.
+        # The modules imported here need optional packages.
         if extra == "redis":
             from cacheblend_rag.store.redis import RedisStore
 
@@ -307,7 +313,7 @@ def _open_tier(tier: TierURL, name: str, home: Path | None) -> KVStore:
 def _open_plugged_in(tier: TierURL, options: TierOptions) -> KVStore:
     """Open a tier of another package; raises as :func:`_open_tier`."""
     found = plugged_in(tier.scheme)
-    assert found is not None  # as parse_tiers has seen
+    assert found is not None  # parse_tiers has checked the scheme
     package = found.dist.name if found.dist is not None else found.value
     try:
         store = found.load()(tier, **options)
@@ -329,17 +335,17 @@ def _open_plugged_in(tier: TierURL, options: TierOptions) -> KVStore:
 def record_tiers(
     directory: Path, urls: str | None, encrypt: Path | None = None, disk_budget: str | None = None
 ) -> None:
-    """Note in a store's directory where its KV is kept, for whoever opens it from now on. KV elsewhere is not moved.
+    """Record a store's tiers in the store's directory, for all later openings. Stored KV is not moved to other tiers.
 
     Args:
-        directory: The store's.
-        urls: Its tiers by address; None for those that it has.
-        encrypt: Directory of the keys that all tiers but RAM are encrypted with; None for what the addresses say.
-        disk_budget: Of its directories, as ``40GiB``, in place of what the addresses say.
+        directory: Directory of the store.
+        urls: Tier addresses; None for the present tiers.
+        encrypt: Directory of the keys that encrypt all tiers except RAM; None for the keys that the addresses name.
+        disk_budget: Budget of the ``file://`` tiers, as ``40GiB``, in place of the budgets in the addresses.
 
     Raises:
-        InputError: They are no addresses, or hold a password; or the keys cannot be used.
-        StoreError: The directory cannot be written to; or it holds KV that is encrypted with other keys, or not.
+        InputError: An address is malformed or holds a password, or the keys cannot be used.
+        StoreError: The directory cannot be written to, or holds KV that is encrypted with other keys or not encrypted.
     """
     urls = urls or recorded_tiers(directory) or _USUAL
     if encrypt is not None:
@@ -357,7 +363,7 @@ def record_tiers(
     keys = next((tier.encrypt for tier in before if tier.encrypt), "")
     if keys and not any(tier.encrypt for tier in tiers):
         raise InputError(f"The store in {directory} is encrypted, and these tiers are not: add --encrypt {keys}.")
-    if any(tier.encrypt for tier in tiers):  # keys that do not fit must not be noted
+    if any(tier.encrypt for tier in tiers):  # wrong keys must not be recorded
         TieredStore(_opened(urls, directory, ram_budget=0)).close()
     try:
         make_root(directory)
@@ -367,14 +373,14 @@ def record_tiers(
 
 
 def recorded_tiers(directory: Path) -> str | None:
-    """Return the addresses that :func:`record_tiers` has noted in a directory; None if it has none.
+    """Return the addresses that :func:`record_tiers` has recorded in a directory, or None.
 
     Raises:
-        StoreError: They cannot be read.
+        StoreError: The recorded addresses cannot be read.
     """
     try:
         return (directory / RECORD).read_text(encoding="utf-8").strip() or None
-    except (FileNotFoundError, NotADirectoryError):  # of the latter the tier itself will tell
+    except (FileNotFoundError, NotADirectoryError):  # the tier itself reports a path that is not a directory
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"cannot read the tiers noted in {directory / RECORD}: {error}; check the file") from error

@@ -1,4 +1,4 @@
-"""Keeps entries in Redis, or Valkey, which is the same."""
+"""Stores entries in Redis or Valkey."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from cacheblend_rag.store.calls import WRITE_FACTOR
 from cacheblend_rag.store.kv import KVKey
 from cacheblend_rag.store.remote import Head, RemoteOptions, RemoteStore, Written
 
-PASSWORD_VARIABLE: Final = "REDISCLI_AUTH"  # what redis-cli and valkey-cli read
-_PREFIX: Final = "cacheblend:"  # what all our keys there begin with
+PASSWORD_VARIABLE: Final = "REDISCLI_AUTH"  # redis-cli and valkey-cli read the same variable
+_PREFIX: Final = "cacheblend:"  # prefix of all Redis keys of this library
 _UNPUBLISHED_S: Final = 300
 _A_TIME: Final = 1000
 
-# Of an entry: a string `kv:<key>:<version>` with its bytes, `<version> <size>` in the hash `entries`, its last use in the sorted
-# set `used`. A script runs alone, so what it finds and what it changes belong together: budgets hold whoever puts at once.
+# The string `kv:<key>:<version>` holds an entry's bytes, the hash `entries` holds `<version> <size>`, the sorted set
+# `used` holds
+# the last use. Redis runs each script atomically, so that concurrent puts do not exceed the budget.
 _PRELUDE: Final = """
 local P = KEYS[1]
 local ENTRIES, USED, BYTES = P..'entries', P..'used', P..'bytes'
@@ -120,23 +121,23 @@ return 1
 
 
 class RedisStore(RemoteStore):
-    """Keeps KV entries in a Redis or Valkey server, budget and order of eviction shared by all clients.
+    """Stores KV entries in a Redis or Valkey server; all clients share the budget and the order of eviction.
 
-    The server's own persistence decides whether entries outlast it. One server or a primary with replicas: the scripts touch keys
-    of several slots, which a Redis Cluster refuses.
+    The server's persistence settings decide whether entries outlast a restart. The server is a single server or a
+    primary with replicas, because the scripts use keys of several slots, which a Redis Cluster refuses.
     """
 
     def __init__(self, url: str, budget: int | None = None, **options: Unpack[RemoteOptions]):
-        """Use the server at ``url``; it is connected to when it is first needed.
+        """Use the server at ``url``, and connect on first use.
 
         Args:
-            url: ``redis://host:6379/0``, ``rediss://`` for TLS, ``unix://``. A password that it does not name is taken from the
-                environment (``REDISCLI_AUTH``, as for redis-cli).
+            url: ``redis://host:6379/0``, ``rediss://`` for TLS, ``unix://``. The password in the address takes
+                precedence over the environment variable ``REDISCLI_AUTH``.
             budget: See :class:`KVStore`.
             options: See :class:`RemoteStore`.
 
         Raises:
-            InputError: ``url`` is no address.
+            InputError: ``url`` is not an address of a Redis server.
         """
         timeout_s = options.get("timeout_s", TIMEOUT_S)
 
@@ -145,9 +146,9 @@ class RedisStore(RemoteStore):
                 url,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
-                # A connection that the server closed while nobody used it is made anew, once.
+                # A connection that the server closed while idle is opened again, once.
                 retry=Retry(NoBackoff(), 1, (redis.exceptions.ConnectionError,)),
-                password=os.environ.get(PASSWORD_VARIABLE),  # one in the address goes first
+                password=os.environ.get(PASSWORD_VARIABLE),  # a password in the address takes precedence
             )
 
         try:
@@ -185,7 +186,8 @@ class RedisStore(RemoteStore):
         version = secrets.token_hex(8)
         ttl_ms = -1 if self._ttl_s is None else max(1, round(1000 * self._ttl_s))
         try:
-            # Under a name that nobody knows yet, and that goes by itself should this process die before it is published.
+            # The string has a name that no client uses yet, and expires if this process dies before publishing the
+            # entry.
             self._writer.set(self._payload(key, version), data, ex=_UNPUBLISHED_S)
             budget = -1 if self.budget is None else self.budget
             new, evicted = self._run(
@@ -213,9 +215,9 @@ class RedisStore(RemoteStore):
         return [entry for part in parts for entry in self._listed(part, self._writer)]
 
     def _listed(self, used: Sequence[tuple[bytes, float]], client: Any) -> list[EntryInfo]:
-        """Return what is still there of keys and the times of their last uses."""
+        """Describe the entries that still exist among ``used``, pairs of a key and the time of the last use."""
         keys = [key.decode() for key, _ in used]
-        self._run("forget", *keys, client=client)  # what has expired
+        self._run("forget", *keys, client=client)  # drops the expired entries
         entries = zip(keys, used, client.hmget(f"{_PREFIX}entries", keys), strict=True)
         return [
             EntryInfo(KVKey(key), int(entry.split()[1]), self.tier, at / 1e6)
@@ -236,7 +238,7 @@ class RedisStore(RemoteStore):
 
 
 def without_password(url: str) -> str:
-    """Return an address as it may be shown."""
+    """Return an address without password and options, fit for messages."""
     scheme, slashes, rest = url.partition("://")
     access, _, place = rest.rpartition("@")
     user = access.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Does what the tiers on other machines have in common: each adds how it reads and writes the bytes of an entry."""
+"""Implements the common part of tiers on other machines. Each tier adds the reading and writing of an entry's bytes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _T = TypeVar("_T")
 _NOBODY = KVKey("0" * 40)
 
 HEAD_BYTES = 32 << 10
-"""How much of an entry is read when it is looked up: more than the header of most models, so that a look-up is one round trip."""
+"""Bytes of an entry that a look-up reads: more than the header for most models, so that a look-up is one round trip."""
 
 
 class Head(NamedTuple):
-    """Holds what a look-up brings: the size of the whole entry, what tells it from one that takes its place, its first bytes."""
+    """Holds the result of a look-up: size of the whole entry, its version (new for each put), and its first bytes."""
 
     nbytes: int
     version: str
@@ -44,18 +44,18 @@ class Head(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Says whether an entry that was put is not the one that was there, and how many others went."""
+    """Holds the result of a write: whether the entry was stored anew, and how many other entries were evicted."""
 
     new: bool
     evicted: int
 
 
 class RemoteOptions(TierOptions, total=False):
-    """Lists what a tier on another machine can be told besides.
+    """Lists the further options of a tier on another machine.
 
     Attributes:
-        ttl_s: Seconds after which an entry that was put is gone; None, which it is if nothing is said: never.
-        timeout_s: Seconds that a look-up, or the read of a layer, may take.
+        ttl_s: Seconds after a put after which an entry expires; None (the default): never.
+        timeout_s: Most seconds for a look-up, or the read of a layer.
     """
 
     ttl_s: float | None
@@ -63,13 +63,14 @@ class RemoteOptions(TierOptions, total=False):
 
 
 class RemoteStore(KVStore, Listing, Evicting, Reporting):
-    """Is a tier on another machine, which any number of clients share. Entries have the bytes of the disk tier's files.
+    """Stores entries on another machine, shared by any number of clients. The bytes equal the files of the disk tier.
 
-    A subclass gives the calls that begin with an underscore. They run in threads, raise what the constructor calls failures
-    where the tier is to blame, and may take as long as they like: :class:`RemoteCalls` gives up waiting.
+    A subclass implements the abstract methods, whose names begin with an underscore. The methods run in threads, and
+    raise one of the constructor's ``failures`` if the tier fails. The methods need no deadline: :class:`RemoteCalls`
+    stops waiting.
 
     Attributes:
-        where: Its address, without secrets.
+        where: Address of the tier, without secrets.
     """
 
     remote = True
@@ -84,7 +85,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         timeout_s: float = TIMEOUT_S,
         **options: Unpack[TierOptions],
     ):
-        """Connect when it is first needed."""
+        """Set the options; connect on first use."""
         super().__init__(budget, **options)
         self.where, self._ttl_s = where, ttl_s
         self._calls = RemoteCalls(f"{self.tier} tier {where}", failures, timeout_s)
@@ -93,7 +94,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         checked_key(key)
         try:
             head = self._calls(lambda: self._head(key, HEAD_BYTES))
-        except StoreUnavailableError:  # told already
+        except StoreUnavailableError:  # logged already
             head = None
         return self._found(key, head and _RemoteSource(self, key, head), self._discard, AT_ONCE)
 
@@ -110,7 +111,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         return True
 
     def contains(self, key: KVKey) -> bool:
-        """See :meth:`KVStore.contains`; False where the tier does not answer."""
+        """See :meth:`KVStore.contains`; return False if the tier does not answer."""
         checked_key(key)
         try:
             return self._calls(lambda: self._has(key))
@@ -122,7 +123,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         return self._calls(lambda: self._remove(key, None))
 
     def touch(self, key: KVKey) -> None:
-        """See :meth:`Evicting.touch`; nobody waits for it."""
+        """See :meth:`Evicting.touch`; the call does not wait for the tier."""
         checked_key(key)
         self._calls.soon(lambda: self._has(key, use=True))
 
@@ -131,7 +132,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         return self._calls(lambda: self._info(key))
 
     def entries(self) -> Iterator[EntryInfo]:
-        """See :meth:`Listing.entries`; a snapshot."""
+        """See :meth:`Listing.entries`; the result is a snapshot."""
         return iter(sorted(self._patiently(self._list), key=lambda entry: entry.last_used))
 
     def evict(self, to_bytes: int) -> int:
@@ -140,7 +141,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         return freed
 
     def stats(self) -> StoreStats:
-        """See :meth:`Reporting.stats`; the contents are what all clients have put."""
+        """See :meth:`Reporting.stats`; the contents include the entries of all clients."""
         out, entries, nbytes = "", 0, 0
         try:
             entries, nbytes = self._patiently(self._size)
@@ -161,14 +162,14 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         return VerifyReport.of((entry.key for entry in self.entries()), opened)
 
     def close(self) -> None:
-        """Let go of connections; a call that still runs ends by itself."""
+        """Accept no more calls, and do not wait for the running calls."""
         self._calls.close()
 
     def read_range(self, key: KVKey, version: str, offset: int, nbytes: int) -> bytes | memoryview:
-        """Return ``nbytes`` of an entry from ``offset`` on, fewer if there are not as many.
+        """Return ``nbytes`` of an entry from ``offset`` on, or fewer if the entry ends before.
 
         Raises:
-            StoreUnavailableError: The tier does not answer, or the entry of this version is gone.
+            StoreUnavailableError: The tier does not answer, or the entry of this version was removed.
         """
         data = self._calls(lambda: self._range(key, version, offset, nbytes))
         if data is None:
@@ -176,13 +177,13 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         return data
 
     def _patiently(self, function: Callable[[], _T]) -> _T:
-        """Call what may take long, behind the uses that are on their way; a tier that hangs is found out beforehand."""
+        """Make a long call after the pending :meth:`touch` calls and a short call that detects a hanging tier."""
         self._calls.settle()
         self._calls(lambda: self._has(_NOBODY))
         return self._calls(function, long=True)
 
     def _discard(self, entry: KVFile, damage: DamagedKVError) -> None:
-        """Remove a damaged entry, unless another one has taken its place already."""
+        """Remove a damaged entry, unless another version has already replaced the entry."""
         self._events.add("damaged")
         _log.warning("%s", damage)
         assert isinstance(entry.source, _RemoteSource)
@@ -194,27 +195,27 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
 
     @abstractmethod
     def _head(self, key: KVKey, nbytes: int, use: bool = True) -> Head | None:
-        """Return the beginning of an entry, which with ``use`` is marked as used; None where there is none."""
+        """Return size, version and the first ``nbytes`` of an entry, or None; with ``use``, mark the entry as used."""
 
     @abstractmethod
     def _range(self, key: KVKey, version: str, offset: int, nbytes: int) -> bytes | memoryview | None:
-        """Return part of an entry; None if that version of it is gone."""
+        """Return ``nbytes`` of an entry from ``offset`` on, or None if that version of the entry was removed."""
 
     @abstractmethod
     def _write(self, key: KVKey, data: bytes, replace: bool) -> Written:
-        """Store an entry, evicting others as needed; one that is there stays unless ``replace``. It is within the budget."""
+        """Store an entry within the budget, evicting others as needed; without ``replace`` an existing entry stays."""
 
     @abstractmethod
     def _has(self, key: KVKey, use: bool = False) -> bool:
-        """Say whether there is an entry, which with ``use`` is marked as used."""
+        """Return whether the entry exists; with ``use``, mark the entry as used."""
 
     @abstractmethod
     def _remove(self, key: KVKey, version: str | None) -> bool:
-        """Remove an entry, if it is that version (None: any); say whether it was there."""
+        """Remove an entry if the entry has that version (None: any version); return whether it was removed."""
 
     @abstractmethod
     def _info(self, key: KVKey) -> EntryInfo | None:
-        """Return what :meth:`_list` would say of one entry; it does not count as a use."""
+        """Describe one entry as :meth:`_list` does, or return None; the call does not count as a use."""
 
     @abstractmethod
     def _list(self) -> list[EntryInfo]:
@@ -222,19 +223,19 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
 
     @abstractmethod
     def _size(self) -> tuple[int, int]:
-        """Return how many entries there are, and their bytes."""
+        """Return the number of entries, and their total bytes."""
 
     @abstractmethod
     def _evict(self, to_bytes: int) -> tuple[int, int]:
-        """Remove least recently used entries until ``to_bytes`` remain.
+        """Remove least recently used entries until at most ``to_bytes`` remain.
 
         Returns:
-            The bytes freed, and how many entries went.
+            The bytes freed, and the number of removed entries.
         """
 
 
 class _RemoteSource:
-    """An entry's bytes, read part by part from a tier; its beginning is here already."""
+    """Reads an entry's bytes by range from a remote tier; the bytes of the :class:`Head` are read from memory."""
 
     def __init__(self, store: RemoteStore, key: KVKey, head: Head):
         self._store, self._key = store, key

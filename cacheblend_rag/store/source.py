@@ -1,4 +1,4 @@
-"""Reads the bytes of an entry from where they lie, encrypted or not: each part by AES-256-GCM, so that each layer is one read.
+"""Reads the bytes of an entry. AES-256-GCM can encrypt each part separately, so that each layer is one read.
 
 ``docs/store.md`` describes the format.
 """
@@ -26,11 +26,11 @@ from cacheblend_rag.store.kv import KeyName, KVKey, plain
 
 
 class LayerSource(Protocol):
-    """Is the bytes of one entry, wherever they lie; read from any thread.
+    """Provides the bytes of one entry from any medium, to any thread.
 
     Attributes:
-        nbytes: How many there are.
-        place: Where, as messages say it.
+        nbytes: Number of bytes.
+        place: Location of the bytes, for messages.
     """
 
     nbytes: int
@@ -40,13 +40,13 @@ class LayerSource(Protocol):
         """Fill ``into``, ``[n]``, uint8, contiguous, with the bytes from ``offset`` on.
 
         Raises:
-            ValueError: There are not as many: the entry is damaged.
-            StoreUnavailableError: They cannot be read now, which says nothing about the entry.
+            ValueError: The entry has too few bytes: it is damaged.
+            StoreUnavailableError: The bytes cannot be read now; the entry may be intact.
         """
 
 
 def read_bytes(source: LayerSource, offset: int, nbytes: int) -> bytes:
-    """Return some of the bytes of ``source``; raises as it does."""
+    """Return ``nbytes`` of ``source`` from ``offset`` on; raises as :meth:`LayerSource.read`."""
     if offset + nbytes > source.nbytes:
         raise ValueError(f"{source.nbytes} bytes, which is too few")
     data = plain(nbytes)
@@ -58,7 +58,7 @@ class BytesSource:
     """Holds an entry's bytes in memory."""
 
     def __init__(self, data: bytes, place: str):
-        """Hold ``data``, which came from ``place``."""
+        """Hold ``data`` that was read from ``place``."""
         self._data, self.nbytes, self.place = np.frombuffer(data, np.uint8), len(data), place
 
     def read(self, offset: int, into: torch.Tensor) -> None:
@@ -75,18 +75,17 @@ _ID_DIGITS: Final = 16
 
 
 class Keyring:
-    """Holds the keys in a directory: ``<namespace>.key``, 64 hex digits each.
+    """Holds the encryption keys of a directory: files ``<namespace>.key`` with 64 hex digits each.
 
-    So :func:`make_key` or ``openssl rand -hex 32`` writes them.
-
-    An entry's name says by which key it is encrypted. One that names none of these is the default namespace's.
+    :func:`make_key` or ``openssl rand -hex 32`` writes such digits. An entry's name ends with the id of its encryption
+    key. For an entry without the id of one of these keys, the default namespace's key is used.
 
     Attributes:
-        directory: Where they were read from.
+        directory: Directory that the keys were read from.
     """
 
     def __init__(self, keys: Mapping[str, bytes], directory: Path):
-        """Hold keys of 32 bytes by namespace; the default namespace's is among them."""
+        """Hold keys of 32 bytes by namespace. The default namespace must have a key."""
         self.directory = directory
         self._default = keys[DEFAULT_NAME]
         self._names = {namespace: KeyName(_derived(key, "id").hex()[:_ID_DIGITS], _derived(key, "names").hex())
@@ -98,7 +97,8 @@ class Keyring:
         """Read the keys in a directory.
 
         Raises:
-            InputError: There are none, the default one is missing, one cannot be read or is no key, or a package is missing.
+            InputError: The default namespace's key is missing, a file cannot be read or is no key, two namespaces have
+                the same key, or a package is missing.
         """
         found = from_home(directory)
         keys: dict[str, bytes] = {}
@@ -122,10 +122,10 @@ class Keyring:
         return cls(keys, found)
 
     def name(self, namespace: str) -> KeyName:
-        """Return what a namespace's key gives to the names of its entries.
+        """Return the parts that a namespace's encryption key adds to the KV keys of the namespace's entries.
 
         Raises:
-            InputError: It has no key.
+            InputError: The namespace has no encryption key.
         """
         if namespace not in self._names:
             raise InputError(
@@ -135,16 +135,16 @@ class Keyring:
         return self._names[namespace]
 
     def key_of(self, name: KVKey) -> tuple[bytes, bool]:
-        """Return the key of the entry called ``name``, and whether its name says so."""
+        """Return the encryption key of the entry ``name``, and whether ``name`` ends with the id of the key."""
         found = self._by_id.get(name[-_ID_DIGITS:])
         return (self._default, False) if found is None else (found, True)
 
 
 def make_key(directory: Path, namespace: str = DEFAULT_NAME) -> Path:
-    """Make a namespace's key in a directory, for this user alone, and return its file.
+    """Make a namespace's encryption key in a directory, readable by this user only, and return the file.
 
     Raises:
-        InputError: There is one, the name cannot be a namespace's, or the directory cannot be written to.
+        InputError: The key exists, the namespace's name is invalid, or the directory cannot be written to.
     """
     file = from_home(directory) / f"{Namespace(namespace).name}{_ENDING}"
     try:
@@ -159,7 +159,7 @@ def make_key(directory: Path, namespace: str = DEFAULT_NAME) -> Path:
     except OSError as error:
         with suppress(OSError):
             if file.is_file() and not file.stat().st_size:
-                file.unlink()  # half a key is none
+                file.unlink()  # removes the empty file
         raise InputError(f"The key {file} cannot be written: {error}.") from error
     return file
 
@@ -176,25 +176,26 @@ def _derived(key: bytes, purpose: str, salt: bytes | None = None) -> bytes:
 
 
 SEALED: Final = b"CBSEAL"
-"""How an encrypted entry begins; as the length of a safetensors header it would be impossible."""
+"""First bytes of an encrypted entry. As the length of a safetensors header the bytes would be impossible."""
 MAGIC: Final = SEALED + b"\x01\n"
-"""The same with the version of what follows."""
+""":data:`SEALED` with the version of the encrypted format."""
 
 _SALT_BYTES, _TAG_BYTES = 16, 16
 _COUNT: Final = struct.Struct("<I")
 _MOST_PARTS: Final = 1 << 20
-_LARGEST_PART: Final = 1 << 30  # the library takes less than 2 GiB at once
+_LARGEST_PART: Final = 1 << 30  # the cryptography library accepts less than 2 GiB in one call
 _KEPT_BYTES: Final = 64 << 20
-_scratch = threading.local()  # memory that is taken anew for each read costs more than decrypting
+_scratch = threading.local()  # memory is reused, because allocating memory for each read costs more than decrypting
 _FIRST: Final = len(MAGIC) + _SALT_BYTES + _COUNT.size
 
 
 def seal(data: bytes, ends: Sequence[int], name: KVKey, keys: Keyring) -> Iterator[memoryview]:
-    """Yield an entry encrypted, piece by piece; each piece is good until the next.
+    """Encrypt an entry and yield the bytes piece by piece; each piece is valid until the next piece is requested.
 
-    Each entry has a key of its own, made from the namespace's, a random salt and the entry's name; under it every part has its
-    number as nonce. So a nonce would come twice under one key only if a salt of 128 bits did, for the same name. The parts of
-    ``data``, the entry's file, end at ``ends``, of which the last is its own.
+    Each entry has its own key, derived from the namespace's key, a random salt and the entry's name. The nonce of a
+    part is the part's number. A nonce could therefore repeat under one key only if a salt of 128 bits repeated for the
+    same name. ``data`` is the entry's file, and ``ends`` are the end offsets of its parts; the last end is the end of
+    ``data``.
     """
     cuts = [0]
     for end in ends:
@@ -214,16 +215,16 @@ def seal(data: bytes, ends: Sequence[int], name: KVKey, keys: Keyring) -> Iterat
 
 
 class SealedSource:
-    """Reads the bytes of an entry part by part from its encrypted ones; none is handed out that was not found genuine."""
+    """Decrypts the bytes of an entry part by part, and returns only bytes of parts that have passed authentication."""
 
     def __init__(self, sealed: LayerSource, name: KVKey, keys: Keyring):
         """Read and check the first part.
 
         Raises:
-            ValueError: These are not the bytes that were stored under that name.
-            InputError: They are encrypted in the way of another version.
-            UnknownKeyError: They are encrypted by another key, or not encrypted, so far as their name tells.
-            StoreUnavailableError: They cannot be read now.
+            ValueError: The bytes are not the bytes that were stored under ``name``.
+            InputError: The bytes are encrypted in another version's format.
+            UnknownKeyError: The bytes cannot be decrypted, and ``name`` does not end with the id of one of ``keys``.
+            StoreUnavailableError: The bytes cannot be read now.
         """
         self._sealed, self.place = sealed, sealed.place
         key, certain = keys.key_of(name)
@@ -256,7 +257,7 @@ class SealedSource:
         self._decrypt(0, self._opening)
 
     def read(self, offset: int, into: torch.Tensor) -> None:
-        """See :meth:`LayerSource.read`; what is a part goes where it shall lie and nowhere else."""
+        """See :meth:`LayerSource.read`; a range that is a whole part is decrypted directly into ``into``."""
         end = offset + len(into)
         if not 0 <= offset <= end <= self.nbytes:
             raise ValueError("the entry ends too early")
@@ -287,7 +288,7 @@ class SealedSource:
 
 
 def _room(nbytes: int) -> torch.Tensor:
-    """Return memory ``[nbytes]``, uint8, that this thread uses for nothing else until it asks for more."""
+    """Return scratch memory ``[nbytes]``, uint8, valid until this thread calls the function again."""
     if nbytes > _KEPT_BYTES:
         return plain(nbytes)
     kept: torch.Tensor | None = getattr(_scratch, "memory", None)

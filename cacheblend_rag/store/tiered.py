@@ -39,18 +39,18 @@ _Done = TypeVar("_Done")
 
 
 class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
-    """Combines tiers, fastest first. Puts go to every tier; what is read whole from a slower tier moves up into the faster ones.
+    """Combines tiers, fastest first. Puts go to every tier; entries read whole from a slower tier go to faster tiers.
 
-    A slower tier may be given entries later, by a thread (:attr:`KVStore.writes`).
-    Any :class:`KVStore` can be a tier; what only some can do is done by those that can. While one does not answer, the others go
-    on without it.
+    A thread may write entries to a slower tier later (:attr:`KVStore.writes`). Any :class:`KVStore` can be a tier.
+    Optional operations apply to the tiers that implement them. While a tier does not answer, the store uses the other
+    tiers.
     """
 
     def __init__(self, tiers: Sequence[KVStore]):
-        """Combine ``tiers`` (fastest first), which belong to this store from now on.
+        """Combine ``tiers`` (fastest first); the store closes the tiers.
 
         Raises:
-            InputError: There are none, or two are encrypted with different keys.
+            InputError: ``tiers`` is empty, or two tiers are encrypted with different keys.
         """
         if not tiers:
             raise InputError("a tiered KV store needs at least one tier")
@@ -61,9 +61,9 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         self._listing = [tier for tier in tiers if isinstance(tier, Listing)]
         self._evicting = [tier for tier in tiers if isinstance(tier, Evicting)]
         self.lasts, self.remote = any(tier.lasts for tier in tiers), any(tier.remote for tier in tiers)
-        self._lock = threading.RLock()  # reentrant: a handle can end by garbage collection while it is held
+        self._lock = threading.RLock()  # reentrant: garbage collection can end a promotion while the lock is held
         self._promoting = 0
-        self._deleting = self._deleted = 0  # deletes under way, and those that have ended
+        self._deleting = self._deleted = 0  # number of running deletes, and of finished deletes
         self._promotions: WeakSet[Promotion] = WeakSet()
         self._refused: dict[KVStore, str] = {}
         self._behind = {
@@ -77,11 +77,11 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
 
     @property
     def unlisted(self) -> tuple[str, ...]:
-        """Return the tiers that cannot tell what they hold, by name; listings lack what they alone have."""
+        """Return the names of the tiers that cannot list entries; listings lack entries that only such a tier holds."""
         return tuple(tier.tier for tier in self.tiers if not isinstance(tier, Listing))
 
     def get(self, key: KVKey) -> StoredKV | None:
-        """See :meth:`KVStore.get`. The fastest tier that has the entry serves it; the use counts in all of them."""
+        """See :meth:`KVStore.get`. The fastest tier with the entry serves it; the use counts in slower tiers, too."""
         deleted = self._deleted
         for level, tier in enumerate(self.tiers):
             found = self._on_its_way(tier, key) or tier.get(key)
@@ -96,12 +96,13 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         return None
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
-        """See :meth:`KVStore.put`. Every tier is tried; True when at least one has the entry, or will be given it.
+        """See :meth:`KVStore.put`. Every tier is tried; True if at least one tier holds the entry, or will be given it.
 
-        A tier's refusal is an error only where no other tier has the entry that outlasts the process; else it is logged, once.
+        A tier's refusal is an error only if no other tier that outlasts the process holds the entry; else the refusal
+        is logged once.
 
         Raises:
-            StoreError: A tier refused. The others have been given the entry.
+            StoreError: A tier refused the entry. The other tiers have been given the entry.
         """
         known = self.contains(key)
         stored = lasts = False
@@ -122,7 +123,7 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         return stored
 
     def _give(self, tier: KVStore, key: KVKey, kv: ChunkKV, replace: bool) -> bool:
-        large = tier.budget is not None and kv.nbytes > tier.budget  # what it refuses is said at once
+        large = tier.budget is not None and kv.nbytes > tier.budget  # a refusal is returned at once
         if tier not in self._behind or large:
             return tier.put(key, kv, replace)
         self._behind[tier].put(key, kv, replace)
@@ -132,29 +133,29 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         return self._behind[tier].get(key) if tier in self._behind else None
 
     def flush(self) -> None:
-        """Wait until every tier was given what was put."""
+        """Wait until all deferred writes to the tiers have ended."""
         for queue in self._behind.values():
             queue.flush()
 
     def _say_once(self, tier: KVStore, error: StoreError) -> None:
-        """Log why a tier did not take an entry, but not for every entry."""
+        """Log why a tier refused an entry, once for each tier and class of error in sequence."""
         kind = type(error).__name__
         if self._refused.get(tier) != kind:
             self._refused[tier] = kind
-            if not isinstance(error, StoreUnavailableError):  # the tier has said so itself
+            if not isinstance(error, StoreUnavailableError):  # which the tier has logged itself
                 _log.warning("Entries go to the other tiers alone: %s", error)
 
     def contains(self, key: KVKey) -> bool:
         return any(self._on_its_way(tier, key) is not None or tier.contains(key) for tier in self.tiers)
 
     def delete(self, key: KVKey) -> bool:
-        """See :meth:`KVStore.delete`; from every tier, also where one refuses."""
+        """See :meth:`KVStore.delete`; the entry is deleted from every other tier even if a tier raises an error."""
         with self._lock:
             self._deleting += 1
             promotions = list(self._promotions)
         try:
             for promotion in promotions:
-                promotion.give_up(key)  # else it would come back with the last layer that a prompt reads
+                promotion.give_up(key)  # otherwise a running promotion would store the entry again
             waiting = [queue.cancel(key) for queue in self._behind.values()]
             return any(_of_each(self.tiers, lambda tier: tier.delete(key))) or any(waiting)
         finally:
@@ -166,40 +167,40 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
             tier.touch(key)
 
     def page_lock_for(self, device: torch.device) -> None:
-        """See :meth:`PageLocking.page_lock_for`; every tier that can."""
+        """See :meth:`PageLocking.page_lock_for`; the call goes to every tier that can page-lock."""
         for tier in self.tiers:
             page_lock_for(tier, device)
 
     def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
-        """See :meth:`PageLocking.room`; the first tier's that has any."""
+        """See :meth:`PageLocking.room`; the memory is from the first tier that has room."""
         return next((room for tier in self.tiers if (room := room_in(tier, nbytes, wait)) is not None), None)
 
     def entry(self, key: KVKey) -> EntryInfo | None:
-        """See :meth:`KVStore.entry`, of the fastest tier that has it; of tiers that answer."""
+        """See :meth:`KVStore.entry`; the fastest tier that answers and has the entry describes it."""
         for tier in self.tiers:
-            with suppress(StoreUnavailableError):  # the tier has said so itself
+            with suppress(StoreUnavailableError):  # the tier has logged the error
                 if (found := tier.entry(key)) is not None:
                     return found
         return None
 
     def entries(self) -> Iterator[EntryInfo]:
-        """See :meth:`Listing.entries`. Each key once, as the fastest tier that has it lists it; of tiers that can and answer."""
+        """See :meth:`Listing.entries`. Each key is listed once, by the fastest tier that can list and answers."""
         merged: dict[KVKey, EntryInfo] = {}
         for tier in self._listing:
             try:
                 for entry in tier.entries():
                     merged.setdefault(entry.key, entry)
             except StoreUnavailableError:
-                pass  # the tier has said so itself
+                pass  # the tier has logged the error
         return iter(sorted(merged.values(), key=lambda entry: entry.last_used))
 
     def evict(self, to_bytes: int) -> int:
-        """See :meth:`Evicting.evict`; every tier that can is brought down to ``to_bytes``."""
+        """See :meth:`Evicting.evict`; every tier that can evict is reduced to ``to_bytes``."""
         self.flush()
         return sum(_of_each(self._evicting, lambda tier: tier.evict(to_bytes)))
 
     def stats(self) -> StoreStats:
-        """See :meth:`Reporting.stats`. Entries are counted once, bytes in every tier; the tiers' own stats are nested."""
+        """See :meth:`Reporting.stats`. Each entry counts once, and its bytes count in every tier that holds them."""
         tiers = tuple(map(stats_of, self.tiers))
         return replace(
             self._stats(sum(1 for _ in self.entries()), sum(stats.nbytes for stats in tiers)),
@@ -213,7 +214,7 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         return {name: is_out for tier in self.tiers for name, is_out in out_of(tier).items()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
-        """See :meth:`Listing.verify`; every copy is checked that a tier lists."""
+        """See :meth:`Listing.verify`; the check covers every copy that a tier lists."""
         reports = _of_each(self._listing, lambda tier: tier.verify(repair))
         return VerifyReport(
             sum(report.checked for report in reports),
@@ -222,16 +223,17 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         )
 
     def close(self) -> None:
-        """Write what is still to be written, and close every tier."""
+        """Finish the deferred writes, and close every tier."""
         for queue in self._behind.values():
             queue.close()
         for tier in self.tiers:
             tier.close()
 
     def _promoted(self, key: KVKey, found: StoredKV, faster: Sequence[KVStore], deleted: int) -> StoredKV:
-        """Return ``found``, wrapped so that reading all of it puts it into the ``faster`` tiers that can hold it.
+        """Wrap ``found`` so that a complete read puts the entry into the ``faster`` tiers with large enough budgets.
 
-        ``deleted`` is how many deletes had ended when it was looked for: behind another one it may be what must not come back.
+        ``deleted`` is the number of finished deletes before the look-up. If a delete has ended since or is running, the
+        method returns ``found`` itself, because the deleted entry must not be stored again.
         """
         targets = [tier for tier in faster if tier.budget is None or tier.budget >= found.nbytes]
         if not targets:
@@ -251,7 +253,7 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
 
 
 def _of_each(tiers: Iterable[_Tier], act: Callable[[_Tier], _Done]) -> list[_Done]:
-    """Do the same with every tier; a tier's error is raised when all others are done."""
+    """Call ``act`` with every tier and return the results; raise a tier's error after all tiers were called."""
     done: list[_Done] = []
     failure: StoreError | None = None
     for tier in tiers:

@@ -1,4 +1,4 @@
-"""Shows a chat over documents in the browser: a page on Gradio, thin over `RagPipeline`.
+"""Shows a chat over documents in the browser, with a Gradio page on top of `RagPipeline`.
 
-``workspace.py`` loads the model in a thread, once for all tabs; the page is painted before torch is there.
+``workspace.py`` loads the model in a thread, once for all tabs; the page appears before torch is imported.
 """

@@ -1,4 +1,4 @@
-"""Shows what an answer rests on: its sources, the methods compared, and why."""
+"""Shows the sources of an answer, the methods compared, and why tokens were recomputed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_rag.ui.workspace import Workspace, explain
 
 
 class AnswerPanel:
-    """Components and what they do; ``tab`` is the component that holds the tab's id."""
+    """Holds the components for one answer and their event handlers; ``tab`` is the component with the tab's id."""
 
     def __init__(self, workspace: Workspace, tabs: Tabs, tab: Any):
         self._workspace, self._tabs = workspace, tabs
@@ -44,7 +44,7 @@ class AnswerPanel:
         why.click(self.why, [self.picker, tab], [self.reasons], **{**QUIET, "show_progress": "minimal"})
 
     def view(self, conversation: Conversation, number: int | None = None) -> Updates:
-        """Return the panel for one answer, by default the last."""
+        """Return the panel for one answer, by default the last answer."""
         exchanges = conversation.exchanges
         number = len(exchanges) - 1 if number is None else number
         choices = [(f"{n + 1}. {each.question}", n) for n, each in enumerate(exchanges)]
@@ -67,7 +67,7 @@ class AnswerPanel:
         return found
 
     def compare(self, number: int | None, tab: str) -> Iterator[str]:
-        """Answer the shown answer's prompt by every method, one after another."""
+        """Answer the prompt of the shown answer by every method, one after another."""
         from cacheblend_rag.demo.methods import METHODS, answer_by_each_method
         from cacheblend_rag.rag.fates import prompt_fate
 
@@ -81,11 +81,11 @@ class AnswerPanel:
             for name, done in answer_by_each_method(engine, prompt, self._workspace.choices.sampling):
                 rows.append((name, done, prompt_fate(engine, prompt, done, METHODS[name])))
                 yield render.comparison(rows, len(METHODS))
-        except Exception as error:  # said where the person looks
+        except Exception as error:  # shown where the user looks
             yield render.error(explain(error))
 
     def why(self, number: int | None, tab: str) -> str:
-        """Colour the chunks of the shown answer's prompt."""
+        """Return the chunks of the shown answer's prompt, with coloured tokens."""
         try:
             exchange = self._exchange(number, tab)
             choices, fate = self._workspace.choices, exchange.fate

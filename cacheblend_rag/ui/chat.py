@@ -1,4 +1,4 @@
-"""Builds the part of the page where questions are asked and answers are written."""
+"""Builds the part of the page where users ask questions and read answers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _IDLE = {"submit_btn": "Ask", "stop_btn": False, "interactive": True}
 
 
 class ChatPanel:
-    """Components and what they do; ``tab`` is the component that holds the tab's id."""
+    """Holds the components of the conversation and their event handlers; ``tab`` is the component with the tab's id."""
 
     def __init__(self, workspace: Workspace, tabs: Tabs, tab: Any, examples: list[str]):
-        """Lay the panel out where the caller is; :meth:`connect` does the rest."""
+        """Lay the panel out in the caller's layout; :meth:`connect` does the rest."""
         self._workspace, self._tabs, self._tab = workspace, tabs, tab
         self.chatbot = gr.Chatbot(
             label="Conversation",
@@ -47,7 +47,7 @@ class ChatPanel:
             label="Question",
             placeholder="Ask a question",
             max_lines=5,
-            interactive=False,  # until the tab has its id, which says whose conversation this is
+            interactive=False,  # until the tab has its id, which names the conversation
             elem_id="cb-question",
             submit_btn="Ask",
         )
@@ -58,7 +58,7 @@ class ChatPanel:
             self.new = gr.Button("New conversation", size="sm", min_width=160, elem_id="cb-new")
 
     def connect(self, answers: AnswerPanel) -> None:
-        """Connect the panel with the one it changes."""
+        """Connect the event handlers of the panel, which also change the panel of ``answers``."""
         self._answers = answers
         self.changed = [self.chatbot, self.question, *answers.changed]
         for event, function, inputs in (
@@ -68,12 +68,12 @@ class ChatPanel:
             (self.new.click, self.clear, [self._tab]),
             (self.chatbot.clear, self.clear, [self._tab]),
         ):
-            # By default a question is dropped while the one before runs, and that runs on behind Stop to its next token.
+            # By default, Gradio drops a question while another runs, and a stopped question runs on to its next token.
             event(function, inputs, self.changed, **QUIET, trigger_mode="multiple")
         self.chatbot.select(self.pick, [self._tab], answers.changed, **QUIET)
 
     def view(self, conversation: Conversation) -> Updates:
-        """Return the panel, and the one that shows answers, as they should be while nothing is being answered."""
+        """Return the state of this panel and of the answer panel while nothing is being answered."""
         return {
             self.chatbot: messages(conversation),
             self.question: gr.update(**_IDLE, autofocus=True),
@@ -81,14 +81,14 @@ class ChatPanel:
         }
 
     def ask(self, question: str, tab: str, quality: Quality | Literal[""] = "") -> Iterator[Updates]:
-        """Answer a question, piece by piece; without a quality as the page was started."""
+        """Answer a question piece by piece; without a ``quality``, use the settings with which the page was started."""
         conversation = self._tabs.get(tab)
         if not question.strip():
             yield {self.question: gr.update(placeholder="Write a question first.")}
             return
         settings = BlendSettings(quality=quality) if quality else self._workspace.choices.settings
         exchange = conversation.begin(question, settings)
-        if exchange is None:  # Enter was pressed twice; to send nothing at all would empty the page
+        if exchange is None:  # Enter was pressed twice; sending nothing would empty the page
             yield {self.question: gr.update(value="")}
             return
         waiting = [*messages(conversation)[:-1], _message("assistant", "Waiting for the model…")]
@@ -103,11 +103,12 @@ class ChatPanel:
         for _ in conversation.answer(exchange, collection, self._workspace.choices):
             running = conversation.current
             if running is not None and running is not exchange:
-                # It was stopped, and another question has been asked since. Gradio sends what came last once more at the end.
+                # The answer was stopped, and another question is running. Gradio sends the last update again at the
+                # end.
                 yield {self.chatbot: gr.skip()}
                 return
             updates: Updates = {self.chatbot: messages(conversation)}
-            if len(exchange.hits) != shown:  # the sources are there before the answer is
+            if len(exchange.hits) != shown:  # the sources come before the answer
                 shown = len(exchange.hits)
                 updates |= self._answers.view(conversation)
             yield updates
@@ -118,27 +119,27 @@ class ChatPanel:
         yield from self.ask(chosen.value["text"], tab, quality)
 
     def stop(self, tab: str) -> Updates:
-        """End the answer that is being written."""
+        """Stop the answer that is being written."""
         conversation = self._tabs.get(tab)
         conversation.stop()
         return self.view(conversation)
 
     def clear(self, tab: str) -> Updates:
-        """Begin a new conversation."""
+        """Start a new conversation."""
         conversation = self._tabs.get(tab)
         conversation.stop()
         conversation.exchanges.clear()
         return self.view(conversation)
 
     def pick(self, tab: str, chosen: gr.SelectData) -> Updates:
-        """Show what the chosen answer rests on."""
+        """Show the sources of the chosen answer."""
         index = chosen.index[0] if isinstance(chosen.index, (list, tuple)) else chosen.index
         conversation = self._tabs.get(tab)
         return self._answers.view(conversation, min(index // 2, len(conversation.exchanges) - 1))
 
 
 def messages(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return a conversation as Gradio shows it: two messages for each question."""
+    """Return a conversation in Gradio's form: two messages for each question."""
     found = []
     for each in conversation.exchanges:
         text = each.marked or each.text.strip()

@@ -1,4 +1,4 @@
-"""Keeps the documents that are asked about: adds, reads again and removes them, and tells how far it is."""
+"""Holds the documents of the page: adds, updates and removes them, and reports the progress."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ State = Literal["waiting", "indexing", "done", "unchanged", "skipped", "removed"
 
 @dataclass(frozen=True)
 class FileState:
-    """Says how far one file is while documents are indexed: its name, its state, and what to say of it."""
+    """Reports the progress of one file during indexing: its name, its state, and a note for the user."""
 
     name: str
     state: State = "waiting"
@@ -37,29 +37,29 @@ class FileState:
 
 
 class Collection:
-    """A store directory, opened, and the pipeline over it. Files that are dropped in are kept in its folder ``documents``."""
+    """Holds an open store directory and its pipeline. The store's folder ``documents`` has copies of added files."""
 
     def __init__(self, directory: Path, pipeline: RagPipeline):
-        self.directory, self.pipeline = absolute(directory), pipeline  # as the index names the files in it
+        self.directory, self.pipeline = absolute(directory), pipeline  # absolute, like the paths in the index
         self._changing = threading.Lock()
 
     def documents(self) -> list[IndexedDocument]:
-        """List what is indexed, in path order."""
+        """List the indexed documents, in path order."""
         return self.pipeline.chunks.documents()
 
     def add(self, files: Sequence[Path]) -> Iterator[list[FileState]]:
-        """Keep a copy of each file and index it; a file takes the place of the one of its name.
+        """Copy each file into the store and index the copy; a file replaces the file of the same name.
 
         Yields:
-            The state of all files, whenever one has changed.
+            The states of all files, whenever one state has changed.
         """
         yield from self._index({self.directory / _DOCUMENTS / file.name: self._keep(file) for file in files})
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Take documents out of the index, and delete the copies kept of them; what is out of it already is no error.
+        """Remove documents from the index, and delete their copies; a document that is not in the index is no error.
 
         Raises:
-            StoreError: The index cannot be written, or a copy not be deleted.
+            StoreError: The index cannot be written, or a copy cannot be deleted.
         """
         with self._changing:
             for path in paths:
@@ -69,12 +69,12 @@ class Collection:
                     self._delete(Path(path))
 
     def _keep(self, file: Path) -> str | None:
-        """Copy a file into the store in one step, so that an earlier one stays where that fails; return why it did."""
+        """Copy a file into the store in one step, so that an earlier copy survives a failure; return why it failed."""
         kept = self.directory / _DOCUMENTS
         new = kept / f".{secrets.token_hex(8)}"
         try:
             kept.mkdir(parents=True, exist_ok=True)
-            with suppress(PermissionError):  # another user's, who has let this one in
+            with suppress(PermissionError):  # another user owns the folder, and has given access
                 kept.chmod(0o700)
             try:
                 new.touch(0o600)
@@ -97,7 +97,7 @@ class Collection:
             ) from error
 
     def _index(self, found: Mapping[Path, str | None]) -> Iterator[list[FileState]]:
-        """Index files, but those with a reason why not, in a thread, which goes on where the reader is a closed tab."""
+        """Index files in a thread, which goes on if the tab is closed; a file that has no copy is only reported."""
         files = [file for file, why in found.items() if why is None]
         failed = [FileState(file.name, "failed", why) for file, why in found.items() if why is not None]
         states = [*(FileState(file.name) for file in files), *failed]
@@ -120,7 +120,7 @@ class Collection:
             yield list(states)
 
     def _index_one(self, file: Path, tell: Callable[[FileState], None]) -> FileState:
-        """Index one file; what goes wrong is a state, too, so that other files go on."""
+        """Index one file; an error becomes the file's state, so that the other files are indexed."""
         from cacheblend_rag.rag.planning import TooMuchKVError
 
         def step(at: IndexProgress) -> None:
@@ -130,14 +130,14 @@ class Collection:
         try:
             report = self.pipeline.index([file], step)
             if self.pipeline.chunks.digest_of(str(file)) is None and file.parent == self.directory / _DOCUMENTS:
-                file.unlink(missing_ok=True)  # nothing of it is in the index, and nobody would look for it here
+                file.unlink(missing_ok=True)  # the index has no such document, so the copy has no use
             return _outcome(file.name, report)
         except TooMuchKVError as error:
             what = "Start the page with a larger --disk-budget, or split the file and drop the part you need."
             return FileState(file.name, "failed", f"{error.what}. {what}")
         except CacheBlendError as error:
             return FileState(file.name, "failed", str(error))
-        except Exception as error:  # said beside the file's name, which a thread's traceback is not
+        except Exception as error:  # shown beside the file's name, unlike a thread's traceback
             return FileState(file.name, "failed", f"{type(error).__name__}: {error}")
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeps conversations: what each tab has asked, what was answered, and where the answers come from."""
+"""Holds conversations: the questions of each tab, their answers, and the sources of the answers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Outcome = Literal["answering", "done", "stopped", "failed"]
 
 @dataclass
 class Exchange:
-    """A question, and all that is known of its answer so far; where there was an error its words are the text.
+    """Holds a question and the state of its answer; after an error, ``text`` is the error's message.
 
-    The ``settings`` say how stored KV is treated. There is no prompt before retrieval, whose ``hits`` it holds; in the first of
-    them the ``passage`` from one character to another is nearest to the question. Before the answer's end there is no
-    ``generation``, as the engine reports it, no ``fate`` of the prompt's tokens, and no ``marked`` text, which names sources, nor
-    ``sayings``: where the sources say what the answer says. The user should know the ``notes`` besides.
+    ``settings`` control the reuse of stored KV. Retrieval fills in ``prompt``, ``hits``, ``notes`` for the user, and
+    ``passage``: start and end of the first hit's sentence that is nearest to the question. The answer's end fills in
+    the engine's ``generation``, the ``fate`` of the prompt's tokens, the ``marked`` text with source numbers, and
+    ``sayings``: the source sentences that support the answer.
     """
 
     question: str
@@ -56,14 +56,14 @@ class Exchange:
 
 @dataclass
 class Conversation:
-    """One tab's conversation: questions and answers in order."""
+    """Holds the questions and answers of one tab, in order."""
 
     exchanges: list[Exchange] = field(default_factory=list)
     _current: Exchange | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def turns(self) -> list[Turn]:
-        """Return what the next question is answered in the context of."""
+        """Return the answered questions as the history of the next question."""
         from cacheblend_rag.rag.results import Turn
 
         return [
@@ -73,8 +73,8 @@ class Conversation:
         ]
 
     def begin(self, question: str, settings: BlendSettings | None = None) -> Exchange | None:
-        """Note a question as being asked, which ends the one before it; None if it is the one that is being answered already."""
-        with self._lock:  # Enter pressed twice comes in two threads
+        """Start a question and stop the question before; return None if the same question is already being answered."""
+        with self._lock:  # pressing Enter twice calls this in two threads
             running = self.current
             if running is not None and running.question == question.strip():
                 return None
@@ -84,15 +84,15 @@ class Conversation:
             return exchange
 
     def answer(self, exchange: Exchange, collection: Collection, choices: Choices) -> Iterator[Exchange]:
-        """Answer what :meth:`begin` has noted, in the context of the conversation.
+        """Answer the exchange that :meth:`begin` has started, in the context of the conversation.
 
         Yields:
-            The exchange, whenever something of it has changed. What goes wrong is said in it, never raised.
+            The exchange, whenever the exchange has changed. An error becomes the exchange's text, and is never raised.
         """
         if self._current is exchange:
             try:
                 yield from self._answer(exchange, collection, choices, self.turns())
-            except Exception as error:  # in the page's place for answers, where the person looks
+            except Exception as error:  # shown in the place of the answer, where the user looks
                 exchange.outcome, exchange.text = "failed", explain(error)
         yield exchange
 
@@ -112,7 +112,7 @@ class Conversation:
         asked = pipeline.prompt(exchange.question, found.hits, choices.sampling, turns)
         exchange.prompt, exchange.hits, exchange.notes = asked
         exchange.retrieve_s = found.seconds
-        if exchange.hits:  # none, where the window has no room for one
+        if exchange.hits:  # the window may have no room for any hit
             embedder = pipeline.chunks.load_embedder()
             exchange.passage = nearest_sentence(exchange.hits[0].text, exchange.question, embedder)
         yield exchange
@@ -136,27 +136,27 @@ class Conversation:
 
     @property
     def current(self) -> Exchange | None:
-        """Return the exchange that is being answered."""
-        asked = self._current  # once: another thread may stop it
+        """Return the exchange that is being answered, or None."""
+        asked = self._current  # read once, because another thread may stop the exchange
         return asked if asked is not None and asked.outcome == "answering" else None
 
     def stop(self) -> None:
-        """End the answer that is being written, if there is one, at its next token."""
+        """Stop the answer that is being written, if any, at its next token."""
         if (running := self.current) is not None:
             running.outcome = "stopped"
         self._current = None
 
 
 class Tabs:
-    """Each tab's conversation, by an id that the tab has made up and keeps when it is loaded again."""
+    """Holds each tab's conversation by an id, which the tab has chosen and uses again when it is reloaded."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[str, Conversation] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, tab: str) -> Conversation:
-        """Return the tab's conversation, a new one for a tab never seen; those not seen for longest are forgotten."""
-        if not tab:  # a page that has only half arrived
+        """Return the tab's conversation, new for an unknown tab; the conversations unused for longest are dropped."""
+        if not tab:  # the page has not arrived completely
             return Conversation()
         with self._lock:
             conversation = self._of.setdefault(tab, Conversation())

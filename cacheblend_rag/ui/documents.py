@@ -1,4 +1,4 @@
-"""Builds the part of the page where documents are added and deleted."""
+"""Builds the part of the page that adds and deletes documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_rag.ui.workspace import Workspace, explain
 
 
 class DocumentsPanel:
-    """Components and what they do."""
+    """Holds the components that add, list and delete documents, and their event handlers."""
 
     def __init__(self, workspace: Workspace):
         self._workspace = workspace
@@ -24,17 +24,17 @@ class DocumentsPanel:
         self.documents = gr.CheckboxGroup([], label="Documents", elem_id="cb-documents")
         delete = gr.Button("Delete chosen", size="sm", elem_id="cb-delete")
         changed = [self.files, self.progress, self.documents]
-        # Not "once": a second drop while the first is indexed must not be lost.
+        # Not "once": files dropped while other files are indexed must not be lost.
         self.files.upload(self.add, [self.files], changed, **QUIET, trigger_mode="multiple")
         delete.click(self.delete, [self.documents], changed, **QUIET)
 
     def shown(self, keep_chosen: bool = False) -> Updates:
-        """Return the panel as it should be; only once the model is loaded."""
+        """Return the list of documents; waits until the model is loaded."""
         choices = render.document_choices(self._workspace.collection().documents())
         return {self.documents: gr.update(choices=choices) if keep_chosen else gr.update(choices=choices, value=[])}
 
     def add(self, files: list[str] | None) -> Iterator[Updates]:
-        """Index files that were dropped."""
+        """Index dropped files."""
         yield {self.files: None, self.progress: render.hint("Waiting for the model…")}
         yield from self._changing(lambda collection: collection.add([Path(file) for file in files or ()]))
 
@@ -51,11 +51,11 @@ class DocumentsPanel:
         yield from self._changing(remove, keep_chosen=False)
 
     def _changing(self, change: Any, keep_chosen: bool = True) -> Iterator[Updates]:
-        """Show how far a change of the documents is, and what is indexed behind it."""
+        """Show the progress of a change of the documents, and then the documents."""
         try:
             for states in change(self._workspace.collection()):
                 yield {self.progress: render.files(states)}
-            # What the person has chosen while the change went on stays chosen.
+            # Documents that the user has chosen during the change stay chosen.
             yield self.shown(keep_chosen)
-        except Exception as error:  # said where the person looks
+        except Exception as error:  # shown where the user looks
             yield {self.progress: render.error(explain(error))}

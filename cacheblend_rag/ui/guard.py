@@ -1,4 +1,4 @@
-"""Keeps other sites away from the page: checks who asks, and tells the browser what the page may load."""
+"""Keeps other sites away from the page: checks who sends a request, and sets the page's content security policy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag.server.loopback import names_this_machine
 
-# Gradio's page has scripts in its HTML and makes functions of texts, which 'unsafe-inline' and 'unsafe-eval' allow. All that is
-# loaded, and all that is asked, is the page's own: an image that a model's answer names on another machine is not fetched.
+# Gradio's page has scripts in its HTML and turns texts into functions, which 'unsafe-inline' and 'unsafe-eval' allow.
+# The page loads and requests nothing from other origins: an image that a model's answer names on another machine is not
+# fetched.
 _POLICY = "; ".join(
     (
         "default-src 'self'",
@@ -29,14 +30,15 @@ _POLICY = "; ".join(
 _READING = ("GET", "HEAD")
 _ROUTES = "/gradio_api/"
 _STARTED = "/gradio_api/startup-events"
-"""What Gradio asks itself while it starts; it answers whether it has."""
+"""Path that Gradio requests from itself while it starts; the response reports whether Gradio has started."""
 
 
 class Guard:
-    """Answers requests of this page alone: ASGI middleware around Gradio's application.
+    """Answers requests of this page only: ASGI middleware around Gradio's application.
 
-    A request must call this machine by a name of its own (else 421: DNS rebinding), must not come from another site's page, and
-    needs the token that the browser was given with the page wherever documents are read, uploaded or asked about (else 403).
+    A request must name this machine as its host (else 421, because of DNS rebinding), and must not come from another
+    site's page. A request that reads, uploads or asks about documents also needs the token that the browser received
+    with the page (else 403).
     """
 
     def __init__(self, app: ASGIApp):
@@ -57,7 +59,7 @@ class Guard:
         if not names_this_machine(headers.get("host", "")):
             why = "This page answers to the names 'localhost' and '127.0.0.1' alone. Open it by one of them."
             return PlainTextResponse(why, 421)
-        # A link on another site may lead here: what the page shows then, that site cannot read.
+        # A link on another site may open the page: that site cannot read the page's content.
         followed = path == "/" and reading and headers.get("sec-fetch-mode") == "navigate"
         if _from_elsewhere(headers) and not followed:
             return PlainTextResponse("The page of another site asked for that.", 403)
@@ -73,7 +75,7 @@ class Guard:
         return found is not None and secrets.compare_digest(found.value.encode(), self._token.encode())
 
     def _telling(self, scope: Scope, send: Send) -> Send:
-        """Return ``send`` with the page's policy in the headers, and the token in those of the page itself."""
+        """Return a ``send`` that adds the policy to all responses, and the token cookie to the page's response."""
 
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -88,12 +90,12 @@ class Guard:
 
 
 def _cookie(scope: Scope) -> str:
-    """Return the cookie's name: browsers share cookies among all ports of a machine, which may have pages at several."""
+    """Return the cookie's name, with the port: browsers share cookies among all ports of a machine."""
     return f"cacheblend-{scope['server'][1]}"
 
 
 def _from_elsewhere(headers: Headers) -> bool:
-    """Say whether a browser tells that the page of another site, or of another port, has made the request."""
+    """Return whether the headers tell that the page of another site, or of another port, has made the request."""
     origin = headers.get("origin")
     if origin is not None and origin != f"http://{headers.get('host')}":
         return True

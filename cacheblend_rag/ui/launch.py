@@ -15,14 +15,14 @@ _LARGEST_FILE = "512mb"
 
 
 def serve(choices: Choices, port: int = 7860, browser: bool = True, block: bool = True) -> tuple[str, Workspace]:
-    """Serve the page at ``127.0.0.1``; the model is loaded meanwhile.
+    """Serve the page at ``127.0.0.1`` while the model loads.
 
     Returns:
         Without ``block``, as in tests, the page's address and the workspace, which the caller closes.
 
     Raises:
         InputError: Gradio is missing, or the port is taken.
-        KeyboardInterrupt: The user has ended the page.
+        KeyboardInterrupt: The user has stopped the page.
     """
     try:
         import gradio  # noqa: F401
@@ -60,11 +60,11 @@ def serve(choices: Choices, port: int = 7860, browser: bool = True, block: bool 
         )
     except OSError as error:
         raise InputError(f"Port {port} cannot be used; choose another with --port. ({error})") from error
-    # Behind the first request's back: importing torch would hold up the page.
+    # The model loads after the page is served: importing torch would delay the page.
     workspace.start()
     if block:
         try:
-            Event().wait()  # Gradio's own wait ends on Ctrl-C as if nothing had happened
+            Event().wait()  # Gradio's own wait does not raise KeyboardInterrupt on Ctrl-C
         finally:
             page.blocks.close(verbose=False)
             workspace.close()
@@ -72,24 +72,24 @@ def serve(choices: Choices, port: int = 7860, browser: bool = True, block: bool 
 
 
 def _look_seldom(queue: Any) -> None:
-    """Let Gradio's queue look for questions as often as on Windows; elsewhere it looks a thousand times a second.
+    """Make Gradio's queue poll as often as on Windows; on other systems it polls a thousand times a second.
 
-    Polling takes 4% of a core while nobody asks anything.
+    Polling a thousand times a second takes 4% of a core while nobody asks anything.
     """
     queue.sleep_when_free, queue.progress_update_sleep_when_free = 0.05, 0.1
 
 
 @cache
 def _uploads() -> TemporaryDirectory[str]:
-    """Return where Gradio puts uploads: a directory of this user alone, which goes with the process.
+    """Return Gradio's upload directory, which only this user can read, and which is deleted with the process.
 
-    Gradio's own choice is one directory of all users of the machine, which all of them can read.
+    Gradio's default is one directory for all users of the machine, which all users can read.
     """
     return TemporaryDirectory(prefix="cacheblend-ui-")
 
 
 def _examples(choices: Choices) -> list[str]:
-    """Return questions that the example documents answer, one of each of three kinds."""
+    """Return one question of each of three kinds that the example documents answer."""
     if choices.seed is None:
         return []
     from cacheblend_rag.demo.bundle import bundled_questions

@@ -1,4 +1,4 @@
-"""Lays out the page: documents at the side, the conversation in the middle, what answers rest on beside it."""
+"""Lays out the page: documents at the side, the conversation in the middle, the answers' sources beside it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from cacheblend_rag.ui.render import QUIET, Updates, asset
 from cacheblend_rag.ui.workspace import Workspace
 
 _POLL_S = 0.2
-# Uploads are copied into the store at once: how often Gradio looks for its own copies, and how old they may get, in seconds.
+# Seconds between Gradio's clean-ups, and age at which Gradio deletes its copies of uploads; the store has its own
+# copies.
 _KEPT_S = (3600, 3600)
 
 
 class Page:
-    """One page for all tabs; what a tab sees is in its conversation."""
+    """Lays out one page for all tabs; a tab shows its own conversation."""
 
     def __init__(self, workspace: Workspace, examples: list[str]):
-        """Lay the page out; nothing here waits for the model."""
+        """Lay the page out without waiting for the model."""
         self._workspace, self._tabs = workspace, Tabs()
         with gr.Blocks(
             title="CacheBlend", analytics_enabled=False, fill_width=True, delete_cache=_KEPT_S
         ) as self.blocks:
             tab = gr.Textbox(visible="hidden", label="tab", elem_id="cb-tab")
             wide = gr.Checkbox(visible="hidden", label="wide", elem_id="cb-wide")
-            # Closed until the window is known to be wide: on a phone it would lie over the conversation.
+            # Closed until the window is known to be wide: on a phone, the sidebar would cover the conversation.
             with gr.Sidebar(open=False, width=320, elem_id="cb-side") as self._side:
                 documents = DocumentsPanel(workspace)
             with gr.Row(elem_id="cb-head"):
@@ -52,15 +53,15 @@ class Page:
             self._retry.click(self.try_again, None, changed, **QUIET)
 
     async def begin(self, tab: str, wide: bool) -> AsyncIterator[Updates]:
-        """Show a tab its conversation, and what the model is doing until it is loaded."""
+        """Show a tab's conversation, and the state of the model until the model is loaded."""
         conversation = self._tabs.get(tab)
-        conversation.stop()  # a tab that is loaded again reads no more of what was being written
+        conversation.stop()  # a reloaded tab does not continue the answer that was being written
         yield {self._tab: tab, self._side: gr.update(open=wide), **self._chat.view(conversation)}
         async for updates in self._wait():
             yield updates
 
     async def try_again(self) -> AsyncIterator[Updates]:
-        """Load the model once more."""
+        """Load the model again."""
         self._workspace.start()
         async for updates in self._wait():
             yield updates
@@ -90,7 +91,7 @@ def _status(workspace: Workspace) -> str:
 
 
 def theme() -> Any:
-    """Return the page's looks: the system's own fonts, so that nothing is fetched from elsewhere."""
+    """Return the page's theme, with the system's own fonts, so that no font is fetched from elsewhere."""
     plain = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
     return gr.themes.Default(
         primary_hue="blue", neutral_hue="slate", font=plain, font_mono=["ui-monospace", "Consolas", "monospace"]

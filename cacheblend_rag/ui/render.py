@@ -1,4 +1,4 @@
-"""Writes an answer's numbers and sources as HTML. Whatever comes from documents or models is escaped here."""
+"""Renders an answer's numbers and sources as HTML. All text from documents and models is escaped here."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from cacheblend_rag.ui.conversation import Exchange
 
 Updates = dict[Any, Any]
-"""Says of components what they are to become."""
+"""New values of components, by component."""
 
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-"""How events of the page are listened to: what changes shows by itself, and nobody but the page calls them."""
+"""Options of the page's event handlers: show no progress, and hide the handlers from Gradio's public API."""
 
 _FATES = {
     "exact": "computed in just this context",
@@ -34,23 +34,23 @@ _FATES = {
 
 _WORDS = {"done": "indexed"}
 _AROUND = 240
-"""Characters shown in front of a marked sentence, and behind it; of two sentences, half as many around each."""
+"""Characters shown before and after a marked sentence; with two sentences, half as many around each sentence."""
 _SOONER = 1.05
-"""Below this the first token came no sooner, as far as such a measurement can tell."""
+"""Smallest speed-up that counts as sooner; a smaller one is within the accuracy of the measurement."""
 
 
 def hint(text: str) -> str:
-    """Return a line that says what is missing, or what to do."""
+    """Return a line that tells the user what is missing, or what to do."""
     return f'<p class="cb-hint">{escape(text)}</p>'
 
 
 def error(text: str) -> str:
-    """Return a message about what went wrong."""
+    """Return an error message."""
     return f'<p class="cb-error" role="alert">{escape(text)}</p>'
 
 
 def status(text: str, ready: bool) -> str:
-    """Return what the model is doing, or its name once it is loaded, and how to choose another."""
+    """Return what the model is doing or, once the model is loaded, its name and how to choose another model."""
     if not ready:
         return f'<p class="cb-status" role="status"><b>{escape(text)}</b></p>'
     other = "<small>To choose another, start the page with --model.</small>"
@@ -58,7 +58,7 @@ def status(text: str, ready: bool) -> str:
 
 
 def answer(exchange: Exchange | None) -> str:
-    """Return an answer's numbers, its bar, and its sources as cards."""
+    """Return an answer's numbers, its token bar, and its sources as cards."""
     if exchange is None:
         return hint("Ask a question, and the documents its answer rests on are shown here.")
     if not exchange.hits:
@@ -77,7 +77,7 @@ def answer(exchange: Exchange | None) -> str:
 
 
 def _passages(exchange: Exchange) -> str:
-    """Return the sentence that is nearest to the question, and the one that the answer's first words are from."""
+    """Return the sentence nearest to the question, and the source sentence of the answer's first marked sentence."""
     found = []
     if exchange.passage is not None:
         found.append((0, *exchange.passage, "the sentence nearest to the question, whatever the model answers"))
@@ -91,7 +91,7 @@ def _passages(exchange: Exchange) -> str:
 
 
 def _passage(source: Hit, number: int, start: int, end: int, around: int, what: str) -> str:
-    """Return a sentence of a source, marked, and so many characters on either side."""
+    """Return a marked sentence of a source, with ``around`` characters on either side."""
     before, behind = source.text[max(0, start - around) : start], source.text[end : end + around]
     if start > around:
         before = f"… {before.partition(' ')[2]}"
@@ -105,7 +105,7 @@ def _passage(source: Hit, number: int, start: int, end: int, around: int, what: 
 
 
 def numbers_and_bar(exchange: Exchange) -> str:
-    """Return what reuse has gained an answer, and what became of its prompt; nothing before the answer's end."""
+    """Return the gain of an answer from reuse, and the fate of its prompt; an empty string before the answer's end."""
     if exchange.generation is None or exchange.fate is None:
         return ""
     numbers = _numbers(exchange.generation, exchange.retrieve_s) + _legend(exchange.fate)
@@ -116,7 +116,7 @@ def numbers_and_bar(exchange: Exchange) -> str:
 
 
 def _gain(done: Generation) -> str:
-    """Say how much sooner the first token came than without stored KV, as far as that is known."""
+    """Return how much sooner the first token came than without stored KV, as far as that is known."""
     usage, took = done.usage, done.timings.ttft_s
     if done.mode == "prefill":
         return f"<b>Computed whole</b>, in {seconds(took)}: {escape(done.reason)}."
@@ -158,7 +158,7 @@ def bar(fate: PromptFate) -> str:
 
 
 def _legend(fate: PromptFate) -> str:
-    """Return in numbers what the bar shows."""
+    """Return the numbers of the bar as a list."""
     lines = "".join(
         f'<li><i class="cb-{name}"></i><b>{count:,}</b> {name} <small>{_FATES[name]}</small></li>'
         for name, count in _counts(fate).items()
@@ -183,7 +183,7 @@ def _card(number: int, source: Hit, fate: ChunkFate | None) -> str:
 
 
 def comparison(rows: Sequence[tuple[str, Generation, PromptFate]], of: int) -> str:
-    """Return the methods' answers to one question side by side; ``of`` is how many there will be."""
+    """Return the methods' answers to one question side by side; ``of`` is the number of methods."""
     if not rows:
         return hint("Answering by full recompute…")
     full = rows[0][1]
@@ -209,7 +209,7 @@ def _times(whole_s: float, done: Generation) -> str:
 
 
 def files(states: Iterable[FileState]) -> str:
-    """Return how far each file is."""
+    """Return the progress of each file."""
     lines = "".join(
         f'<li class="cb-{each.state}"><b>{escape(each.name)}</b> <span>{_WORDS.get(each.state, each.state)}</span> '
         f"<small>{escape(each.note)}</small></li>"
@@ -219,10 +219,10 @@ def files(states: Iterable[FileState]) -> str:
 
 
 def document_choices(documents: Sequence[IndexedDocument]) -> list[tuple[str, str]]:
-    """Return what is chosen among to delete documents: label and path."""
+    """Return the label and the path of each document that can be deleted."""
     return [(f"{Path(each.path).name} ({counted(each.chunks, 'chunk')})", each.path) for each in documents]
 
 
 def asset(name: str) -> str:
-    """Return the text of the page's style sheet or of one of its scripts, which lie beside this file."""
+    """Return the text of the style sheet or the script ``name``, which lies beside this file."""
     return (resources.files("cacheblend_rag.ui") / name).read_text(encoding="utf-8")

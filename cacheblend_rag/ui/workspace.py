@@ -1,4 +1,4 @@
-"""Holds what all tabs of one page share: the model, loaded while the page is already there, and the documents."""
+"""Holds the parts that all tabs of a page share: the model, which loads behind the page, and the documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.ui.collection import Collection
 
-if TYPE_CHECKING:  # torch comes with them: the page must be there before it is
+if TYPE_CHECKING:  # these imports load torch, and the page must come before torch
     from cacheblend_rag.engines.base import BlendEngine
 
 _LOADING = "Loading the model…"
@@ -23,17 +23,18 @@ _LOADING = "Loading the model…"
 
 @dataclass(frozen=True)
 class Choices:
-    """Holds what the command line has chosen for the page.
+    """Holds the settings of the page from the command line.
 
     Attributes:
-        load_engine: Loads the model in front of a store directory; called once, in a thread.
-        store: Returns the store directory to open; called in that thread, since naming it may need the model's files.
-        why: Measures a prompt, and returns as HTML which of its tokens are recomputed, and why: called with engine, prompt,
-            settings, and the hits and fates of its chunks.
-        seed: Directory of example documents to have in it.
-        k: Most chunks in a prompt.
-        sampling: How answers are decoded.
-        settings: How stored KV is treated.
+        load_engine: Loads the model for a store directory; called in a thread.
+        store: Returns the store directory to open; called in the same thread, since its name may depend on the model's
+            files.
+        why: Measures a prompt, and returns HTML that shows which tokens are recomputed, and why; takes the engine, the
+            prompt, the settings, and the hits and fates of the prompt's chunks.
+        seed: Directory of example documents to index.
+        k: Maximum number of chunks in a prompt.
+        sampling: Sampling parameters of answers.
+        settings: Settings for the reuse of stored KV.
     """
 
     load_engine: Callable[[Path], BlendEngine]
@@ -46,11 +47,11 @@ class Choices:
 
 
 class Workspace:
-    """Loads the model in the background; everything else waits for it in :meth:`collection`.
+    """Loads the model in the background; :meth:`collection` waits for the model.
 
     Attributes:
-        choices: What the command line has chosen.
-        status: What the model is doing, in words for the page.
+        choices: Settings from the command line.
+        status: State of the model, in words for the page.
     """
 
     def __init__(self, choices: Choices):
@@ -65,11 +66,11 @@ class Workspace:
 
     @property
     def failed(self) -> bool:
-        """Return whether it could not be loaded; the status says why."""
+        """Return whether loading the model has failed; ``status`` has the reason."""
         return self._opened.done() and self._opened.exception() is not None
 
     def start(self) -> None:
-        """Load the model in a thread, again where that failed before; does nothing while it is being loaded."""
+        """Load the model in a thread, also again after a failure; do nothing if the model is loading or loaded."""
         with self._starting:
             if self._opened.running() or self.ready:
                 return
@@ -80,10 +81,10 @@ class Workspace:
         threading.Thread(target=self._load, name="load the model", daemon=True).start()
 
     def collection(self) -> Collection:
-        """Return the documents and the pipeline over them, when the model is loaded (blocking).
+        """Return the documents and their pipeline; blocks until the model is loaded.
 
         Raises:
-            CacheBlendError: Why it could not be loaded.
+            CacheBlendError: The model could not be loaded.
         """
         return self._opened.result()
 
@@ -91,7 +92,7 @@ class Workspace:
         try:
             opened = self._open()
             self._seed(opened)
-        except Exception as error:  # the page must say it, whatever it is
+        except Exception as error:  # the page must show any error
             why = error
             if not isinstance(error, CacheBlendError):
                 why = CacheBlendError(f"The model could not be loaded ({type(error).__name__}: {error}).")
@@ -113,7 +114,7 @@ class Workspace:
             raise
 
     def _seed(self, collection: Collection) -> None:
-        """Index the example documents; those indexed before cost a look, and an interrupted start is made good."""
+        """Index the example documents; indexed documents are only checked, and an interrupted start is completed."""
         files = sorted(self.choices.seed.iterdir()) if self.choices.seed is not None else []
         for number, file in enumerate(files, 1):
             self.status = f"Indexing the example documents: {number} of {len(files)}…"
@@ -134,7 +135,7 @@ def _describe(engine: BlendEngine) -> str:
 
 
 def explain(error: Exception) -> str:
-    """Return what a person is told of an error."""
+    """Return the text that a user sees for an error."""
     if isinstance(error, CacheBlendError):
         return str(error)
     return f"Unexpected {type(error).__name__}: {error}. This is a bug in cacheblend-rag; please report it."

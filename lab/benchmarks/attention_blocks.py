@@ -1,8 +1,9 @@
-"""Times attention at given positions on this CPU against full causal attention: in parts, and masked by blocks.
+"""Times attention at selected positions on a CPU against full causal attention: in parts, and masked by blocks.
 
 python lab/benchmarks/attention_blocks.py [--tokens N] [--heads N] [--kv-heads N] [--ratio R] [--threads N] [--repeat N]
 
-``share`` is the part of full attention's scores that these queries need: what attention would take if scores were all.
+``share`` is the share of full attention's scores that the selected queries need: the relative time if only scores took
+time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DIM, CHUNK, QUESTION = 64, 512, 32
 
 
 def masked_blocks(queries: Queries, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Mask every block of queries over all keys up to its last one, as windowed layers do."""
+    """Return attention with a mask per block of queries over all keys up to its last query, as in windowed layers."""
     query, key, value = inputs
     groups = query.shape[0] // key.shape[0]
     key, value = (x[:, None].expand(-1, groups, -1, -1) for x in (key, value))
@@ -64,7 +65,7 @@ def main() -> None:
             for run, function in runs.items():
                 begin = time.process_time()
                 function()
-                if number:  # the first round warms up
+                if number:  # skip the first round, which warms up
                     seconds[run].append(time.process_time() - begin)
         base = median(seconds.pop("full"))
         share = float((positions + 1).sum()) / (tokens * (tokens + 1) / 2)

@@ -1,12 +1,13 @@
-"""Counts what attention of selected tokens computes on a GPU: each run a request, or tokens sharing tiles.
+"""Counts the scores that attention of selected tokens computes on a GPU: with runs as requests, or with shared tiles.
 
 python lab/benchmarks/attention_tiles.py [--chunks N] [--chunk N]
     [--question N] [--heads N] [--kv-heads N] [--dim N] [--run TOKENS]
 
-No GPU is needed, and no time is measured. A tile computes all scores of its rows (queries times the heads that share a KV head)
-and of whole blocks of keys up to its last query's position; ``x`` is those scores relative to the visible ones. Runs as
-requests are counted with the tiles of FlashAttention 3 for heads of 128 (128 rows, 128 keys, a group's heads packed), ours with
-the kernel's. Selections are drawn at random, with runs of ``--run`` tokens on average; the question is always in.
+No GPU is needed, and no time is measured. A tile computes all scores of its rows (queries times the heads that share a
+KV head) with whole blocks of keys up to its last query's position; ``x`` is the computed scores divided by the visible
+scores. "Runs as requests" counts tiles of FlashAttention 3 for heads of 128 (128 rows, 128 keys, a group's heads
+packed); "scattered" counts the tiles of this project's kernel. Selections are random, with runs of ``--run`` tokens on
+average, and include the question.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ FA_ROWS, FA_KEYS = 128, 128
 
 
 def selection(tokens: int, first: int, ratio: float, run: float, question: int) -> torch.Tensor:
-    """Return ascending positions: ``ratio`` of those from ``first`` on, in runs of ``run`` on average, and the question."""
+    """Return ascending positions: a share ``ratio`` from ``first`` on, in runs of about ``run``, and the question."""
     generator = torch.Generator().manual_seed(0)
     stale = tokens - question - first
-    leave = 1 / run  # a run ends behind each of its tokens with this probability
+    leave = 1 / run  # probability that a run ends after a token
     enter = ratio * leave / (1 - ratio)
     chosen, inside = [], False
     for position, chance in enumerate(torch.rand(stale, generator=generator).tolist(), first):
@@ -34,27 +35,27 @@ def selection(tokens: int, first: int, ratio: float, run: float, question: int) 
 
 @dataclass
 class Work:
-    """Tiles, and the scores they compute, of one KV head."""
+    """Counts the tiles, and the scores that they compute, for one KV head."""
 
     tiles: int = 0
     scores: int = 0
 
     def add(self, rows: int, visible: int, tile_rows: int, tile_keys: int) -> None:
-        """Count the tiles of ``rows`` rows that see ``visible`` keys at the most."""
+        """Count the tiles of ``rows`` rows that see at most ``visible`` keys."""
         tiles = -(-rows // tile_rows)
         self.tiles += tiles
         self.scores += tiles * tile_rows * -(-visible // tile_keys) * tile_keys
 
 
 def as_runs(positions: torch.Tensor, group: int) -> tuple[Work, int]:
-    """Count what each run of neighbours as a request computes; return how many runs there are, too."""
+    """Return the work with each run of neighbours as a request, and the number of runs."""
     work, at = Work(), positions.tolist()
     begin = runs = 0
     for index in range(1, len(at) + 1):
         if index < len(at) and at[index] == at[index - 1] + 1:
             continue
         runs += 1
-        per_tile = FA_ROWS // group  # the keys that a tile reads end at its own last query
+        per_tile = FA_ROWS // group  # a tile reads keys up to its own last query
         for first in range(begin, index, per_tile):
             last = min(first + per_tile, index) - 1
             work.add(1, at[last] + 1, FA_ROWS, FA_KEYS)
@@ -63,7 +64,7 @@ def as_runs(positions: torch.Tensor, group: int) -> tuple[Work, int]:
 
 
 def scattered(positions: torch.Tensor, group: int, dim: int) -> Work:
-    """Count what the kernel computes."""
+    """Return the work of this project's kernel, whose tiles share scattered tokens."""
     from cacheblend_rag.engines.kernels.attention import tile
 
     work, at = Work(), positions.tolist()

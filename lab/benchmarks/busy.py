@@ -1,15 +1,16 @@
-"""Compares how OpenMP's threads wait for each other, on a machine where something else runs, too.
+"""Compares ways in which OpenMP's threads wait for each other, on a machine where other processes run, too.
 
 python lab/benchmarks/busy.py [--busy N] [--repeat N] [--random-weights llama:6x256]
 python lab/benchmarks/busy.py --commands [--busy N]
 
-Each way to wait answers one prompt by `cacheblend bench ttft` in a process of its own, while ``--busy`` other processes compute
-without a pause; 0 shows a quiet machine. A thread that has nothing to do spins for GOMP_SPINCOUNT rounds before it sleeps: on a
-core that another process wants, all others wait for one that spins. Seconds are wall time of the blend and of full recompute,
-medians of ``--repeat`` rounds; CPU is what the whole command took, start included: spinning is paid there.
+For each way to wait, `cacheblend bench ttft` answers one prompt in a separate process, while ``--busy`` other processes
+compute without a pause; 0 shows a quiet machine. An idle thread spins for GOMP_SPINCOUNT rounds before it sleeps; on a
+core that another process needs, a spinning thread delays all other threads. Seconds are wall time of the blend and of
+full recompute, medians of ``--repeat`` rounds; CPU is the CPU time of the whole command with its start, which includes
+spinning.
 
-``--commands`` runs whole commands as users do, on the machine as it is and then beside the others, and compares their wall time
-and the speed-up of the demo's blend.
+``--commands`` runs whole commands as users do, on the machine as it is and then beside the busy processes, and compares
+the commands' wall times and the speed-ups of the demo's blend.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
-# libgomp itself takes 300,000 rounds where nothing is said.
+# libgomp's default is 300,000 rounds.
 WAYS = {
     "300,000 rounds": {"GOMP_SPINCOUNT": "300000"},
     "10,000 rounds": {"GOMP_SPINCOUNT": "10000"},
@@ -35,7 +36,7 @@ WAYS = {
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
-# In this order; {} is a new directory.
+# The commands run in this order; {} is a new directory.
 COMMANDS = (
     "demo --json --store {}/demo",
     "index docs/concepts --store {}/own",
@@ -47,7 +48,7 @@ COMMANDS = (
 
 @contextmanager
 def beside(count: int) -> Iterator[None]:
-    """Keep ``count`` cores busy."""
+    """Run ``count`` busy processes inside the context."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -58,7 +59,7 @@ def beside(count: int) -> Iterator[None]:
 
 
 def compare_commands(count: int) -> None:
-    """Print how long each command takes, and how long beside ``count`` others."""
+    """Print the wall time of each command, alone and beside ``count`` busy processes."""
     took: list[list[float]] = [[], []]
     gains: list[float] = []
     for run, others in enumerate((0, count)):
@@ -73,7 +74,7 @@ def compare_commands(count: int) -> None:
                     check=True,
                 )
                 took[run].append(time.perf_counter() - begin)
-                # At once: all of it takes more than a quarter of an hour.
+                # Print each command's time at once: all commands take more than a quarter of an hour.
                 print(f"{given[0]:16} beside {others} busy {took[run][-1]:6.1f} s", flush=True)
                 if given[0] == "demo":
                     totals = json.loads(found.stdout)["totals"]
@@ -84,7 +85,7 @@ def compare_commands(count: int) -> None:
 
 
 def main() -> None:
-    """Measure each way once, and print a line for each."""
+    """Measure each way to wait once, and print one line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--busy", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=5)

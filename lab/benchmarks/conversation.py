@@ -1,10 +1,10 @@
-"""Measures ten turns of a conversation over new notes each: tokens computed, and the time to first token.
+"""Measures ten turns of a conversation, each with new notes: computed tokens and the time to first token.
 
 python lab/benchmarks/conversation.py [--engine vllm] [--turns 10] [--chunks 2] [--ratio R]
 
-Three ways answer the same prompts, turn by turn: ``kept``, as engines do; ``forgotten``, with what is kept of the conversation
-thrown away before each question; ``full``, a full prefill. History and notes stand as an agent leaves them: everything that was
-said before, notes included, and the new question at the end. The bundled model, greedy; times are side by side in one process.
+The prompts are answered turn by turn in three ways: ``kept`` uses the engine's prefix cache; ``forgotten`` empties the
+prefix cache before each question; ``full`` is a full prefill. As with an agent, a prompt holds all earlier messages
+with their notes, and the new question at the end. The bundled model decodes greedily; all times come from one process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHORT = SamplingParams(max_tokens=24)
 def prompts_of(
     engine: BlendEngine, notes: Sequence[Chunk], blend: BlendSettings, turns: int, chunks: int
 ) -> list[BlendPrompt]:
-    """Return the prompt of each turn; the answers between them are the model's."""
+    """Return the prompt of each turn; the model generates the answers in between."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Answer from the notes."}]
     prompts = []
     for turn in range(turns):
@@ -47,7 +47,7 @@ def prompts_of(
 
 
 def talk(engine: BlendEngine, way: str, prompts: Sequence[BlendPrompt], blend: BlendSettings) -> list[Generation]:
-    """Answer a conversation's prompts, one after the other."""
+    """Answer a conversation's prompts in order, and return the answers."""
     engine.reset_prefix_cache()
     done = []
     for prompt in prompts:
@@ -58,7 +58,7 @@ def talk(engine: BlendEngine, way: str, prompts: Sequence[BlendPrompt], blend: B
 
 
 def show(answers: dict[str, list[list[Generation]]]) -> None:
-    """Print what each way took, turn by turn; times are medians over the rounds, as ratios to the full prefill."""
+    """Print the computed tokens and time ratios of each way, turn by turn; times are medians over the rounds."""
     ttft = {
         way: [median(turn.timings.ttft_s for turn in turns) for turns in zip(*rounds, strict=True)]
         for way, rounds in answers.items()
@@ -77,7 +77,7 @@ def show(answers: dict[str, list[list[Generation]]]) -> None:
 
 
 def _agreeing(mine: Sequence[int], wanted: Sequence[int]) -> float:
-    """Return the share of an answer that another begins with."""
+    """Return the length of the common prefix, as a share of ``wanted``."""
     same = next(
         (at for at, (a, b) in enumerate(zip(mine, wanted, strict=False)) if a != b), min(len(mine), len(wanted))
     )
@@ -85,7 +85,7 @@ def _agreeing(mine: Sequence[int], wanted: Sequence[int]) -> float:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--turns", type=int, default=10)

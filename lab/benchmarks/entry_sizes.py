@@ -1,8 +1,9 @@
-"""Counts what an entry takes of a model with recurrent layers, and what MLA's latent costs, on published shapes.
+"""Counts the bytes of an entry for models with recurrent layers, and the cost of MLA's latent, on published shapes.
 
 python lab/benchmarks/entry_sizes.py [--tokens N]
 
-Nothing is run: shapes are those of models without memory (``torch.device("meta")``); KV is in bf16, recurrent states in fp32.
+No model runs: the shapes come from models without memory (``torch.device("meta")``). KV is in bf16, recurrent states in
+fp32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 _BF16, _FP32 = 2, 4
 
-# Published shapes: a config's class, what differs from its defaults, and how many layers there are of each kind.
+# Published shapes: a config's class, values that differ from its defaults, and the number of layers of each kind.
 _LINEAR, _FULL, _BOTH = "linear_attention", "full_attention", "hybrid"
 _HYBRIDS: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
     "Qwen3-Next-80B-A3B": (hf.Qwen3NextConfig, {}, {_LINEAR: 36, _FULL: 12}),
@@ -66,7 +67,7 @@ _MLA: dict[str, tuple[Any, dict[str, Any], int]] = {
 
 
 def active(module: torch.nn.Module, config: Any) -> int:
-    """Parameters that one token meets: of experts only those it is sent to."""
+    """Return the number of parameters that compute one token; only the token's experts count."""
     experts = {getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")} - {
         None
     }

@@ -1,8 +1,8 @@
-"""Measures what LangChain adds to an engine call: ``python lab/benchmarks/framework_overhead.py [chunks] [calls]``.
+"""Measures LangChain's overhead on an engine call: ``python lab/benchmarks/framework_overhead.py [chunks] [calls]``.
 
-The engine answers at once, so that what is left is tokenising the prompt. It is called directly with the finished prompt, and
-through ``ChatCacheBlend`` with messages in which six chunks of 512 tokens must be found by content among all that are
-registered; the two take turns, and the difference is the overhead.
+The engine answers at once and only tokenises the prompt. The benchmark calls the engine directly with the finished
+prompt, and through ``ChatCacheBlend`` with messages, in which six chunks of 512 tokens must be found by content among
+all registered chunks. The two calls take turns, and the difference is the overhead.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class InstantEngine(BlendEngine):
 
 
 def engine_with(count: int) -> tuple[InstantEngine, list[Chunk]]:
-    """Return an engine that knows ``count`` chunks, and the six of them that the prompt will hold."""
+    """Return an engine with ``count`` registered chunks, and the six chunks for the prompt."""
     engine = InstantEngine()
     draw = random.Random(0)
     words = bundled_corpus().joinpath("handbook.md").read_text().split()
@@ -91,7 +91,7 @@ def engine_with(count: int) -> tuple[InstantEngine, list[Chunk]]:
 
 
 def differences(direct: Callable[[], Any], through: Callable[[], Any], calls: int) -> tuple[list[float], list[float]]:
-    """Return milliseconds of ``direct`` and of ``through``, call by call in turns, the first few thrown away."""
+    """Return the milliseconds of each call of ``direct`` and of ``through``, in turns, without the first five calls."""
     pairs = []
     for _ in range(calls + 5):
         begin = time.perf_counter()

@@ -1,10 +1,11 @@
-"""Measures what LlamaIndex and this package add to an engine call.
+"""Measures the overhead of LlamaIndex and ``llama_index_cacheblend`` on an engine call.
 
     python lab/benchmarks/framework_overhead_llamaindex.py [chunks] [calls]
 
-As ``framework_overhead.py``, which does the same for LangChain: an engine that answers at once, called directly and through the
-package, in turns. The synthesizers get six nodes and build the prompt. LlamaIndex's own prompt helper splits and joins all
-context anew on each call: with its mock LLM that is LlamaIndex's share; ``use_engine`` puts ours in its place.
+The method is that of ``framework_overhead.py`` for LangChain: an engine that answers at once is called directly and
+through the package, in turns. The synthesizers get six nodes and build the prompt. LlamaIndex's own prompt helper
+splits and joins all context on each call; the row with the mock LLM shows this cost. ``use_engine`` replaces
+LlamaIndex's helper with the package's.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main(count: int = 100_000, calls: int = 200) -> None:
     nodes = [NodeWithScore(node=TextNode(text=chunk.text), score=1.0) for chunk in six]
     ours = CacheBlendSynthesizer(llm=llm)
     theirs = get_response_synthesizer(llm=llm, text_qa_template=qa_template())
-    helper = ChunkPreservingPromptHelper(engine, 8)  # what use_engine() makes Settings.prompt_helper
+    helper = ChunkPreservingPromptHelper(engine, 8)  # use_engine() sets it as Settings.prompt_helper
     packed = get_response_synthesizer(llm=llm, text_qa_template=qa_template(), prompt_helper=helper)
     mock = get_response_synthesizer(llm=MockLLM(max_tokens=1), text_qa_template=qa_template())
     user = [ChatMessage(role="user", content=f"{context}\n\nQuestion: {QUESTION}")]

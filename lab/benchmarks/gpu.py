@@ -1,9 +1,10 @@
-"""Runs every measurement that needs a GPU, one after another, each in a process of its own: `make bench-gpu`.
+"""Runs every measurement that needs a GPU, one after another, each in a separate process: `make bench-gpu`.
 
 python lab/benchmarks/gpu.py [--engine transformers|vllm|all] [--only NAME ...] [--within SECONDS] [--out DIR] [--again] [--list]
 
-Results land in lab/benchmarks/results/ as MEASUREMENT-GPU.json, with machine, versions and command. What is there already is not
-measured again, so that a run cut short by ``--within`` (where a GPU is lent for minutes) goes on with the next call.
+Results are written to lab/benchmarks/results/ as MEASUREMENT-GPU.json, with machine, versions and command. Measurements
+with a result are skipped, so that the next call continues a run that ``--within`` cut short (for a GPU lent for
+minutes).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-# Nothing need be installed.
+# With this path, the commands run from a clone without installation.
 _CLONE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "lab"), os.environ.get("PYTHONPATH", "")))}
 MODEL = ("--random-weights", "llama-3.1-8b", "--dtype", "bfloat16")
 PROMPT = ("--chunk-tokens", "512", "--question-tokens", "32")
@@ -27,11 +28,11 @@ PROMPT = ("--chunk-tokens", "512", "--question-tokens", "32")
 
 @dataclass(frozen=True)
 class Measurement:
-    """One command whose standard output is JSON.
+    """Describes one command whose standard output is JSON.
 
     Attributes:
-        arguments: Of Python; ``-m cacheblend_lab ...`` or a file of this folder.
-        needs_s: Seconds that it is given at the most.
+        arguments: Python's arguments: ``-m cacheblend_lab ...`` or a file of the benchmarks folder.
+        needs_s: Timeout in seconds.
     """
 
     arguments: tuple[str, ...]
@@ -48,7 +49,7 @@ def _ttft(engine: str, policy: str, ratio: str, chunks: int = 6, *more: str) -> 
 
 
 def measurements(engine: str) -> dict[str, Measurement]:
-    """Return what is measured on ``engine``, by name, the most telling first."""
+    """Return the measurements of ``engine`` by name, the most informative first."""
     found = {
         f"ttft-{engine}-8b-{policy}-{ratio}": _ttft(engine, policy, f"0.{ratio}")
         for policy, ratio in (("static", "05"), ("static", "15"), ("hkvd", "15"), ("static-query", "15"))
@@ -68,7 +69,7 @@ def measurements(engine: str) -> dict[str, Measurement]:
 
 
 def gpu_name() -> str:
-    """Return the GPU's name as it stands in file names, or end the program."""
+    """Return the GPU's name for file names; raise SystemExit without a CUDA device."""
     import torch
 
     if not torch.cuda.is_available():
@@ -77,7 +78,7 @@ def gpu_name() -> str:
 
 
 def measure(one: Measurement, file: Path) -> str | None:
-    """Run ``one`` and write its JSON to ``file``; return what went wrong, if anything did."""
+    """Run ``one`` and write its JSON to ``file``; return the reason for a failure, or None."""
     command = [sys.executable, *one.arguments]
     try:
         done = subprocess.run(
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["transformers", "vllm", "all"], default="all")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="measure these alone")
     parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS", help="begin nothing later")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "lab" / "benchmarks" / "results")
     parser.add_argument("--again", action="store_true", help="measure what is there already, too")
     parser.add_argument("--list", action="store_true", help="print the commands and end")
     options = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Measures what a blend takes the host of a GPU beside its copies and kernels: Python, tables, plan. Needs no GPU.
+"""Measures the host's time for a blend on a GPU, without copies and kernels: Python, tables, plan. Needs no GPU.
 
     python lab/benchmarks/host_time.py [--layers N] [--chunks N] [--chunk-tokens N] [--rounds N] [--profile N]
 
-The transformers engine answers a prompt by a model as deep as asked for and next to nothing wide, with CUDA faked: streams and
-events do nothing, "device" tensors are ordinary ones, graphs compute nothing. What is left is what the host does for a prompt, by
-whatever the processor is; the copies, which on a GPU are only asked for, are real here, of a few bytes a token.
+The transformers engine answers a prompt with a model of ``--layers`` very narrow layers and a fake CUDA: streams and
+events do nothing, "device" tensors are ordinary tensors, graphs compute nothing. The remaining time is the host's work
+for a prompt, on the processor that runs the benchmark. Copies, which are asynchronous on a GPU, are real here, but of a
+few bytes per token.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ METHODS = {
 
 
 class Nothing:
-    """Stands for a stream and for an event: nothing is waited for."""
+    """Replaces a stream and an event, and never waits."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -60,7 +61,7 @@ class Nothing:
 
 
 class FakeCUDA:
-    """Stands for ``torch.cuda``."""
+    """Replaces ``torch.cuda``."""
 
     Stream = Event = Nothing
 
@@ -78,7 +79,7 @@ class FakeCUDA:
 
 
 class Replayed:
-    """Stands for the engine's graphs: asks for what stands in front of a pass, computes nothing, counts what it has placed."""
+    """Replaces the engine's graphs: copies the inputs of a pass, computes nothing, and counts the caches placed."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._arrivals, self.placed = runner, Arrivals(runner.device, runner.num_layers), 0
@@ -111,7 +112,7 @@ class Replayed:
 
 
 class Buffers:
-    """Stands for page-locked buffers: none is needed, all that is stored counts as page-locked."""
+    """Replaces page-locked buffers, which are not needed, since all stored KV counts as page-locked."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -121,7 +122,7 @@ class Buffers:
 
 @contextlib.contextmanager
 def cuda_faked() -> Iterator[None]:
-    """Let the CPU's tensors pass for a GPU's, and the other way round."""
+    """Make CPU tensors count as page-locked memory and as a GPU's tensors inside the context."""
     with contextlib.ExitStack() as fakes:
         for target, name, fake in (
             (torch, "get_device_module", lambda *_: FakeCUDA),
@@ -136,7 +137,7 @@ def cuda_faked() -> Iterator[None]:
 
 
 def measure(o: argparse.Namespace) -> None:
-    """Print the median of each method, and if asked for what takes most of it."""
+    """Print the median times of each method and, with ``--profile``, the slowest functions."""
     config = LlamaConfig(
         vocab_size=256, hidden_size=4, intermediate_size=4, num_hidden_layers=o.layers, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=1 << 20,

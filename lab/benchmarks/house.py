@@ -1,4 +1,4 @@
-"""Counts what the code is: lines, long files and functions, names that stand twice, circles.
+"""Counts lines, long files, long functions, duplicate class names and import cycles of the package.
 
 Run ``python lab/benchmarks/house.py``.
 """
@@ -19,14 +19,14 @@ FILE_LINES, FUNCTION_LINES = 400, 60
 
 @dataclass(frozen=True)
 class Module:
-    """A file of the package, parsed.
+    """Holds a parsed file of the package.
 
     Attributes:
-        name: As Python imports it.
-        file: Where it is.
-        lines: How many lines it has.
-        tree: What it says.
-        root: The folder of its package.
+        name: Full module name.
+        file: Path of the file.
+        lines: Number of lines.
+        tree: Syntax tree.
+        root: Folder of the package.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Module:
 
     @cached_property
     def package(self) -> tuple[str, ...]:
-        """Return what its relative imports start from."""
+        """Return the name parts of the package that relative imports start from."""
         return (self.root.name, *self.file.relative_to(self.root).parent.parts)
 
 
 def modules(root: Path = PACKAGE) -> dict[str, Module]:
-    """Return all modules of the package in the folder ``root`` by name."""
+    """Return all modules of the package in the folder ``root``, by name."""
     found = {}
     for file in sorted(root.rglob("*.py")):
         parts = (root.name, *file.relative_to(root).with_suffix("").parts)
@@ -62,7 +62,7 @@ def modules(root: Path = PACKAGE) -> dict[str, Module]:
 
 
 def imported_names(node: ast.AST, package: tuple[str, ...]) -> list[str]:
-    """Return the full names that an import statement brings; ``package`` is what relative ones start from."""
+    """Return the full names that an import statement imports; relative imports start from ``package``."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
@@ -74,7 +74,7 @@ def imported_names(node: ast.AST, package: tuple[str, ...]) -> list[str]:
 
 @dataclass
 class Imports:
-    """Holds which modules each module imports, by when: at once, in a function, for the type checker alone."""
+    """Holds the modules that each module imports: at once, in functions, and only for the type checker."""
 
     at_once: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     in_functions: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -95,7 +95,7 @@ def all_imports(known: dict[str, Module]) -> Imports:
 
 def _statements(node: ast.AST, kind: str) -> Iterator[tuple[ast.AST, str]]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr):  # holds no statement
+        if isinstance(child, ast.expr):  # an expression has no statements
             continue
         yield child, kind
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and kind == "at_once":
@@ -111,7 +111,7 @@ def _statements(node: ast.AST, kind: str) -> Iterator[tuple[ast.AST, str]]:
 
 
 def circles(*graphs: dict[str, set[str]]) -> list[list[str]]:
-    """Return the groups of modules each of which leads to all others of its group, by the imports of all ``graphs``."""
+    """Return the import cycles over all ``graphs``: groups of modules that import each other, directly or not."""
     edges: dict[str, set[str]] = defaultdict(set)
     for graph in graphs:
         for source, targets in graph.items():
@@ -136,18 +136,20 @@ def _reached(module: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 def long_files(known: dict[str, Module]) -> dict[str, int]:
-    """Return the files of more than ``FILE_LINES`` lines, and how many they have."""
+    """Return the files with more than ``FILE_LINES`` lines, with their numbers of lines."""
     return {module.place: module.lines for module in known.values() if module.lines > FILE_LINES}
 
 
 def long_functions(known: dict[str, Module]) -> dict[str, int]:
-    """Return the functions of more than ``FUNCTION_LINES`` lines, decorators aside; Triton's kernels do not count."""
+    """Return the functions of more than ``FUNCTION_LINES`` lines without decorators and docstring, but for Triton kernels."""
     found = {}
     for module in known.values():
         for node in module.nodes:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             lines = (node.end_lineno or 0) - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
             if lines <= FUNCTION_LINES:
                 continue
             if not any(ast.unparse(each).startswith("triton.") for each in node.decorator_list):
@@ -156,7 +158,7 @@ def long_functions(known: dict[str, Module]) -> dict[str, int]:
 
 
 def double_classes(known: dict[str, Module]) -> dict[str, list[str]]:
-    """Return the class names that more than one class has, and the files of those."""
+    """Return the names that several classes have, with the classes' files."""
     places: dict[str, list[str]] = defaultdict(list)
     for module in known.values():
         for node in module.nodes:
@@ -172,11 +174,10 @@ def _listed(heading: str, found: list[str]) -> None:
 
 
 def print_counts() -> None:
-    """Print all that is counted."""
+    """Print all counts."""
     known = modules()
     lines = {module.place: module.lines for module in known.values()}
-    lab = sum(count for place, count in lines.items() if place.startswith("lab/"))
-    print(f"lines: {sum(lines.values()):,}, without lab/ {sum(lines.values()) - lab:,}; files: {len(lines)}")
+    print(f"lines: {sum(lines.values()):,}; files: {len(lines)}")
     by_folder: dict[str, int] = defaultdict(int)
     for place, count in lines.items():
         by_folder[place.partition("/")[0]] += count

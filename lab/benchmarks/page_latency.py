@@ -1,7 +1,7 @@
 """Times how soon the page of `cacheblend ui` shows an answer: `python lab/benchmarks/page_latency.py [--json]`.
 
-The bundled model answers the bundled questions; a real Chromium notes when each piece of an answer is on the page. Needs
-`make browser`, and the extras `ui` and `dev`.
+The bundled model answers the bundled questions; a real Chromium records when each piece of an answer is on the page.
+The benchmark needs `make browser`, and the extras `ui` and `dev`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cacheblend_rag.ui.workspace import Choices
 
 BOT = "#cb-chat .bot.message, #cb-chat .message.bot"
 LONG_MS = 300_000
-# Notes the time whenever the last answer on the page has changed.
+# Records the time whenever the last answer on the page has changed.
 WATCH = """() => {
   window.seen = [];
   new MutationObserver(() => {
@@ -41,7 +41,7 @@ WATCH = """() => {
 
 
 class Noting:
-    """An engine whose streams note when each piece came: seconds since the epoch, and the text so far."""
+    """Patches an engine to record, for each piece of an answer, seconds since the epoch and the text so far."""
 
     def __init__(self, engine: BlendEngine):
         self.said: list[list[tuple[float, str]]] = []
@@ -49,7 +49,7 @@ class Noting:
         engine.stream = self.stream  # type: ignore[method-assign]
 
     def stream(self, *arguments: Any, **options: Any) -> Iterator[Any]:
-        """Stream as the engine does."""
+        """Stream as the engine does, and record each piece."""
         self.said.append([])
         text = ""
         for event in self._stream(*arguments, **options):
@@ -60,12 +60,12 @@ class Noting:
 
 
 def delays(said: list[tuple[float, str]], seen: list[tuple[float, str]]) -> list[float]:
-    """Return for each piece said how many seconds later the page showed the text up to it."""
+    """Return for each piece the seconds until the page showed the text up to the piece's end."""
     return [next(at for at, shown in seen if shown.startswith(text)) - when for when, text in said]
 
 
 def measure(questions: list[str]) -> dict[str, float]:
-    """Ask on the page, one question after another."""
+    """Ask the questions on the page; return the first paint's time and the pieces' delays, in milliseconds."""
     noting: list[Noting] = []
 
     def load(directory: Path) -> BlendEngine:
@@ -109,7 +109,7 @@ def measure(questions: list[str]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--questions", type=int, default=20)
     parser.add_argument("--json", action="store_true")

@@ -1,10 +1,10 @@
-"""Draws the one figure of docs/results.md: agreement with full recompute against compute and speed-up.
+"""Plots agreement with full recompute against compute and speed-up, the figure of docs/results.md.
 
 python lab/benchmarks/plot_policies.py docs/policies.png --answers report/*/answers-*.jsonl
     --ttft lab/benchmarks/results/ttft-*.json
 
-Answers are those of `cacheblend eval` (see pooled_quality.py), speed-ups those of `cacheblend bench ttft --json`. A method is
-drawn on the right where both know it, by policy and ratio; check layers are each model's own.
+Answers come from `cacheblend eval` (see pooled_quality.py), speed-ups from `cacheblend bench ttft --json`. The right
+plot shows the methods, by policy and ratio, that both sources have; the check layers are each model's own.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def parts_of(name: str) -> tuple[str, float | None]:
 
 
 def read_speeds(files: list[Path]) -> list[tuple[str, float | None, str, float]]:
-    """Policy, ratio, engine and speed-up over full recompute; that of prefix caching and full reuse as the median of all runs."""
+    """Return policy, ratio, engine and median speed-up over full recompute of each method, for runs with KV in RAM."""
     found: dict[tuple[str, float | None, str], list[float]] = {}
     for file in files:
         run = json.loads(file.read_text(encoding="utf-8"))
@@ -67,7 +67,7 @@ LEFT, RIGHT, ABOVE, BELOW = (
 def point(
     axes: Any, x: float, found: dict[str, Any], policy: str, ratio: float | None, marker: str, bars: bool, side: Any
 ) -> None:
-    """Draw one method: its colour says the policy, the number the ratio; bars are the interval of its agreement."""
+    """Plot one method: the colour shows the policy, the number the ratio, the bars the interval of the agreement."""
     share = 100 * found["agreement_with_full"]
     limits = found["intervals_95"]["agreement_with_full"] if bars else None
     low, high = limits or (share / 100, share / 100)
@@ -80,7 +80,7 @@ def point(
 
 
 def name_colours(axes: Any, policies: list[str]) -> None:
-    """Draw a legend of policies, and of engines by marker."""
+    """Plot a legend of policies by colour and of engines by marker."""
     for policy in dict.fromkeys(policies):
         axes.plot([], [], "o", color=COLOURS[policy], label=NAMES.get(policy, policy))
     for engine, marker in ENGINES.items():

@@ -1,4 +1,4 @@
-"""Draws a tuned retriever: recall while it learned, and one question's chunks before and after.
+"""Plots the tuning of a retriever: its recall during training, and one question's chunks before and after.
 
 cacheblend tune-retriever --demo --json > lab/benchmarks/results/tune-retriever-demo.json
 python lab/benchmarks/plot_retriever.py lab/benchmarks/results/tune-retriever-demo.json docs/images/retriever.png
@@ -21,7 +21,7 @@ BARS = {
 
 
 def nearest_sentence(text: str, question: str) -> str:
-    """Return the sentence of a chunk that has most words of the question."""
+    """Return the sentence of a chunk that shares the most words with the question."""
     asked = set(re.findall(r"\w+", question))
     return max(re.split(r"(?<=\.) ", text), key=lambda sentence: len(asked & set(re.findall(r"\w+", sentence))))
 

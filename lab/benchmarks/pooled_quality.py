@@ -1,4 +1,4 @@
-"""Pools runs of `cacheblend eval`, one for each seed, into one table with 95% intervals.
+"""Pools runs of `cacheblend eval`, one per seed, into one table with 95% intervals.
 
 for seed in 101 102 103 104 105; do
     cacheblend eval --seed $seed --limit 100 --methods full,reuse,hkvd@0.05@2,static@0.05,static-query@0.05 --out report/$seed
@@ -16,8 +16,8 @@ from cacheblend_lab.evaluation.summary import summarize  # not public: a table o
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """Return the answers of one run; contexts of different runs are different groups."""
-    _, *lines = file.read_text(encoding="utf-8").strip().split("\n")  # not splitlines: U+2028 stands in JSON strings
-    # What is answered again, to be compared, counts once: as it was last.
+    _, *lines = file.read_text(encoding="utf-8").strip().split("\n")  # not splitlines: JSON strings may hold U+2028
+    # Only the last answer counts for a question that was answered several times by a method.
     latest = {(row["id"], row["key"]): row for row in map(json.loads, lines)}
     return [{**row, "group": f"{file}:{row['group']}"} for row in latest.values()]
 

@@ -1,12 +1,12 @@
-"""Pools runs of `cacheblend tune-retriever --demo`, one for each seed, into one table of what tuning gains.
+"""Pools runs of `cacheblend tune-retriever --demo`, one per seed, into one table of the gains from tuning.
 
 for seed in 101 102 103 104 105; do
     cacheblend tune-retriever --demo --seed $seed --json > retriever-$seed.json
 done
 python lab/benchmarks/pooled_retrievers.py retriever-*.json
 
-Every world has as many questions held out, so the mean of the runs is the pooled one. The 95% intervals are Student's over the
-runs: worlds, splits and trained layers differ among them.
+Every run holds out the same number of questions, so the mean of the runs is the pooled mean. The 95% intervals are
+Student's over the runs, which differ in worlds, splits and trained layers.
 """
 
 import json
@@ -22,7 +22,7 @@ ANSWERS = {"em": "answers, exact match"}
 
 
 def row(title: str, found: list[dict[str, float]]) -> str:
-    """Return a line of the table: means before and after, and the mean gain with its interval."""
+    """Return a line of the table: the means before and after, and the mean gain with its interval."""
     before, after = ([100 * each[side] for each in found] for side in ("before", "after"))
     gains = [b - a for a, b in zip(before, after, strict=True)]
     half = stdev(gains) / len(gains) ** 0.5 * float(t.ppf(0.975, len(gains) - 1))

@@ -1,4 +1,4 @@
-"""Shows where the time of a blend goes: kernels, launches, how busy the device is, beside a full prefill.
+"""Profiles a blend and a full prefill: the slowest kernels, launches, and how busy the device is.
 
 python lab/benchmarks/profile_blend.py [--random-weights SHAPE | --model DIR] [--device D] [--dtype T] [--chunks N]
     [--policy P] [--ratio R] [--trace FILE] [--json]
@@ -27,7 +27,7 @@ LISTED = 15
 
 
 def profile_prompt(place: Workbench, settings: BlendSettings, chunks: int, trace: Path | None) -> dict[str, Any]:
-    """Profile the time to first token of one prompt, after one that warms up."""
+    """Return a profile of one prompt's time to first token, after a warm-up run and a run without the profiler."""
     prompt = place.prompt(place.random_chunks(chunks, 512, 0), 32, 0)
     on_gpu = place.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -47,7 +47,7 @@ def profile_prompt(place: Workbench, settings: BlendSettings, chunks: int, trace
     if trace is not None:
         profiled.export_chrome_trace(str(trace))
     averages = profiled.key_averages()
-    # The kernels themselves, or on a CPU what the operators took.
+    # On a GPU, only kernels count; on a CPU, operators.
     ran = [e for e in averages if e.self_device_time_total] if on_gpu else list(averages)
     took = {e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e6 for e in ran}
     counts = {e.key: e.count for e in averages}

@@ -1,11 +1,12 @@
-"""Measures blending against a prompt's length: CPU time and peak memory against full recompute.
+"""Measures CPU time and peak memory of blending against full recompute, over lengths of prompts.
 
 python lab/benchmarks/prompt_lengths.py [--engine vllm] [--counts 2,6,12,24,48] [--methods full,prefix,blend] [--policy P]
     [--ratio R] [--model llama:8x256] [--repeat N]
 
-One thread, and CPU time instead of wall time: on a machine that others use, too, only that can be compared. CPU time and peak
-memory are those of this process and, on vLLM, of its engine's processes. Memory includes weights and the chunks' stored KV, and
-on vLLM the pages of its paged cache that were ever used; ``prompt KV`` is what the prompt's cache takes.
+The benchmark uses one thread, and CPU time instead of wall time, which cannot be compared on a shared machine. CPU time
+and peak memory cover the benchmark's process and, on vLLM, the engine's processes. Memory includes weights and the
+chunks' stored KV, and on vLLM all pages of the paged cache that were ever used; ``prompt KV`` is the size of the
+prompt's cache.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CHUNK, QUESTION, PAGE = 512, 32, 128
 
 
 class Meter:
-    """CPU time and peak memory of this process and those below it."""
+    """Measures CPU time and peak memory of the current process and its child processes."""
 
     def __init__(self) -> None:
         me = psutil.Process()
@@ -108,13 +109,13 @@ def main() -> None:
     blend = BlendSettings(options.ratio, options.policy)
     for count in map(int, options.counts.split(",")):
         context = count * CHUNK + 2 * QUESTION
-        # Just room for one prompt: vLLM goes through all its pages in turn, and so would the memory in use.
+        # The cache has room for one prompt only: vLLM uses all pages in turn, so a larger cache would use more memory.
         with open_workbench(model, context=context, pages=context // PAGE + 3) as place:
             chunks = place.random_chunks(count, CHUNK, 0)
             rank_for(place.engine, blend)
             place.engine.precompute(chunks)
             prompt = place.prompt(chunks, QUESTION, 0)
-            for name in names:  # warm up: on vLLM with all of it, so that every page was touched and all KV is in RAM
+            for name in names:  # warm up; vLLM needs the whole prompt to touch every page and have all KV in RAM
                 short = prompt if engine == "vllm" else place.prompt(chunks[:2], QUESTION, 0)
                 place.forget()
                 place.engine.generate(short, ONE_TOKEN, name_methods(blend)[name])

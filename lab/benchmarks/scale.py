@@ -1,7 +1,7 @@
-"""Measures what a million chunks cost: `python lab/benchmarks/scale.py --chunks N --json`. Nothing here needs a model.
+"""Measures the cost of a million registered chunks without a model: `python lab/benchmarks/scale.py --chunks N --json`.
 
-Chunks of 2,000 characters are registered in the file that a server keeps them in. Then a process of its own opens it, as a
-server does when it starts, and is measured: its memory by what the operating system counts, with the file's pages left out.
+Chunks of 2,000 characters are registered in a server's file of chunks. Then a separate process opens the file, as a
+server does when it starts, and is measured; its memory is what the operating system counts without the file's pages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH = 5_000
 
 
 def texts(count: int) -> Iterator[str]:
-    """Yield distinct texts; one in ten begins as many others do."""
+    """Yield distinct texts; one text in ten begins with a common header."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(20_000)]
     library = " ".join(draw.choices(words, k=2_000_000))
@@ -55,7 +55,7 @@ def fill(directory: Path, count: int) -> None:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process that belongs to no file."""
+    """Return the resident memory of the process, without pages of files, in bytes."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
 
@@ -71,7 +71,7 @@ def median_ms(call: Callable[[], object], times: int = 20) -> float:
 
 
 def measure(directory: Path) -> dict[str, float]:
-    """Open what :func:`fill` wrote, and measure."""
+    """Open the chunks that :func:`fill` registered, and return memory and times."""
     kept = RegisteredChunks(directory, MODEL)
     before = resident_bytes()
     begin = time.perf_counter()
@@ -107,7 +107,7 @@ def measure(directory: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Fill a directory, and measure in a fresh process."""
+    """Fill a directory, measure in a fresh process, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chunks", type=int, default=100_000)
     parser.add_argument("--directory", type=Path, help="kept and used again (default: a temporary one)")

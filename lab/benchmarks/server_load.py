@@ -1,12 +1,13 @@
-"""Tries what one tenant can do to a server and to the others: slow connections, registrations beyond its quota, many answers.
+"""Measures a tenant's effect on a server and its tenants: slow connections, registrations beyond a quota, many answers.
 
     python lab/benchmarks/server_load.py connections --count 1000
     python lab/benchmarks/server_load.py registrations --count 1000000
     python lab/benchmarks/server_load.py answers --count 8
 
-Each starts `cacheblend serve` with the bundled model and two tenants, and measures how soon the one gets its answers (p99) and
-how much memory the server's process has: alone; while the other one does that to a bare process that refuses whatever comes,
-since clients and server share this machine's cores; and while it does it to the server.
+Each command starts `cacheblend serve` with the bundled model and several tenants, and measures the quiet tenant's p99
+latency and the server process's memory: alone; while a loud tenant sends its requests to a bare process that refuses
+all requests, as a baseline, since clients and server share the machine's cores; and while the loud tenant sends them to
+the server.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def free_port() -> int:
 
 
 def wait_for(port: int) -> None:
-    """Wait until somebody listens."""
+    """Wait until a process listens on the port; raise SystemExit after about a minute."""
     for _ in range(600):
         with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
             return
@@ -75,7 +76,7 @@ def wait_for(port: int) -> None:
 
 
 class Server:
-    """A running `cacheblend serve`."""
+    """Runs `cacheblend serve` in a separate process."""
 
     def __init__(self, folder: Path, tokens_per_minute: int):
         self.port = free_port()
@@ -111,13 +112,13 @@ class Server:
         raise SystemExit("The server did not start.")
 
     def megabytes(self) -> float:
-        """Resident memory of the process that speaks HTTP."""
+        """Return the resident memory of the HTTP process, in MiB."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
 
 
 async def ask(client: httpx.AsyncClient, count: int) -> list[float]:
-    """Return how many milliseconds each of the quiet tenant's answers took."""
+    """Ask ``count`` questions and return the milliseconds that each answer took."""
     took = []
     for number in range(count):
         begin = time.perf_counter()
@@ -132,7 +133,7 @@ def p99(took: list[float]) -> float:
 
 
 async def refuse(scope: Any, receive: Any, send: Any) -> None:
-    """Read a request, answer 507: the least that a server of this kind can do (an ASGI application)."""
+    """Read a request and answer 507; an ASGI application with the least possible work."""
     if scope["type"] == "http":
         while (await receive()).get("more_body"):
             pass
@@ -146,7 +147,7 @@ def refuse_all(port: int) -> None:
 
 @contextmanager
 def apart(work: Callable[..., object], *arguments: object) -> Iterator[multiprocessing.process.BaseProcess]:
-    """Run something in a process of its own, so that it takes no time of the client that is measured."""
+    """Run ``work`` in a separate process, so that it takes no time from the measured client."""
     process = multiprocessing.get_context("spawn").Process(target=work, args=arguments, daemon=True)
     process.start()
     try:
@@ -157,7 +158,7 @@ def apart(work: Callable[..., object], *arguments: object) -> Iterator[multiproc
 
 
 async def beside(server: Server, process: multiprocessing.process.BaseProcess) -> tuple[float, float]:
-    """Return the quiet tenant's p99, and the server's most memory, while ``process`` runs."""
+    """Return the quiet tenant's p99 in milliseconds, and the server's peak memory in MiB, while ``process`` runs."""
     took, most = list[float](), 0.0
     async with server.client("quiet") as quiet:
         while process.is_alive() or not took:
@@ -167,7 +168,7 @@ async def beside(server: Server, process: multiprocessing.process.BaseProcess) -
 
 
 async def compare(server: Server, requests: int, loud: Callable[..., None], count: int, seconds: float) -> None:
-    """Measure the quiet tenant alone, while a loud one asks a process that refuses it all, and while it asks this server."""
+    """Measure the quiet tenant alone, then beside loud requests to a refusing process, then to the server."""
     async with server.client("quiet") as quiet:
         await ask(quiet, 20)
         alone, before = p99(await ask(quiet, requests)), server.megabytes()
@@ -184,7 +185,7 @@ async def compare(server: Server, requests: int, loud: Callable[..., None], coun
 
 
 def connections(port: int, count: int, seconds: float, where: str) -> None:
-    """Hold connections that send a byte of their headers, or of a body, every few seconds."""
+    """Hold ``count`` connections that send a byte of their headers, or of a body, every few seconds."""
 
     async def slow(number: int) -> str:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -212,14 +213,14 @@ def connections(port: int, count: int, seconds: float, where: str) -> None:
 
 
 async def fill(server: Server) -> None:
-    """Register as many chunks as the loud tenant may have."""
+    """Register as many chunks as the loud tenant's quota allows."""
     async with server.client("loud") as client:
         texts = [f"One of the first {number} texts." for number in range(MOST_CHUNKS)]
         (await client.post("/v1/chunks", json={"texts": texts})).raise_for_status()
 
 
 def registrations(port: int, count: int, seconds: float, where: str) -> None:
-    """Register texts, a thousand in a request, all of them new and beyond the quota."""
+    """Register ``count`` new texts beyond the quota, a thousand per request."""
 
     async def register() -> None:
         begin, statuses = time.perf_counter(), Counter[int]()
@@ -236,9 +237,9 @@ def registrations(port: int, count: int, seconds: float, where: str) -> None:
 
 
 def answers(port: int, count: int, seconds: float, where: str) -> None:
-    """Ask for as many and as long answers as a tenant may have, and for more, from so many clients."""
+    """Ask from ``count`` clients for the number and length of answers that a tenant may have, and for more."""
     kinds: list[dict[str, Any]] = [
-        {"n": MOST_ANSWERS, "max_tokens": 50},  # longer ones would hold all places, and the rest never be computed
+        {"n": MOST_ANSWERS, "max_tokens": 50},  # longer answers would occupy all places and block the other kinds
         {"n": 4000, "max_tokens": 500},
         {"prompt": ["Who?"] * MOST_ANSWERS, "max_tokens": 50, "ignore_eos": True},
         {"prompt": "Who was it then? " * 100, "prompt_logprobs": 1, "max_tokens": 1},
@@ -288,7 +289,7 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Read the options and run."""
+    """Read the options and run the measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("connections", "registrations", "answers"))
     parser.add_argument("--count", type=int, default=1000)

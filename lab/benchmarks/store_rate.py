@@ -1,9 +1,10 @@
-"""Times how fast the disk tier reads and writes, encrypted and not, against plain reads and writes.
+"""Measures the rates of the disk tier's reads and writes, encrypted and not, against plain reads and writes.
 
     python lab/benchmarks/store_rate.py [--json]
 
-Reads go layer by layer, checksums included, as the fusor reads them. "cold" drops the files from the page cache first.
-Methods alternate from entry to entry, so that a busy machine slows all of them alike; medians over all entries.
+Reads go layer by layer, checksums included, as in the fusor. "cold" drops the files from the page cache first. Methods
+alternate from entry to entry, so that a busy machine slows all methods equally; the results are medians over all
+entries.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from cacheblend_rag.store import ChunkKV, DiskStore, EntryFormat, Keyring, KVKey
 
 
 def write_plain(file: Path, data: list[memoryview]) -> None:
-    """Write and sync one file, nothing else."""
+    """Write and sync one file."""
     with file.open("wb", buffering=0) as handle:
         for block in data:
             handle.write(block)
@@ -34,13 +35,13 @@ def write_plain(file: Path, data: list[memoryview]) -> None:
 
 
 def read_plain(file: Path) -> None:
-    """Read one file whole."""
+    """Read one whole file."""
     with file.open("rb", buffering=0) as handle:
         handle.read()
 
 
 def read_stored(store: DiskStore, key: KVKey) -> None:
-    """Read one entry as the fusor does: layer by layer, each let go before the next."""
+    """Read one entry as the fusor does: layer by layer, and drop each layer before the next."""
     entry = store.get(key)
     assert entry is not None
     for index in range(entry.num_layers):
@@ -83,7 +84,7 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, object]:
             file.unlink()
             for store in stores.values():
                 store.delete(key)
-        os.sync()  # freeing the files must not weigh on the next round
+        os.sync()  # freeing the files must not slow the next round
     rates = {name: kv.nbytes / statistics.median(times) / 1e9 for name, times in seconds.items()}
     return {
         "settings": {**vars(args), "dir": str(args.dir or ""), "entry_bytes": kv.nbytes},
@@ -100,7 +101,7 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=512)

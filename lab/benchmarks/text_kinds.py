@@ -1,8 +1,8 @@
-"""Measures what a ratio leaves out in texts of several kinds, and the ratio that `auto` gives them.
+"""Measures the deviation that a ratio leaves out in several kinds of text, and the ratio that `auto` chooses for each.
 
 python lab/benchmarks/text_kinds.py --data DIR --limit 8 demo musique samsum
 
-The first data set named stands for the calibration: its mean and spread at `--ratio` are the profile's.
+The first data set serves as the calibration: its mean and spread at `--ratio` become the profile's.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from cacheblend_rag.calibrate.ledger import left_out
 
 
 def static_deviations(engine: TransformersEngine, name: str, data: Path | None, limit: int) -> list[torch.Tensor]:
-    """Return that of the tokens with stale KV of one prompt of each context."""
+    """Return the static deviations of the tokens with stale KV, for one prompt of each context."""
     samples = load_data_set(name, data, 8 * limit if name == "demo" else limit, 11, engine.tokenizer).samples
     first = list({sample.group or sample.id: sample for sample in reversed(samples)}.values())[::-1][:limit]
     set_header(engine, samples)

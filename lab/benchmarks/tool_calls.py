@@ -1,7 +1,7 @@
-"""Asks a model that is shown a tool, and says whether it calls it: ``python lab/benchmarks/tool_calls.py [model]``.
+"""Counts how often a model calls a tool that its prompt offers: ``python lab/benchmarks/tool_calls.py [model]``.
 
-By default SmolLM2-135M, whose own chat template shows no tools: it gets the template of Hermes and Qwen. Each question is asked
-freely and with the first call forced.
+The default is SmolLM2-135M, whose own chat template has no tools, so it gets the template of Hermes and Qwen. Each
+question is asked freely and with the first call forced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures what OpenTelemetry costs a request where no SDK is set up: all the spans of a question over an index.
+"""Measures OpenTelemetry's overhead on a request without an SDK: all the spans of a question over an index.
 
 python lab/benchmarks/tracing_overhead.py
 """
@@ -14,7 +14,7 @@ REQUESTS = 20_000
 
 
 def request() -> None:
-    """Open the spans that `RagPipeline.ask` and an engine open, without what they do inside."""
+    """Open the spans that `RagPipeline.ask` and an engine open, without the work inside."""
     asked = spans.begin("cacheblend.ask")
     with spans.current(asked), spans.span("cacheblend.retrieve") as told:
         told.set_attribute("cacheblend.hits", 6)
@@ -29,7 +29,7 @@ def answer():
 
 
 def main() -> None:
-    """Measure, and print the best of five runs."""
+    """Measure and print the best of five runs."""
     seconds = min(timeit.repeat(request, number=REQUESTS, repeat=5)) / REQUESTS
     print(f"{1e6 * seconds:.1f} µs a request")
 

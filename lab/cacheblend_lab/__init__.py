@@ -1,1 +1,1 @@
-"""Measures and trains what the rest of the package serves: benchmarks, evaluation, figures, tuned retrievers, REALM."""
+"""Measures and trains for the package `cacheblend_rag`: benchmarks, evaluation, figures, tuned retrievers, REALM."""

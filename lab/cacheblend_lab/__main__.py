@@ -1,4 +1,4 @@
-"""Runs `cacheblend` with the commands of the lab from a clone in which nothing is installed: `python -m cacheblend_lab`."""
+"""Runs `cacheblend` with the commands of the lab from a clone without an installation: `python -m cacheblend_lab`."""
 
 from __future__ import annotations
 

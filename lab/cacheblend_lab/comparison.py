@@ -1,4 +1,4 @@
-"""Answers the bundled questions by four methods, each from the same retrieved chunks."""
+"""Answers the bundled questions by four methods, with the same retrieved chunks for each method."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.rag.pipeline import RagPipeline
 from cacheblend_rag.retrieval.index import Hit
 
-# Shown one by one, in this order; references across chunks are what the library is about.
+# Kinds of questions shown one by one, in this order; cross-chunk references come first, as the library's main purpose.
 _SHOWN_KINDS = ("cross", "two_hop_cross", "single")
 _SAMPLING = SamplingParams(max_tokens=24, stop=("\n",))
 
 
 @dataclass(frozen=True)
 class MethodAnswer:
-    """One method's answer; ``right`` if it is the expected one, but for case, outer spaces and a full stop."""
+    """Holds one method's answer; ``right`` ignores case, outer spaces and a full stop."""
 
     answer: str
     right: bool
@@ -31,11 +31,12 @@ class MethodAnswer:
 
 @dataclass(frozen=True)
 class DemoRow:
-    """A question, the chunks retrieved for it, and the answers by method.
+    """Holds a question, the chunks retrieved for it, and the answers by method.
 
     Attributes:
-        shown: Whether it is one of the few to be looked at one by one: the first of its kind that full recompute gets right and,
-            where a reference crosses chunks, full KV reuse does not (if there is one), whatever the blend makes of it.
+        shown: Whether the row is one of the few to be shown on its own. It is the first of its kind that full recompute
+            answers correctly and, where a reference crosses chunks, full KV reuse answers wrongly (if there is such a
+            row). The blend's answer does not matter.
     """
 
     question: DemoQuestion
@@ -46,7 +47,7 @@ class DemoRow:
 
     @property
     def telling(self) -> bool:
-        """Return whether it shows what its kind is about."""
+        """Return whether full recompute is right and, for a reference across chunks, full KV reuse is wrong."""
         if not self.answers["full recompute"].right:
             return False
         return self.question.kind == "single" or not self.answers["full KV reuse"].right
@@ -54,7 +55,7 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class MethodTotal:
-    """One method over all questions: right answers, median TTFT in seconds, mean tokens computed per prompt."""
+    """Holds one method's totals: right answers, questions, median TTFT in seconds, mean tokens computed per prompt."""
 
     right: int
     questions: int
@@ -65,7 +66,8 @@ class MethodTotal:
 def run_demo(pipeline: RagPipeline) -> Iterator[DemoRow]:
     """Answer every bundled question by every method; the rows to be shown come first.
 
-    The corpus must be indexed in ``pipeline``. One answer is made and thrown away first: it warms the libraries up.
+    The corpus must be indexed in ``pipeline``. One question is answered first without a result, to warm up the
+    libraries.
     """
     waiting = bundled_questions()
     if waiting:
@@ -85,7 +87,7 @@ def run_demo(pipeline: RagPipeline) -> Iterator[DemoRow]:
 
 
 def totals(rows: Sequence[DemoRow]) -> dict[str, MethodTotal]:
-    """Sum up ``rows`` by method."""
+    """Return the totals of ``rows`` by method."""
     found = {}
     for name in METHODS:
         answers = [row.answers[name] for row in rows]

@@ -1,4 +1,4 @@
-"""Compares the methods on passages of documents: how soon the first token comes, and how near the model stays to itself."""
+"""Compares the methods on passages of documents: time to first token, and agreement with full recompute."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _METHODS |= {f"blend, {how.quality}": how for how in (BlendSettings(quality="fas
 
 @dataclass(frozen=True)
 class MethodOnDocuments:
-    """Holds what a method costs and what it is worth.
+    """Holds the cost and the accuracy of one method.
 
     Attributes:
-        sooner: How many times as soon as full recompute's its first token comes, median over prompts.
-        compute: Share of a prompt's tokens that are computed through all layers, with all that choosing them takes.
-        kl: KL(full recompute ‖ method) in nats, mean over the tokens that follow; 0 of a method that changes nothing.
-        kl_interval: Its 95% interval; None where too few prompts, or no difference, allow none.
-        agrees: Share of those tokens with the same likeliest one.
-        agrees_interval: As that of ``kl``.
+        sooner: Time to first token of full recompute divided by the method's time, median over prompts.
+        compute: Computed share of a prompt's tokens through all layers, selection passes included.
+        kl: KL(full recompute ‖ method) in nats, mean over the tokens that follow; 0 for an exact method.
+        kl_interval: 95% interval of ``kl``; None if too few prompts, or equal values, allow none.
+        agrees: Share of the following tokens with the same likeliest token.
+        agrees_interval: 95% interval of ``agrees``; None as for ``kl_interval``.
         how: Policy and ratio of a blend.
     """
 
@@ -49,7 +49,7 @@ class MethodOnDocuments:
 def compare_on_documents(
     engine: TransformersEngine, prompts: Sequence[CalibrationPrompt], step: Callable[[int], None]
 ) -> dict[str, MethodOnDocuments]:
-    """Return what each method is worth on the same prompts, in one run; chunks' KV is computed as it is needed.
+    """Return cost and accuracy of each method on the same prompts, in one run; missing KV of chunks is computed.
 
     Args:
         engine: The model, in front of an empty store.
@@ -60,7 +60,7 @@ def compare_on_documents(
         ModelError: The model is not blended.
     """
     planner, profile, layers = planner_of(engine), engine.profile, engine.num_layers
-    assert engine.rope is not None  # or it would not be blended
+    assert engine.rope is not None  # planner_of has checked that the model is blended
     engine.ranking = "now"
     near = {name: profile.resolve(how, layers) for name, how in _METHODS.items() if name not in _EXACT}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in _METHODS}
@@ -75,7 +75,7 @@ def compare_on_documents(
             compared = measured.compare(profile.options(how))
             nearness[name].append((fmean(compared.kl), fmean(compared.agrees)))
         for name in take_turns(_METHODS, number):
-            engine.reset_prefix_cache()  # else one method is served what the one before it has left there
+            engine.reset_prefix_cache()  # otherwise a method would reuse what the method before it has cached
             done = engine.generate(each.prompt, SamplingParams(max_tokens=1), _METHODS[name])
             compute = (done.usage.computed_tokens + done.usage.selection_tokens) / len(each.prompt.token_ids)
             found[name].append((done.timings.ttft_s, compute))

@@ -1,6 +1,6 @@
-"""Holds the policies to compare with, which nothing here ever picks by itself; found by name, as those of any other package.
+"""Holds baseline policies, which the library never chooses by itself; policies of other packages are found in the same way.
 
-`pyproject.toml` names them among its entry points.
+`pyproject.toml` names the policies among its entry points.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 _SINKS: Final = 2
 _WINDOW: Final = 7
-# Keeps tokens that hardly deviate but are read much from scoring zero.
+# Tokens with little deviation but much attention must not score zero.
 _FLOOR: Final = 0.1
 
 
 class FullRecomputePolicy(SelectionPolicy):
-    """Recomputes everything, the other end: equal to the full prefill."""
+    """Recomputes every token, which equals the full prefill."""
 
     name = "full-recompute"
 
@@ -36,9 +36,9 @@ class FullRecomputePolicy(SelectionPolicy):
 
 
 class HybridPolicy(SelectionPolicy):
-    """Scores by the order of the question's attention, smoothed over neighbours, times the order of the KV deviation.
+    """Scores by the rank of the question's attention, smoothed over neighbours, times the rank of the KV deviation.
 
-    Neither alone says what matters: a token may deviate unread, or be read although it is right.
+    Each score alone is insufficient: a token may deviate without attention, or get attention although its KV is right.
     """
 
     name = "hybrid"
@@ -47,7 +47,7 @@ class HybridPolicy(SelectionPolicy):
     without_attention = "hkvd"
 
     def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return the product, from 0 to 1.1; infinity for the first two tokens of every chunk."""
+        """Return the product of the two ranks, from 0 to 1.1; infinity for the first two tokens of every chunk."""
         assert candidates.attention is not None
         assert candidates.deviation is not None
         score = _places(_smoothed(candidates)) * (_places(candidates.deviation) + _FLOOR)
@@ -55,7 +55,7 @@ class HybridPolicy(SelectionPolicy):
 
 
 def _places(values: torch.Tensor) -> torch.Tensor:
-    """Return each value's place in ascending order, from 0 to 1; of equal values the later one is lower."""
+    """Return each value's rank in ascending order, scaled from 0 to 1; among equal values the later one is lower."""
     order = torch.argsort(values, descending=True, stable=True)
     places = torch.empty(len(values), dtype=torch.float32, device=values.device)
     places[order] = torch.linspace(1, 0, len(values), device=values.device)
@@ -71,7 +71,7 @@ def _smoothed(candidates: Candidates) -> torch.Tensor:
         at = indices + shift
         inside = (at >= 0) & (at < len(indices))
         near = at.clamp(0, max(0, len(indices) - 1))
-        # With gradual filtering neighbours may be gone: what stands next is near only if its position is.
+        # With gradual filtering neighbours may be missing, so that the next candidate is near only if its position is.
         inside &= candidates.chunk[near] == candidates.chunk
         inside &= (candidates.offset[near] - candidates.offset).abs() <= _WINDOW // 2
         total += torch.where(inside, candidates.attention[near], 0.0)
@@ -82,13 +82,13 @@ def _smoothed(candidates: Candidates) -> torch.Tensor:
 class SinkPolicy(SelectionPolicy):
     """Scores chunk-initial tokens highest (EPIC / LegoLink, arXiv 2410.15332). Needs no check layer.
 
-    They act as attention sinks when a chunk is computed alone.
+    Chunk-initial tokens act as attention sinks when a chunk is computed alone.
     """
 
     name = "sink"
 
     def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return how near each token is to its chunk's beginning."""
+        """Return each token's negated distance from its chunk's start."""
         return -candidates.offset
 
     def select(self, candidates: Candidates, count: int) -> torch.Tensor:
@@ -101,20 +101,20 @@ class SinkPolicy(SelectionPolicy):
 
 
 class RandomPolicy(SelectionPolicy):
-    """Scores by a random order, to see whether a policy knows anything; for one prompt layout the same on every rank."""
+    """Scores by a random order, as a baseline for other policies; for one prompt layout every rank has the same order."""
 
     name = "random"
 
     def score(self, candidates: Candidates) -> torch.Tensor:
-        """Return a number of its own for each token."""
-        # Drawn on the CPU: devices have generators of their own.
+        """Return a different number for each token."""
+        # The order is drawn on the CPU, because devices have different generators.
         generator = torch.Generator().manual_seed(int(candidates.positions.sum()))
-        # A token's number is its place in the order, negated: the first come highest.
+        # A token's score is its negated place in the order, so that the first token scores highest.
         return -torch.randperm(len(candidates.positions), generator=generator).argsort().to(candidates.positions.device)
 
 
 def rank_for(engine: BlendEngine, *settings: BlendSettings) -> None:
-    """Have an engine measure static deviations with the KV from now on, if a blend by one of ``settings`` needs them."""
+    """Make an engine measure static deviations with the KV from now on, if a blend by one of ``settings`` needs them."""
     wanted = (engine.profile.resolve(each, engine.num_layers, engine.controlled) for each in settings)
     if any(each.reuse == "chunks" and (each.ratio == "auto" or policy(each.policy).needs_static) for each in wanted):
         engine.ranking = "now"

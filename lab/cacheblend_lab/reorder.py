@@ -1,9 +1,9 @@
-"""Orders chunks so that an ordinary prefix cache hits: the lossless rival of blending (ContextPilot, MLSys '26).
+"""Orders chunks so that an ordinary prefix cache hits: a lossless alternative to blending (ContextPilot, MLSys '26).
 
-A prefix cache reuses KV only up to the first chunk that stood elsewhere before. Requests that share chunks can be made to share
-prefixes: of what was served before, the longest sequence whose chunks are all wanted goes first. The KV is then exact, and what
-may be lost is what the order of the chunks tells the model. (ContextPilot also writes hints about the order into the prompt and
-schedules requests; this does neither.)
+A prefix cache reuses KV only up to the first chunk that stood elsewhere before. Requests that share chunks can share
+prefixes if the longest earlier sequence whose chunks are all wanted goes first. The KV is then exact; the order of the
+chunks, which may inform the model, is lost. (ContextPilot also writes hints about the order into the prompt and
+schedules requests; this module does neither.)
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 
 DEFAULT_BUDGET = 1 << 17
-"""Tokens in the prefix cache: 16 GiB of KV at 128 KiB a token, as an 8B model with grouped-query attention has."""
+"""Default tokens in the prefix cache: 16 GiB of KV at 128 KiB a token, as for an 8B model with grouped-query attention."""
 
 
 @dataclass
 class _Node:
-    """A chunk behind those above it in the tree: one cached prefix."""
+    """Holds a chunk behind the chunks above it in the tree: one cached prefix."""
 
     tokens: int = 0
     used: int = 0
@@ -28,14 +28,14 @@ class _Node:
 
 
 class ReorderedPrompts:
-    """Orders each request's chunks by what was served before, and knows which prefix of them is cached.
+    """Orders each request's chunks by earlier requests, and simulates which prefix of them is cached.
 
-    The cache is simulated: a tree of the chunk sequences that were served, of at most ``budget`` tokens. When they exceed it,
-    the sequence that was not used for the longest time loses its last chunk first, as in RadixAttention.
+    The simulated cache is a tree of the served chunk sequences, of at most ``budget`` tokens. When the tree exceeds the
+    budget, the least recently used sequence loses its last chunk first, as in RadixAttention.
     """
 
     def __init__(self, budget: int = DEFAULT_BUDGET):
-        """Start with an empty cache of ``budget`` tokens; 0 caches nothing.
+        """Create an empty cache of ``budget`` tokens; 0 caches nothing.
 
         Raises:
             InputError: The budget is negative.
@@ -49,11 +49,11 @@ class ReorderedPrompts:
 
     @property
     def cached_tokens(self) -> int:
-        """Return how many tokens the cache holds."""
+        """Return the number of tokens in the cache."""
         return self._total
 
     def order(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Return ``chunks``, each once: the cached sequence of most tokens first, the others behind it as they came."""
+        """Return ``chunks``, each once: the cached sequence with most tokens first, the other chunks in their order behind it."""
         wanted: dict[str, Chunk] = {}
         for chunk in chunks:
             wanted.setdefault(chunk.id, chunk)
@@ -61,14 +61,14 @@ class ReorderedPrompts:
         return [wanted[name] for name in (*first, *(name for name in wanted if name not in first))]
 
     def count_cached(self, chunks: Sequence[Chunk]) -> int:
-        """Return how many of ``chunks``, in their order, are a cached prefix."""
+        """Return the number of ``chunks``, in their order, that form a cached prefix."""
         node, count = self._root, 0
         while count < len(chunks) and (below := node.below.get(chunks[count].id)) is not None:
             node, count = below, count + 1
         return count
 
     def serve(self, chunks: Sequence[Chunk]) -> None:
-        """Note that a prompt of ``chunks``, in this order, was computed: all its prefixes are cached, within the budget."""
+        """Record that a prompt of ``chunks``, in this order, was computed: all its prefixes are cached, within the budget."""
         self._clock += 1
         node = self._root
         for chunk in chunks:
@@ -82,7 +82,7 @@ class ReorderedPrompts:
 
     def _longest(self, node: _Node, wanted: Sequence[str]) -> tuple[int, list[str]]:
         best: tuple[int, list[str]] = (0, [])
-        for name in wanted:  # of equal ones the first in retrieval order
+        for name in wanted:  # among equal sequences the first in retrieval order is chosen
             if (below := node.below.get(name)) is not None:
                 tokens, rest = self._longest(below, [other for other in wanted if other != name])
                 if tokens + below.tokens > best[0]:
@@ -90,7 +90,7 @@ class ReorderedPrompts:
         return best
 
     def _evict(self) -> None:
-        """Drop the leaf that was not used for the longest time; of one request's chunks the last."""
+        """Drop the least recently used leaf; among the chunks of one request, the last chunk."""
         ends = [(node.used, -depth, above, name) for above, name, node, depth in self._nodes() if not node.below]
         _, _, above, name = min(ends, key=lambda end: end[:2])
         self._total -= above.below.pop(name).tokens

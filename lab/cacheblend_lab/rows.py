@@ -1,4 +1,4 @@
-"""Reads the rows of a JSON file, whatever their container, and says which lines are none."""
+"""Reads the rows of a JSON file in any container, and reports lines that are no rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cacheblend_rag.errors import InputError
 
 @dataclass(frozen=True)
 class Skipped:
-    """A row that cannot be used.
+    """Holds a row that cannot be used.
 
     Attributes:
-        file: The file's name.
-        where: The row's line, number or key in it.
-        why: What is wrong with it.
+        file: Name of the file.
+        where: Line, number or key of the row.
+        why: Reason why the row cannot be used.
     """
 
     file: str
@@ -29,18 +29,18 @@ class Skipped:
     why: str
 
     def __str__(self) -> str:
-        """Return it in a line."""
+        """Return file, place and reason in one line."""
         return f"{self.file}, {self.where}: {self.why}"
 
 
 @dataclass(frozen=True)
 class RowsFile:
-    """A file as it was read.
+    """Holds the contents of a file.
 
     Attributes:
-        rows: Its rows, each with where it stands.
-        skipped: What is no row.
-        digest: Hash of the bytes that were read.
+        rows: The rows, each with its place in the file.
+        skipped: Items that are no rows.
+        digest: Hash of the file's bytes.
     """
 
     rows: list[tuple[str, dict[str, Any]]]
@@ -96,7 +96,7 @@ def _no_object(row: Any) -> str:
 
 
 def _parse(text: str) -> list[tuple[str, Any]]:
-    """Return rows with where they stand; instead of a line that is no JSON stands what is wrong with it."""
+    """Return rows with their places; a line that is no JSON is represented by its ValueError."""
     try:
         whole = json.loads(text)
     except ValueError:
@@ -112,7 +112,7 @@ def _parse(text: str) -> list[tuple[str, Any]]:
 
 def _parse_lines(text: str) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = []
-    # Not splitlines: U+2028 and the like stand inside JSON strings.
+    # str.splitlines would split at U+2028 and similar characters inside JSON strings.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:

@@ -1,4 +1,4 @@
-"""Defines a data set's rows: samples with documents before preparation, cases with prompts behind it."""
+"""Defines a data set's rows: samples with documents before preparation, cases with prompts after preparation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Packing = Literal["split", "pack", "ready"]
 
 @dataclass(frozen=True)
 class Sample:
-    """A question and the texts it is to be answered from.
+    """Holds a question and the texts to answer it from.
 
     Attributes:
-        id: Unique in its data set.
-        question: The question; for summaries what is asked for.
+        id: Id of the sample, unique in its data set.
+        question: The question; for summaries the request.
         answers: Acceptable answers; a summary's reference.
         texts: Documents, examples or chunks.
-        packing: ``"split"`` joins the texts and cuts them into chunks; ``"pack"`` fills chunks with whole texts (few-shot
-            examples must not be cut); ``"ready"`` takes each text as a chunk.
-        task: Decides how long an answer may be and how it is scored.
-        kind: Kind of question, reported apart; empty if the data set tells none.
+        packing: ``"split"`` joins the texts and cuts them into chunks; ``"pack"`` fills chunks with whole texts
+            (few-shot examples must not be cut); ``"ready"`` takes each text as a chunk.
+        task: Determines the longest answer and the metric.
+        kind: Kind of question, reported separately; empty if the data set has no kinds.
         group: Samples of one group share their texts; confidence intervals resample groups.
-        instruction: First sentence of the prompt; every sample of a data set has the same.
-        where: The row it was read from, as ``line 3``; empty for a generated one.
+        instruction: First sentence of the prompt, equal for every sample of a data set.
+        where: The row that the sample was read from, as ``line 3``; empty for a generated sample.
     """
 
     id: str
@@ -45,15 +45,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class EvalCase:
-    """A sample ready to be answered.
+    """Holds a sample that is ready to be answered.
 
     Attributes:
-        sample: Where it comes from.
-        chunks: Chunks in the prompt, in its order.
+        sample: The sample.
+        chunks: Chunks in the prompt, in prompt order.
         prompt: Instruction, chunks and question.
-        max_tokens: Most tokens of an answer.
-        left_out: Retrieved chunks that did not fit the context window.
-        similarity: Cosine similarity of each chunk to the question; None where there was nothing to choose from.
+        max_tokens: Maximum number of tokens of an answer.
+        left_out: Number of retrieved chunks that did not fit the context window.
+        similarity: Cosine similarity of each chunk to the question; None if no chunks were retrieved.
     """
 
     sample: Sample

@@ -1,4 +1,4 @@
-"""Says how likely a model holds given completions behind a prompt, over stored KV: log p(y | prompt)."""
+"""Computes the log-likelihood log p(y | prompt) of given completions behind a prompt, over stored KV."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _Scorer = Callable[[Any, Request, Sequence[Sequence[int]]], "list[Score]"]
 
 @dataclass(frozen=True)
 class Score:
-    """Says how likely the model holds a given completion behind a prompt, at temperature 1.
+    """Holds the likelihood of a given completion behind a prompt, at temperature 1.
 
     Attributes:
-        token_logprobs: Natural-log probability of each of its tokens, given the prompt and those before it.
+        token_logprobs: Natural-log probability of each completion token, given the prompt and the earlier completion
+            tokens.
     """
 
     token_logprobs: tuple[float, ...]
@@ -45,21 +46,21 @@ class Score:
 
 
 def can_score(engine: BlendEngine) -> bool:
-    """Say whether :func:`score` serves an engine: a server's clients are not told what it needs."""
+    """Return whether :func:`score` supports an engine; a remote server does not return the required probabilities."""
     return _scorer(engine) is not None
 
 
 def score(
     engine: BlendEngine, prompt: Prompt, completions: Sequence[Sequence[int]], settings: BlendSettings | None = None
 ) -> list[Score]:
-    """Return how likely the model holds each of ``completions`` (token ids) behind the prompt, over stored KV.
+    """Return the likelihood of each of ``completions`` (token ids) behind the prompt, over stored KV.
 
-    Behind header and one chunk nothing is blended: what is reused is exact.
+    A prompt of header and one chunk is not blended: its reused KV is exact.
 
     Raises:
         PromptTooLongError: Prompt and the longest completion exceed the context window.
-        UnknownChunkError: A reference to a chunk that was never registered.
-        InputError: A completion without tokens, or this engine cannot score.
+        UnknownChunkError: A referenced chunk was never registered.
+        InputError: A completion has no tokens, or the engine cannot score.
     """
     scorer = _scorer(engine)
     if scorer is None:
@@ -78,13 +79,13 @@ def score(
 def _scorer(engine: BlendEngine) -> _Scorer | None:
     if isinstance(engine, ModelOwner):
         return _with_transformers
-    vllm = sys.modules.get("cacheblend_rag.engines.vllm.engine")  # importing it takes seconds, and it may be missing
+    vllm = sys.modules.get("cacheblend_rag.engines.vllm.engine")  # importing vLLM is slow and may fail
     return _in_vllm if vllm is not None and isinstance(engine, vllm.VLLMEngine) else None
 
 
 def _with_transformers(engine: ModelOwner, request: Request, completions: Sequence[Sequence[int]]) -> list[Score]:
-    """Score; the completions share the prompt's prefill, unless the model is not blended."""
-    # The state of a recurrent layer cannot go back to where the prompt ended.
+    """Score completions; they share the prompt's prefill, unless the model is not blended."""
+    # The state of a recurrent layer cannot be reset to the end of the prompt.
     together = [completions] if engine.gate.passed else [[each] for each in completions]
     return [found for each in together for found in _behind_one_prefill(engine, request, each)]
 
@@ -123,13 +124,13 @@ def _token_by_token(
 
 
 def _score(logits: torch.Tensor, ids: Sequence[int]) -> Score:
-    """Read the score of ``ids`` off ``logits``, ``[tokens, vocab]``, each row the one before its token."""
+    """Return the score of ``ids`` from ``logits``, ``[tokens, vocab]``; each row predicts the token of its index."""
     wanted = torch.tensor([list(ids)], device=logits.device).T
     return Score(tuple(logits.float().log_softmax(-1).gather(1, wanted)[:, 0].tolist()))
 
 
 def _in_vllm(engine: VLLMEngine, request: Request, completions: Sequence[Sequence[int]]) -> list[Score]:
-    """Score; each completion is a request of its own, and they run side by side."""
+    """Score completions; each completion is a separate request, and the requests run concurrently."""
 
     async def all_of_them() -> list[Score]:
         return list(await asyncio.gather(*(_asked(engine, request, ids) for ids in completions)))
@@ -138,13 +139,13 @@ def _in_vllm(engine: VLLMEngine, request: Request, completions: Sequence[Sequenc
 
 
 async def _asked(engine: VLLMEngine, request: Request, completion: Sequence[int]) -> Score:
-    """Have vLLM compute what stands behind the last chunk, so that it knows how likely that is."""
+    """Make vLLM compute everything behind the last chunk, so that vLLM returns the log-probabilities of the completion."""
     from vllm import SamplingParams as VLLMSampling
     from vllm.sampling_params import RequestOutputKind
 
     prompt = replace(request.prompt, token_ids=(*request.prompt.token_ids, *completion), text=None)
     check_length(len(prompt.token_ids), 1, engine.context_window)
-    # A salt of its own: vLLM gives no log-probabilities of tokens that it finds in its prefix cache.
+    # The salt is unique, because vLLM gives no log-probabilities of tokens that its prefix cache holds.
     name = uuid4().hex
     tokens, params = engine.tokens_prompt(prompt, request.settings.asked, name, unasked=len(completion))
     await engine.before(prompt.token_ids, params, prompt)
@@ -153,7 +154,7 @@ async def _asked(engine: VLLMEngine, request: Request, completion: Sequence[int]
         temperature=0.0,
         prompt_logprobs=0,
         detokenize=False,
-        # Left open, prompt_logprobs would switch the connector off as well as the prefix cache.
+        # Unless this is set, prompt_logprobs switches the connector off as well as the prefix cache.
         skip_reading_prefix_cache=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={"kv_transfer_params": params} if params else None,

@@ -1,4 +1,4 @@
-"""Shows the attention weights of a transformers model while it runs."""
+"""Observes the attention weights of a transformers model while it runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cacheblend_rag.engines.transformers.attention import NAME, QUERIES, attenti
 
 @contextmanager
 def watched(watcher: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
-    """Show every layer's attention weights, ``[heads, queries, keys]`` in fp32, to ``watcher(layer, weights)``.
+    """Call ``watcher(layer, weights)`` with every layer's attention weights, ``[heads, queries, keys]`` in fp32.
 
-    For passes of few queries (a question): the weights of a whole prompt would not fit into memory. Models that need eager
-    attention are not shown. What other threads run meanwhile is shown, too.
+    Use passes of few queries (a question): the weights of a whole prompt would not fit into memory. Models that need
+    eager attention are not observed. Passes of other threads are observed, too.
     """
 
     def shown(

@@ -1,1 +1,1 @@
-"""Makes the bundled model and corpus: generation, tokenizer, training, evaluation. Not part of the wheel."""
+"""Makes the bundled model and corpus: generation, tokenizer, training, evaluation. The wheel does not include it."""

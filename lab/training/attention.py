@@ -1,7 +1,7 @@
 """Computes causal attention in blocks of queries, for training on CPUs whose matrix products are fast in bf16.
 
-PyTorch's fused kernel reads less memory and multiplies at less than the rate that plain products reach there; at the
-lengths of the demo's prompts these take two thirds of its time, and the memory is there.
+PyTorch's fused kernel uses less memory, but multiplies more slowly than plain products on these CPUs. At the lengths of
+the demo's prompts, plain products take two thirds of the fused kernel's time, and their memory is available.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""Queries a block: each sees the keys up to its block's end, so half of all products is left out."""
+"""Queries in a block. A block uses keys up to the block's end only, which saves almost half of all products."""
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Keeps the attention weights for the backward pass instead of computing them again."""
+    """Stores the attention weights for the backward pass instead of recomputing them."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend; shapes as in `causal_attention`, with heads that share keys and values in a dimension of their own."""
+        """Return the attention's outputs.
+
+        Shapes are as in `causal_attention`, but the heads that share keys and values have a dimension of their own.
+        """
         tokens, scale = queries.shape[-2], queries.shape[-1] ** -0.5
         out = torch.empty_like(queries)
         weights = []
@@ -42,7 +45,7 @@ class _BlockedAttention(torch.autograd.Function):
         queries, keys, values, out, *weights = ctx.saved_tensors
         scale = queries.shape[-1] ** -0.5
         for_queries = torch.empty_like(queries)
-        # Sums over blocks, in fp32 as the fused kernel does it.
+        # Sum over blocks in fp32, as the fused kernel does.
         for_keys, for_values = (
             torch.zeros_like(keys, dtype=torch.float32),
             torch.zeros_like(values, dtype=torch.float32),
@@ -62,12 +65,12 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return what each query attends to among the keys up to its own place.
+    """Return the causal attention's outputs, (batch, heads, tokens, head_dim).
 
     Args:
         queries: (batch, heads, tokens, head_dim).
-        keys: (batch, kv_heads, tokens, head_dim); heads / kv_heads queries share one.
-        values: As the keys.
+        keys: (batch, kv_heads, tokens, head_dim); heads / kv_heads query heads share one KV head.
+        values: (batch, kv_heads, tokens, head_dim).
     """
     batch, heads, tokens, dim = queries.shape
     grouped = queries.reshape(batch, keys.shape[1], heads // keys.shape[1], tokens, dim)
@@ -76,7 +79,7 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Put the heads of a group behind one another, as more rows of one product."""
+    """Join the heads of a group along the token dimension, as rows of one product."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 

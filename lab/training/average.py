@@ -1,7 +1,7 @@
-"""Averages a model with one it began from: `python -m training.average MODEL OTHER --share 0.4 --out FOLDER`.
+"""Averages a model with the model it began from: `python -m training.average MODEL OTHER --share 0.4 --out FOLDER`.
 
-What training on has taught, and what it has made the model forget, both grow with the distance between the two; somewhere in
-between most of the one is there and little of the other.
+Further training adds skills, and makes the model forget others; both effects grow with the distance between the two
+models. An average can keep most of the new skills and lose few of the old ones.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from training.export import CONFIG_FILES, TOKENIZER_FILES, fingerprint, write_we
 
 
 def average(model: Path, other: Path, share: float, out: Path) -> None:
-    """Write `model` to `out`, its weights a share of `other`'s and the rest its own.
+    """Write a copy of `model` to `out`, with the weights `share` * `other` + (1 - `share`) * `model`.
 
     Raises:
-        ValueError: The two differ in shape or tokenizer.
+        ValueError: The two models differ in shape or tokenizer.
     """
     own, others = (load_file(folder / "model.safetensors") for folder in (model, other))
     shapes, beside = ({name: tensor.shape for name, tensor in each.items()} for each in (own, others))
@@ -29,7 +29,7 @@ def average(model: Path, other: Path, share: float, out: Path) -> None:
     if any((model / name).read_bytes() != (other / name).read_bytes() for name in TOKENIZER_FILES):
         raise ValueError(f"{model} and {other} have different tokenizers: a token of one means another one there")
     out.mkdir(parents=True)
-    for name in (*CONFIG_FILES, *TOKENIZER_FILES):  # not the card, nor a profile: they hold for its own weights
+    for name in (*CONFIG_FILES, *TOKENIZER_FILES):  # not the card, nor a profile: they describe other weights
         shutil.copyfile(model / name, out / name)
     mean = {
         name: (share * others[name].float() + (1 - share) * tensor.float()).to(tensor.dtype)

@@ -1,4 +1,4 @@
-"""Makes training batches: contexts in a prompt skeleton, packed questions, loss weights and binding targets."""
+"""Makes training batches: contexts in a prompt skeleton, packed questions, marks for the loss, and binding targets."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from training.skeletons import Skeleton, sample_skeleton
 from training.tokenizer import BOS, EOS, PAD
 
 BIND_LAYER: Final = 2
-"""Input of this layer must name the entity a value belongs to, so a check here sees cross-chunk references."""
+"""Layer whose input must name a value's entity, so that a check layer there sees cross-chunk references."""
 LINK_LAYER: Final = 5
-"""Input of this layer must name what an earlier sentence adds: whom a nickname means, a list's topic, a number's unit."""
+"""Layer whose input must name earlier information: a nickname's entity, a list's topic, a number's unit."""
 
 FIND_LAYER: Final = 3
-"""In this layer one head must look from a nickname to the sentence that explains it."""
+"""Layer with a head that must attend from a nickname to the sentence that explains the nickname."""
 
 TEXT, ANSWER = 1, 2
-"""Marks of tokens that are trained on; an answer's is ANSWER plus the index of its question's kind."""
+"""Marks of tokens with a loss; the mark of an answer is ANSWER plus the index of its question's kind."""
 VERDICT: Final = ANSWER + len(QUESTION_KINDS)
-"""Mark of the tokens that say which of two years is earlier, when both are found: few, and the only ones that compare."""
+"""Mark of the tokens that name the earlier entity in a comparison: few, and the only tokens that compare."""
 
 EXERCISES: Final = 6
-"""Behind so many questions one comparison of made-up years: a context has few, and the order of years must be learnt."""
+"""Questions per exercise; an exercise compares two invented years, since contexts have few comparisons."""
 
 
 class Encoder:
-    """Tokenises texts apart, with a cache: sentences repeat."""
+    """Tokenises texts one by one, with a cache, since sentences repeat."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -61,10 +61,11 @@ class Encoder:
 
 @dataclass
 class Example:
-    """One packed training sequence.
+    """Holds one packed training sequence.
 
-    `bind` rows are (position, layer, two tokens that the layer's input must name there, two that it may name as well);
-    `find` rows are (position, start and end of the place that it must look at). `explained` says where nicknames are.
+    `bind` rows are (position, layer, two tokens that the layer's input must name, two tokens that it may name as well).
+    `find` rows are (position, start and end of the tokens to attend to). `explained` maps nicknames to start and end of
+    their tokens.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -76,16 +77,16 @@ class Example:
     next_position: int = 0
 
     def name(self, position: int, layer: int, named: tuple[int, int], beside: tuple[int, int] = (PAD, PAD)) -> None:
-        """Have the input of `layer` name something at `position`, whatever it says of what is named `beside` it."""
+        """Require that the input of `layer` names the tokens `named` at `position`; the tokens `beside` are ignored."""
         self.bind.append((position, layer, *named, *beside))
 
     def look_up(self, position: int, nickname: str) -> None:
-        """Have `FIND_LAYER` look from `position` to where the nickname is explained, if an earlier sentence does."""
+        """Require that `FIND_LAYER` attends from `position` to the nickname's explanation, if there is one."""
         if nickname in self.explained:
             self.find.append((position, *self.explained[nickname]))
 
     def put(self, ids: Sequence[int], loss: int = 0) -> None:
-        """Append tokens."""
+        """Append tokens with the mark `loss`."""
         self.ids += ids
         self.loss += [loss] * len(ids)
         self.positions += range(self.next_position, self.next_position + len(ids))
@@ -118,10 +119,10 @@ def _put_context(
 
 
 def _bind(example: Example, encoder: Encoder, sentence: Sentence, ids: Sequence[int]) -> None:
-    """Say what the value in a sentence that is about to be put belongs to."""
+    """Add the binding targets of the value in a sentence, before the sentence's tokens are appended."""
     value, entity = encoder.encode(sentence.value or ""), sentence.entity or ""
     start, lead = _find_last(ids, value), encoder.lead(sentence.nickname or entity)
-    # A value in front of its entity's name cannot know the name yet.
+    # Causal attention cannot bind a value to a name behind it.
     if start < 0 or _find_last(ids, lead) >= start:
         return
     first = len(example.ids) + start
@@ -130,14 +131,14 @@ def _bind(example: Example, encoder: Encoder, sentence: Sentence, ids: Sequence[
     for position in range(first, last + 1):
         example.name(position, BIND_LAYER, lead)
         if added:
-            # Both, or one would drive out the other: an answer is found by both.
+            # The input must name both, since an answer is found by both; one name must not replace the other.
             example.name(position, LINK_LAYER, encoder.lead(added), lead)
             example.name(position, LINK_LAYER, lead, encoder.lead(added))
         if sentence.nickname:
             example.look_up(position, sentence.nickname)
     if sentence.attribute is None:
         nickname = encoder.lead(sentence.value or "")
-        # Whom it means, and the nickname itself, or nobody who looks for it would find it here.
+        # The last token names both entity and nickname, so that attention to the nickname finds the explanation.
         example.bind[-1] = (*example.bind[-1][:4], *nickname)
         example.name(last, BIND_LAYER, nickname, lead)
         example.explained[sentence.value or ""] = (first, last + 1)
@@ -151,7 +152,7 @@ def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, questi
     example.name(here, BIND_LAYER, asked)
     if question.kind == "alias":
         nickname, meant = question.entities
-        # What says nothing about the name, as "the", is as far from it as the question is.
+        # Tokens before the name's first token, such as "the", need the same targets as the question's end.
         for position in range(here, here + 1 + answer.index(encoder.lead(meant)[0])):
             example.name(position, LINK_LAYER, encoder.lead(meant), asked)
             example.look_up(position, nickname)
@@ -167,7 +168,7 @@ def _put_question(example: Example, encoder: Encoder, skeleton: Skeleton, questi
 
 
 def _put_exercise(example: Example, encoder: Encoder, skeleton: Skeleton, rng: Random) -> None:
-    """Put a comparison of two years that stand in the answer already: only which is earlier is trained on."""
+    """Append a comparison whose answer already holds both years; only the verdict and the end token have a loss."""
     kind, key = rng.choice(
         [(kind, key) for kind in KINDS for key, said in KINDS[kind].attributes.items() if said.comparison]
     )
@@ -194,17 +195,17 @@ def make_example(
     native_share: float = 0.6,
     lessons: bool = True,
 ) -> Example:
-    """Draw one packed sequence: a context and as many questions about it.
+    """Draw one packed sequence: a context and questions about the context.
 
     Args:
         rng: Source of randomness.
-        encoder: Tokenises.
+        encoder: Tokenises texts.
         chunks: Number of chunks.
         chunk_tokens: Most tokens of a chunk.
         questions: Most questions.
-        gap: Positions skipped in total, between documents, so that short contexts train long distances.
+        gap: Mean number of positions skipped between documents in total, so that short contexts train long distances.
         native_share: Share of the native skeleton.
-        lessons: With exercises behind the questions, and told where nicknames are explained.
+        lessons: Whether to append exercises, and to keep the `find` targets for nicknames.
     """
     missing = chunks > 2 and rng.random() < 0.15
     crowded = not missing and rng.random() < 0.6
@@ -240,7 +241,7 @@ def make_example(
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded tensors: ids, loss and positions (batch, tokens); bind (rows, 7) and find (rows, 4) begin with the batch row."""
+    """Holds padded tensors: ids, loss, positions (batch, tokens); bind (rows, 7), find (rows, 4), batch row first."""
 
     ids: Tensor
     loss: Tensor

@@ -1,6 +1,6 @@
-"""Blends on the training model: a small, independent yardstick for the demo model's answers.
+"""Blends on the training model, as a small, independent reference for the demo model's answers.
 
-Batch size 1 throughout. A KV cache is a list with one (keys, values) pair a layer, each (1, kv_heads, tokens,
+The batch size is 1 throughout. A KV cache is a list with one (keys, values) pair per layer, each (1, kv_heads, tokens,
 head_dim); the keys are rotated.
 """
 
@@ -21,7 +21,7 @@ Score = Literal["hkvd", "random", "oracle"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a prompt up to the question: a header, then chunks with gaps between them.
+    """Holds the token ids of a prompt up to the question: a header, then chunks with gaps between them.
 
     Attributes:
         header: Ids in front of the first chunk.
@@ -43,7 +43,7 @@ class Prompt:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Start and end of every chunk in `ids`."""
+        """Return start and end of every chunk in `ids`."""
         spans, start = [], len(self.header)
         for chunk in self.chunks:
             spans.append((start, start + len(chunk)))
@@ -65,7 +65,7 @@ def prefill(model: DemoModel, ids: Sequence[int]) -> KV:
 
 
 def place_chunks(model: DemoModel, prompt: Prompt) -> KV:
-    """Return a cache for `prompt.ids` with every chunk's own KV, computed behind the header only; the rest is zero."""
+    """Return a cache for `prompt.ids` with the chunks' KV, computed behind the header; header and gaps are zero."""
     size, shape = len(prompt.ids), model.shape
     placed: KV = [
         (torch.zeros(1, shape.kv_heads, size, shape.head_dim), torch.zeros(1, shape.kv_heads, size, shape.head_dim))
@@ -81,12 +81,12 @@ def place_chunks(model: DemoModel, prompt: Prompt) -> KV:
 
 
 def _deviation(fresh: tuple[Tensor, Tensor], stale: tuple[Tensor, Tensor]) -> Tensor:
-    """Squared difference of keys and values a token, (tokens,)."""
+    """Return the squared difference of keys and values for each token, (tokens,)."""
     return sum(((a - b) ** 2).sum((0, 1, 3)) for a, b in zip(fresh, stale, strict=True))  # type: ignore[return-value]
 
 
 def _oracle(full: KV, placed: KV) -> Tensor:
-    """Deviation of a token over all layers but the first, each layer's keys and values at their own scale."""
+    """Return each token's deviation over all layers but the first, (tokens,), scaled per layer, keys and values."""
     total = torch.zeros(full[0][0].shape[2])
     for fresh, stale in zip(full[1:], placed[1:], strict=True):
         for a, b in zip(fresh, stale, strict=True):
@@ -109,11 +109,12 @@ def blend(
     Args:
         model: The model.
         prompt: The prompt.
-        placed: `place_chunks` of the prompt.
-        check: Layer whose deviation selects tokens; earlier layers see every token. 0 with ratio 0 is full KV reuse.
+        placed: Result of `place_chunks` for the prompt.
+        check: Layer whose deviation selects tokens; earlier layers compute every token. 0 with ratio 0 is full KV
+            reuse.
         ratio: Share of the chunks' tokens to recompute, besides header and gaps.
         score: "hkvd", "random", or "oracle" (the deviation of all layers, from `full`).
-        full: `prefill` of the prompt, for the oracle.
+        full: Result of `prefill` for the prompt, for the oracle.
     """
     ids = prompt.ids
     size = len(ids)
@@ -153,9 +154,10 @@ def blend(
 
 
 def answers_match(model: DemoModel, cache: KV, questions: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[bool]:
-    """Tell for each (question ids, answer ids) whether greedy decoding on top of `cache` gives exactly the answer.
+    """Return for each (question ids, answer ids) whether greedy decoding after `cache` gives exactly the answer.
 
-    All questions run in one pass; each sees the cache and itself only. Teacher forcing compares as decoding would.
+    All questions run in one pass; each question attends to the cache and itself only. Teacher forcing gives the same
+    result as decoding.
     """
     size = cache[0][0].shape[2]
     joined = [[*question, *answer] for question, answer in questions]

@@ -49,14 +49,14 @@ def write_card(
     Args:
         path: The card's file.
         plain: Result of `evaluate.table` on documents alone.
-        interludes: The same on contexts with interludes.
+        interludes: Result of `evaluate.table` on contexts with interludes.
         facts: Result of `evaluate.fingerprint`.
         command: The command that measured the table.
-        note: A remark on how the weights came about.
+        note: A remark on the origin of the weights.
     """
     text = _CARD.format(
         shape=facts["shape"],
-        # Weights without an origin are older than the training's present place, and from scratch.
+        # Weights without an origin are older than the present training module, and were trained from scratch.
         training=facts["training"] if "origin" in facts else TRAINING_COMMAND,
         origin=facts.get("origin", "from scratch"),
         seed=facts["seed"],

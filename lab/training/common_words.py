@@ -1,4 +1,4 @@
-"""Lists common English words that are worth a token each, so that documents do not fall apart into letters."""
+"""Lists common English words that get a token each, so that user documents are not tokenised into letters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from importlib.resources import files
 from typing import Final
 
 FREQUENT: Final = 260
-"""The first words of the list are also kept in their capitalised form."""
+"""Number of the list's first words that get a token for their capitalised form, too."""
 
 COMMON_WORDS: Final = tuple((files(__package__) / "common_words.txt").read_text(encoding="utf-8").split())

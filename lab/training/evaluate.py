@@ -1,7 +1,7 @@
 """Evaluates the bundled model on held-out names: `python -m training.evaluate`.
 
-Exact match of whole answers under full recompute, full KV reuse and blends with different check layers and ratios, pooled
-over seeds, with 95% intervals that take the questions of one context as one group.
+The table shows exact match of whole answers under full recompute, full KV reuse and blends with different check layers
+and ratios, pooled over seeds, with 95% intervals that treat the questions of one context as one group.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ QUICK: Final = ("full recompute", "full KV reuse", "blend 15%, check layer 2", "
 MAIN_KINDS: Final = ("single", "cross", "two_hop", "two_hop_cross")
 
 Counts = dict[str, dict[str, list[tuple[str, bool]]]]
-"""Method -> question kind -> one entry a question: the context it is about, and whether the answer is right."""
+"""Method -> question kind -> one entry per question: the name of its context, and whether the answer is right."""
 
 
 def held_out_contexts(
@@ -57,7 +57,7 @@ def held_out_contexts(
     unseen: bool = False,
     interludes: bool = False,
 ) -> Iterator[tuple[str, FictionContext]]:
-    """Yield contexts of held-out names, each with a name of its own; the same seed gives the same ones."""
+    """Yield pairs of a unique name and a context with held-out names; equal seeds give equal contexts."""
     rng = Random(f"evaluation:{seed}:{chunk_tokens}:{unseen}")
     for number in range(contexts):
         yield (
@@ -85,7 +85,7 @@ def evaluate(
     unseen: bool,
     interludes: bool = False,
 ) -> Counts:
-    """Return how the methods answer the questions of `contexts` contexts a seed."""
+    """Answer the questions of `contexts` contexts per seed by each method; return which answers are right."""
     model = load_exported(folder)
     encoder = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")))
     torch.manual_seed(seeds[0])
@@ -134,7 +134,7 @@ def _share(answers: Sequence[tuple[str, bool]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Evaluate and print the table; with --card write it into the model card."""
+    """Evaluate the model and print the table; with --card, write the table into the model card."""
     parser = argparse.ArgumentParser(description="Evaluate the bundled demo model.")
     parser.add_argument("--model", type=Path, default=MODEL_FOLDER)
     parser.add_argument(

@@ -44,7 +44,7 @@ def load_exported(folder: Path) -> DemoModel:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """Return the hash of the weights and what training wrote into their metadata."""
+    """Return the metadata that training wrote into the weights file, and the file's hash as `xxh3_128`."""
     weights = folder / "model.safetensors"
     with safe_open(weights, framework="pt") as opened:
         metadata: dict[str, str] = opened.metadata() or {}
@@ -52,9 +52,9 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write the weights of a model, with what :func:`fingerprint` is to say of them."""
+    """Write the weights of a model, with metadata that :func:`fingerprint` returns."""
     save_file(dict(weights), folder / "model.safetensors", metadata=dict(metadata))
-    # The writer leaves the file readable by its owner only.
+    # save_file makes the file readable by its owner only.
     (folder / "model.safetensors").chmod(0o644)
 
 
@@ -74,7 +74,7 @@ def export(checkpoint: Path, tokenizer_folder: Path, folder: Path) -> None:
         "initializer_range": 0.02,
         "mlp_bias": False,
         **model.shape.llama_config(),
-        # Readers older than rope_parameters look for the plain key.
+        # Older versions of transformers read this key instead of rope_parameters.
         "rope_theta": model.shape.theta,
         **ids,
         "use_cache": True,
@@ -101,7 +101,7 @@ def export(checkpoint: Path, tokenizer_folder: Path, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Export the checkpoint of a run that is still going on."""
+    """Export the newest checkpoint of a run, which may still be training."""
     parser = argparse.ArgumentParser(description="Export a training checkpoint.")
     parser.add_argument("--run", type=Path, default=Path("runs/demo-model"), help="folder of the training run")
     parser.add_argument("--model", type=Path, required=True, help="folder to write")

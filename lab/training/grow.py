@@ -1,4 +1,4 @@
-"""Grows a finished model into one with more to learn that computes the same, to train on from there."""
+"""Adds layers to a finished model without changing its outputs, as a start for further training."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from training.model import DemoModel, beside, initialise
 
 @torch.no_grad()
 def grow(finished: DemoModel, layers: int) -> DemoModel:
-    """Return a model with more layers and the same outputs.
+    """Return a model with more layers and unchanged outputs.
 
-    The new layers add nothing to the residual stream at first (their output projections are zero). The first stands right
-    behind the layer that reads what `BIND_LAYER` gets, where a second look-up can happen, each other one layer later.
+    The new layers add nothing to the residual stream at first (their output projections are zero). The first new layer
+    is directly behind layer `BIND_LAYER`, where a second look-up can happen; the others alternate with the next old
+    layers.
 
     Args:
         finished: The model to grow from.
         layers: Number of layers wanted.
 
     Raises:
-        ValueError: Fewer layers than the model has, or more new ones than it has layers to stand in front of.
+        ValueError: `layers` is smaller than the model's number of layers, or larger than the number of places allows.
     """
     old, first = finished.shape.layers, BIND_LAYER + 1
     added = layers - old
@@ -44,10 +45,10 @@ def grow(finished: DemoModel, layers: int) -> DemoModel:
 
 @torch.no_grad()
 def part_twins(model: DemoModel) -> int:
-    """Tell heads apart that are twins: same queries and outputs over the same keys and values; returns how many there were.
+    """Separate identical heads, with shared keys and values and equal query and output weights; return their number.
 
-    Twins have the same gradients, so training never tells them apart. The first takes over what both add; the other begins
-    beside it, adding nothing at first.
+    Identical heads get equal gradients, so training never separates them. The first head takes over the sum of their
+    outputs; the other heads get similar queries and output weights of zero.
     """
     groups, dim = model.shape.heads // model.shape.kv_heads, model.shape.head_dim
     parted = 0

@@ -1,8 +1,8 @@
 """Writes the demo's corpus and questions: `python -m training.make_corpus`.
 
-Every name in the corpus is held out: the bundled model never saw it in training. A question's kind follows from where the
-library's own chunker cuts the files. Only questions that get all their chunks from the library's default retrieval are
-taken: the demo is about the KV of what was retrieved, not about retrieval.
+Every name in the corpus is held out: the bundled model never saw it in training. A question's kind depends on where the
+library's own chunker cuts the files. Only questions whose chunks are all found by the library's default retrieval are
+used: the demo shows the KV of retrieved chunks, not retrieval.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ WANTED: Final = {"single": 7, "cross": 8, "two_hop": 4, "two_hop_cross": 1}
 
 @dataclass(frozen=True)
 class Plan:
-    """One file of the corpus.
+    """Describes one file of the corpus.
 
     Attributes:
         name: File name.
         opening: Title and first paragraph.
-        kinds: How many entities of each kind it may tell about.
-        blocks: Its length, in blocks of 512 tokens.
+        kinds: Largest number of entities of each kind.
+        blocks: Length of the file, in blocks of 512 tokens.
     """
 
     name: str
@@ -93,15 +93,15 @@ PLANS: Final = (
 
 @dataclass
 class Document:
-    """A written file: its text, the entities in it and the place of every sentence.
+    """Holds a written file: its text, its entities and the place of every sentence.
 
     Attributes:
-        plan: What was asked for.
+        plan: Plan of the file.
         text: The file's text.
         entities: The entities; `locate_facts` sets their `where`.
-        sentences: Offset in `text` and sentence.
-        named: Entity name -> chunks that name it, in order.
-        chunks: The chunks that the library cuts it into.
+        sentences: Pairs of offset in `text` and sentence.
+        named: Entity name -> chunks that name the entity, in order.
+        chunks: The chunks that the library cuts the text into.
     """
 
     plan: Plan
@@ -124,7 +124,7 @@ class Document:
 
 
 def follow_links(entities: Sequence[Entity]) -> list[Entity]:
-    """Order entities so that a ship's captain or a company's founder comes right after it, as in a real file."""
+    """Order entities so that a linked entity, such as a ship's captain, directly follows, as in a real file."""
     by_name = {entity.name: entity for entity in entities}
     ordered: dict[str, Entity] = {}
     for entity in entities:
@@ -161,7 +161,7 @@ def write_document(rng: Random, names: NameMaker, plan: Plan, tokenizer: Any) ->
 
 
 def locate_facts(document: Document, tokenizer: Any) -> None:
-    """Set `Entity.where` by the chunks that the library cuts the file into."""
+    """Cut the file into chunks by the library's chunker, and set `Entity.where` of the document's entities."""
     chunks = split_text(document.text, tokenizer, BLOCK_TOKENS)
     document.chunks = chunks
     ends = [chunk.metadata["end"] for chunk in chunks]
@@ -176,12 +176,12 @@ def locate_facts(document: Document, tokenizer: Any) -> None:
         if sentence.entity.removeprefix("the ").lower() in sentence.text.lower():
             named[sentence.entity].append(chunk)
         if sentence.attribute:
-            # Behind the last chunk that names it, whether that is this one or not.
+            # The fact depends on the last chunk that names the entity, which may be the fact's own chunk.
             by_name[sentence.entity].where[sentence.attribute] = Place(chunk, named[sentence.entity][-1])
 
 
 def find_answerable(rng: Random, documents: Sequence[Document]) -> dict[str, list[tuple[Plan, FictionQuestion]]]:
-    """Return question kind -> questions that get all their chunks from the default retrieval, with their file."""
+    """Return question kind -> questions whose chunks the default retrieval finds, with the plan of their file."""
     pools: dict[str, list[tuple[Plan, FictionQuestion]]] = defaultdict(list)
     with TemporaryDirectory() as folder, TransformersEngine() as engine:
         pipeline = RagPipeline(engine, folder)
@@ -219,7 +219,7 @@ def choose_questions(rng: Random, documents: Sequence[Document]) -> list[dict[st
 
 
 def write_documents(rng: Random) -> list[Document]:
-    """Return the corpus, its facts located in chunks."""
+    """Return the documents of the corpus, with their facts located in chunks."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
     names = NameMaker(rng, held_out=True)
     documents = [write_document(rng, names, plan, tokenizer) for plan in PLANS]

@@ -1,4 +1,4 @@
-"""Defines a minimal Llama for training on CPU: bf16 residual stream, one fused attention call a layer."""
+"""Defines a minimal Llama for training on CPU, with a bf16 residual stream and one attention call per layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from training.attention import causal_attention
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the model."""
+    """Holds the sizes of the model."""
 
     vocabulary: int
     hidden: int = 256
@@ -64,7 +64,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm."""
+    """Divides by the root mean square and multiplies by a weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections of grouped-query attention."""
+    """Holds the projections of grouped-query attention."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward block."""
+    """Computes the SwiGLU feed-forward block."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer, split into the parts that a blended prefill drives apart."""
+    """Computes one decoder layer, in two parts that a blended prefill calls separately."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Layer(nn.Module):
         return q, k, v
 
     def finish(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend (causally without a mask) and apply the MLP; returns the layer's output, shaped like `x`."""
+        """Attend (causally without a mask) and apply the MLP; return the layer's output, shaped like `x`."""
         if mask is None and torch.is_grad_enabled():
             out = causal_attention(q, k, v)
         else:
@@ -134,7 +134,7 @@ class Layer(nn.Module):
 
 
 class DemoModel(nn.Module):
-    """Llama with tied embeddings."""
+    """Computes a Llama with tied embeddings."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -149,8 +149,8 @@ class DemoModel(nn.Module):
 
         Args:
             ids: Token ids, (batch, tokens).
-            positions: Positions of the tokens, same shape.
-            keep: Layers whose input is returned too.
+            positions: Positions of the tokens, (batch, tokens).
+            keep: Layers whose input is returned, too.
 
         Returns:
             The normalised hidden states (batch, tokens, hidden), and the inputs of the layers in `keep`.
@@ -169,7 +169,7 @@ class DemoModel(nn.Module):
         return self.norm(x), kept
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return next-token logits of normalised hidden states, in the last dimension's place."""
+        """Return next-token logits, (..., vocabulary), of normalised hidden states, (..., hidden)."""
         return F.linear(hidden, self.embed_tokens.weight.to(hidden.dtype))
 
 
@@ -179,18 +179,18 @@ def _semi_orthogonal(rows: int, columns: int) -> Tensor:
 
 
 def beside(query: Tensor) -> Tensor:
-    """Return a query projection like `query` (head_dim, hidden) that looks elsewhere, too: half way to a random one."""
+    """Return a query projection (head_dim, hidden) half way between `query` and a random projection of equal scale."""
     return (query + query.std() * torch.randn_like(query)) / math.sqrt(2)
 
 
 @torch.no_grad()
 def initialise(model: DemoModel) -> None:
-    """Initialise so that retrieval is within reach of a few million tokens.
+    """Initialise the weights so that the model learns retrieval within a few million tokens.
 
-    Layer 0 starts with heads that look at the token before and the one before that (through RoPE, keyed on a constant
-    embedding channel); the later layers start with heads that match those (induction) and heads that match equal
-    tokens. Values pass nearly unchanged through value and output projections. A standard initialisation does not learn
-    the task at this size.
+    Layer 0 starts with heads that attend to the previous token and to the token before the previous one (through RoPE,
+    keyed on a constant embedding channel). The later layers start with heads that match the previous tokens (induction)
+    and heads that match equal tokens. Values pass nearly unchanged through value and output projections. With a
+    standard initialisation, a model of this size does not learn the task.
     """
     shape = model.shape
     dim, half, groups = shape.head_dim, shape.head_dim // 2, shape.heads // shape.kv_heads
@@ -235,7 +235,7 @@ def initialise(model: DemoModel) -> None:
                 elif index == 0:
                     out = out_gain * _semi_orthogonal(shape.hidden, dim)
                 if offset and index:
-                    # Heads that share keys and values and begin alike have the same gradients, and stay alike for ever.
+                    # Heads that share keys and values and begin equal would have equal gradients, and stay equal.
                     query = beside(query)
                 attention.q_proj.weight[columns] = query
                 attention.o_proj.weight[:, columns] = out

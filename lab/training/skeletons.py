@@ -1,4 +1,4 @@
-"""Writes the text around chunks and questions in training: the native prompt, and other frameworks'."""
+"""Draws the texts around chunks and questions in training: the native prompt's, and those of other frameworks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NATIVE_INSTRUCTION: Final = "Answer from the notes."
 
 @dataclass(frozen=True)
 class Skeleton:
-    """Text pieces of one prompt; each is tokenised on its own.
+    """Holds the text pieces of one prompt; each piece is tokenised separately.
 
     Attributes:
         opening: Text before the first chunk.
@@ -66,7 +66,7 @@ _CONTEXT_CLOSING: Final = (
 
 
 def sample_skeleton(rng: Random, native_share: float = 0.6) -> Skeleton:
-    """Draw a skeleton: the native one with probability `native_share`."""
+    """Draw a skeleton; it is the native skeleton with probability `native_share`."""
     draw = rng.random()
     if draw < native_share:
         return NATIVE
@@ -89,7 +89,7 @@ def sample_skeleton(rng: Random, native_share: float = 0.6) -> Skeleton:
 
 
 def all_texts() -> list[str]:
-    """Return every fixed text, for the tokenizer's training."""
+    """Return all fixed texts of skeletons, for the tokenizer's training."""
     return [
         NATIVE_INSTRUCTION,
         *_INSTRUCTIONS,

@@ -1,7 +1,7 @@
-"""Trains the bundled model's tokenizer: BPE in which a word is the same token wherever it stands.
+"""Trains the bundled model's tokenizer: BPE in which a word has equal tokens at every place.
 
 A word at a text's start, after a line break and after a space gets the same leading marker, so texts can be tokenised
-apart and their ids concatenated. Every line break is a token of its own. Anything outside the vocabulary falls back to
+separately and their ids concatenated. Every line break is a token of its own. Text outside the vocabulary falls back to
 bytes.
 """
 
@@ -61,7 +61,7 @@ def _texts(seed: int, contexts: int) -> Iterator[str]:
     every += [name.capitalize() for name in common_words.COMMON_WORDS[: common_words.FREQUENT]]
     for _ in range(120):
         yield " ".join(every)
-    # Invented names leave their syllables in the vocabulary.
+    # Invented names add their syllables to the vocabulary.
     maker = names.NameMaker(rng, held_out=False)
     for _ in range(4000):
         yield maker.town()
@@ -98,7 +98,7 @@ def build_tokenizer(vocabulary: int = 4608, seed: int = 99, contexts: int = 600)
 
 
 def _with_bytes(tokenizer: Tokenizer) -> Tokenizer:
-    """Add the byte tokens, the decoder and the `<bos>` rule, which the trainer cannot."""
+    """Return the tokenizer with byte tokens, decoder and `<bos>` rule, which the trainer cannot add."""
     spec: dict[str, Any] = json.loads(tokenizer.to_str())
     vocabulary = spec["model"]["vocab"]
     for byte in range(256):

@@ -1,10 +1,10 @@
 """Trains the bundled model from scratch: `python -m training.train`.
 
-Data-parallel over CPU processes with averaged gradients. Every random choice follows from the seed, the step and the
-process, so an interrupted run resumes from its last checkpoint with the same batches. The recipe: answers'
+Training is data-parallel over CPU processes with averaged gradients. Every random choice depends only on the seed, the
+step and the process, so an interrupted run resumes from its last checkpoint with equal batches. The recipe: answers'
 cross-entropy, a little text cross-entropy, a binding loss without extra weights (after two layers the tied head must
-name the entity a value belongs to, after five what an earlier sentence adds to it: a list's topic, a unit, whom a nickname
-means), Muon for matrices, and contexts that grow from a short chunk to six of 512 tokens.
+name the entity of a value, after five layers the information of an earlier sentence: a list's topic, a unit, a
+nickname's entity), Muon for matrices, and contexts that grow from one short chunk to six chunks of 512 tokens.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ MODEL_FOLDER: Final = bundled_model_directory()
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of the curriculum.
+    """Describes one stage of the curriculum.
 
     Attributes:
-        shapes: (chunks, tokens a chunk, questions), drawn with equal probability.
+        shapes: (chunks, tokens per chunk, questions), drawn with equal probability.
         steps: Most steps of the stage.
-        tokens: Tokens a step and process.
-        gap: Most position gap in a context.
+        tokens: Tokens per step and process.
+        gap: Scale of the position gap in a context; 0 for none.
         goal: Answer accuracy (moving average) that ends the stage early; above 1 never.
-        lessons: Exercises in which of two years is earlier, and one head told where a nickname is explained: they slow a run
-            from scratch, and teach one that goes on.
+        lessons: Whether to train exercises in comparing years, and one head on the explanations of nicknames; these
+            lessons slow a run from scratch, and help a run that continues a model.
     """
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -72,7 +72,7 @@ class Stage:
 
     @property
     def verdict_weight(self) -> float:
-        """Return the weight of tokens that say which year is earlier: many in exercises, else few."""
+        """Return the weight of `VERDICT` tokens: lower with lessons, whose exercises add many such tokens."""
         return 2.0 if self.lessons else 8.0
 
 
@@ -89,10 +89,10 @@ CONTINUED: Final = (
     Stage(((6, 256, 56), (6, 256, 56), (4, 256, 48), (6, 128, 40)), 150, 4200, gap=1600, lessons=True),
     replace(CURRICULUM[-1], steps=250, lessons=True),
 )
-"""Of a model that knows a part of the world already: what is new in it is learned in short contexts first."""
+"""Curriculum for a model that knows a part of the fictional world: it learns the new part in short contexts first."""
 LR_MATRICES, LR_OTHER = 0.01, 4e-3
 LR_LONG = 0.6
-"""Factor on both learning rates once contexts are long."""
+"""Factor on both learning rates in the last two stages, whose contexts are long."""
 TEXT_WEIGHT, BIND_WEIGHT, LINK_WEIGHT, FIND_WEIGHT = 0.15, 0.3, 0.4, 0.3
 TEXT_SHARE = 0.5
 WARM_UP = 50
@@ -102,7 +102,7 @@ DECAY = 0.5
 
 @dataclass
 class Progress:
-    """Holds where a run stands; saved with every checkpoint."""
+    """Holds the progress of a run; saved with every checkpoint."""
 
     step: int = 0
     stage: int = 0
@@ -114,7 +114,7 @@ class Progress:
 
 
 def make_batch(rng: Random, encoder: Encoder, stage: Stage, shape: tuple[int, int, int]) -> Batch:
-    """Draw examples of one of the stage's shapes until a step's tokens are used up."""
+    """Draw examples of a shape until the stage's tokens per step are used up."""
     chunks, chunk_tokens, questions = shape
     examples: list[Any] = []
     width = 0
@@ -137,9 +137,9 @@ def make_batch(rng: Random, encoder: Encoder, stage: Stage, shape: tuple[int, in
 
 
 def look_up_loss(model: DemoModel, state: Tensor, batch: Batch) -> Tensor | None:
-    """Return how little one head of `FIND_LAYER`, whose input is `state`, attends to what it must look at; None without any.
+    """Return the mean of -log(share of attention on the target) for one head of `FIND_LAYER`; None without targets.
 
-    The mean of -log(share of its attention).
+    The targets are `batch.find`; `state` is the layer's input.
     """
     if not len(batch.find):
         return None
@@ -158,7 +158,7 @@ def look_up_loss(model: DemoModel, state: Tensor, batch: Batch) -> Tensor | None
 
 
 def losses(model: DemoModel, batch: Batch, verdict_weight: float) -> tuple[Tensor, dict[str, float]]:
-    """Return the training loss and what the log shows."""
+    """Return the training loss and the figures to log."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden, kept = model(batch.ids[:, :-1], batch.positions[:, :-1], (BIND_LAYER, FIND_LAYER, LINK_LAYER))
         marks = batch.loss[:, 1:]
@@ -189,7 +189,7 @@ def losses(model: DemoModel, batch: Batch, verdict_weight: float) -> tuple[Tenso
         shown["find"] = found.item()
     right = (logits.argmax(-1) == targets).float()
     words = answers & (targets != EOS)
-    # Of questions: exercises in which of two years is earlier would make up for what they get wrong.
+    # The accuracy leaves out verdicts: right verdicts in exercises would hide wrong answers to questions.
     shown["accuracy"] = right[words & (marks != VERDICT)].mean().item()
     for index, kind in enumerate((*QUESTION_KINDS, "verdict")):
         asked = words & (marks == ANSWER + index)
@@ -251,13 +251,13 @@ def _restore(path: Path, model: DemoModel, optimisers: Sequence[torch.optim.Opti
 
 
 def shortened(stages: Sequence[Stage], steps: int) -> tuple[Stage, ...]:
-    """Give the stages so many steps together, in their proportions."""
+    """Return the stages scaled to about `steps` steps in total."""
     whole = sum(stage.steps for stage in stages)
     return tuple(replace(stage, steps=max(1, round(stage.steps * steps / whole))) for stage in stages)
 
 
 def _take_over(folder: Path, model: DemoModel) -> Progress:
-    """Take over the weights of a finished model, grown where `model` has more layers; no two heads are alike."""
+    """Load a finished model's weights into `model`, adding layers as needed and separating identical heads."""
     model.load_state_dict(grow(load_exported(folder), model.shape.layers).state_dict())
     part_twins(model)
     before = fingerprint(folder)
@@ -266,7 +266,7 @@ def _take_over(folder: Path, model: DemoModel) -> Progress:
 
 
 def _begin(options: argparse.Namespace, model: DemoModel, optimisers: Sequence[torch.optim.Optimizer]) -> Progress:
-    """Go on from the run's checkpoint, from a finished model, or from nothing."""
+    """Start from the run's checkpoint if there is one, else from a finished model if given, else from scratch."""
     latest = options.out / "checkpoint.pt"
     if latest.exists():
         return _restore(latest, model, optimisers)
@@ -274,7 +274,7 @@ def _begin(options: argparse.Namespace, model: DemoModel, optimisers: Sequence[t
 
 
 def _facts(options: argparse.Namespace) -> dict[str, str]:
-    """Return what the model's metadata says about how it came about."""
+    """Return the training facts for the model's metadata: command, origin and seed."""
     command, origin = TRAINING_COMMAND, "from scratch"
     if options.start_from:
         digest = fingerprint(options.start_from)["xxh3_128"]
@@ -312,7 +312,7 @@ def run(rank: int, options: argparse.Namespace) -> None:
         for optimiser, rate in zip(optimisers, base, strict=True):
             optimiser.param_groups[0]["lr"] = rate * factor
         torch.manual_seed(options.seed * 1_000_003 + progress.step * 64 + rank)
-        # All processes draw the same shape: a step lasts as long as its slowest process.
+        # All processes draw one shape, since a step lasts as long as its slowest process.
         sizes = Random(f"{options.seed}:{progress.step}").choice(stage.shapes)
         batch = make_batch(Random(f"{options.seed}:{progress.step}:{rank}"), encoder, stage, sizes)
         total, shown = losses(model, batch, stage.verdict_weight)
@@ -345,7 +345,7 @@ def run(rank: int, options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Build the tokenizer, train and export."""
+    """Build or copy the tokenizer, train and export the model."""
     parser = argparse.ArgumentParser(description="Train the bundled demo model.")
     parser.add_argument("--out", type=Path, default=Path("runs/demo-model"), help="checkpoints and log")
     parser.add_argument("--model", type=Path, default=MODEL_FOLDER, help="where the finished model goes")
@@ -362,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    # Ids of indexed chunks stay valid across trainings when the vocabulary does.
+    # Token ids of indexed chunks stay valid across trainings if the vocabulary does not change.
     known = MODEL_FOLDER / "tokenizer.json"
     if not (options.out / "tokenizer.json").exists():
         fresh = options.new_tokenizer or not known.exists()
@@ -370,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.processes == 1:
         run(0, options)
     else:
-        # Read by the workers' C library: memory freed by one step is kept for the next instead of given back and faulted in.
+        # The workers' C library reads these variables: it keeps freed memory for the next step instead of returning it.
         os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
         context = multiprocessing.get_context("spawn")
         workers = [context.Process(target=run, args=(rank, options)) for rank in range(options.processes)]

@@ -1,4 +1,4 @@
-"""Computes on a GPU what a blend needs besides the model, in Triton: placing stored KV, attention of scattered queries.
+"""Places stored KV and computes attention of scattered queries on a GPU, by Triton kernels.
 
-Both have a definition in plain torch, which a CPU runs, and which the tests and the engines' own checks hold them to.
+Each kernel has an equivalent in plain torch, which runs on a CPU; the tests and the engines' own checks compare both.
 """

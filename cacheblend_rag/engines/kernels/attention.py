@@ -1,8 +1,9 @@
-"""Computes attention of scattered queries, and how much they attend to each key: each sees the keys up to its own position.
+"""Computes attention of scattered queries, each of which sees keys up to its own position, and sums attention weights.
 
-One launch for all queries of a pass. A program takes a few neighbouring queries with all heads that share one KV head, and reads
-keys up to its last query's position; only those behind its first query's position are masked. Scores, weights' sums and
-the result are kept in fp32, weights enter the product with the values in the values' dtype, as in FlashAttention.
+One launch computes all queries of a pass. One program takes a few neighbouring queries with all heads that share one KV
+head, and reads keys up to its last query's position; only keys behind its first query's position are masked. Scores,
+sums of weights and the result are computed in fp32. For the product with the values, weights are converted to the
+values' dtype, as in FlashAttention.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton.language as tl
 
 
 class Tile(NamedTuple):
-    """Says what one program works on: queries times the heads that share a KV head, keys a step, threads in units of 32."""
+    """Sizes a program: rows (queries times the heads that share a KV head), keys per step, and warps of 32 threads."""
 
     rows: int
     keys: int
@@ -23,14 +24,14 @@ class Tile(NamedTuple):
 
 
 def tile(dtype: torch.dtype, group: int, dim: int) -> Tile:
-    """Return the tile for heads of ``dim``, ``group`` of which share a KV head: on Hopper none spills registers."""
+    """Return the tile for heads of ``dim``, ``group`` of which share a KV head; on Hopper no tile spills registers."""
     if dtype == torch.float32:
         return Tile(max(32, triton.next_power_of_2(group)), 16, 8)
     return Tile(max(64, triton.next_power_of_2(group)), 64 if dim <= 128 else 32, 4)
 
 
 def constants(query: torch.Tensor, kv_heads: int, window: int | None) -> dict[str, Any]:
-    """Return what a kernel for ``query``, ``[queries, heads, head_dim]``, is compiled for."""
+    """Return the compile-time constants of a kernel for ``query``, ``[queries, heads, head_dim]``."""
     _, heads, dim = query.shape
     rows, step, warps = tile(query.dtype, heads // kv_heads, dim)
     return {
@@ -40,7 +41,7 @@ def constants(query: torch.Tensor, kv_heads: int, window: int | None) -> dict[st
         "ROWS": rows,
         "KEYS": step,
         "WINDOW": window or 0,
-        # Left to itself, Triton would round fp32 to 10 bits for the tensor cores.
+        # By default, Triton would round fp32 to 10 bits for the tensor cores.
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "num_warps": warps,
         "num_stages": 2,
@@ -63,17 +64,18 @@ def attend(
     """Write the attention of ``query`` to ``out``.
 
     Args:
-        query: ``[queries, heads, head_dim]``, a head's dimensions side by side.
-        keys: ``[pages, kv_heads, page_tokens, head_dim]``, in whatever order in memory.
-        values: Likewise.
-        positions: ``[queries]``, ascending, int64, on the device: a query sees the keys at positions up to its own.
-        table: The sequence's pages in order, int32, on the device; None if it is one page, the first.
-        out: Shaped like ``query``.
-        scale: Of the scores.
-        soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
-        window: How many keys a query sees at the most, its own included; None for all.
-        sinks: ``[heads]``: the score of one more key that each query sees, whose value is 0 (gpt-oss); None for none.
-        lse: ``[queries, heads]``, fp32, contiguous: gets the log-sum-exp of each query's scores, to base 2; None if nobody asks.
+        query: ``[queries, heads, head_dim]``, contiguous in the last dimension.
+        keys: ``[pages, kv_heads, page_tokens, head_dim]``, with any strides.
+        values: ``[pages, kv_heads, page_tokens, head_dim]``, with any strides.
+        positions: ``[queries]``, ascending, int64, on the device; a query sees the keys at positions up to its own.
+        table: The sequence's pages in order, int32, on the device; None if the sequence lies in the first page alone.
+        out: Output, in the shape of ``query``.
+        scale: Factor of the scores.
+        soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for no cap.
+        window: Maximum number of keys that a query sees, its own included; None for all.
+        sinks: ``[heads]``, scores of one more key that each query sees, with value 0 (gpt-oss); None for no such key.
+        lse: Output for the log-sum-exp of each query's scores, to base 2, ``[queries, heads]``, fp32, contiguous; None
+            for no output.
     """
     assert query.stride(2) == out.stride(2) == 1
     count, positions = len(query), positions.contiguous()
@@ -141,7 +143,7 @@ def _attend(
 ):
     """Attend from ``ROWS // GROUP`` queries with the ``GROUP`` heads of one KV head."""
     queries: tl.constexpr = ROWS // GROUP
-    # The last queries see the most keys: begun first, they do not end alone.
+    # The last queries see the most keys, so they start first: no program then runs alone at the end.
     begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * queries
     kv_head = tl.program_id(1).to(tl.int64)
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_UP)
@@ -160,12 +162,12 @@ def _attend(
     values += kv_head * values_head
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if SINKS:  # a key that adds nothing but its weight
+    if SINKS:  # a sink adds its weight, but no value
         top = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         total += 1.0
     joined = tl.zeros([ROWS, DIM_UP], tl.float32)
 
-    # All queries see the keys up to the nearest one's position; a window hides some of them from some.
+    # All queries see the keys up to the first query's position, but for keys that a window hides from some queries.
     if WINDOW > 0:
         oldest = tl.maximum(nearest + 1 - WINDOW, 0)
         masked_from = oldest // KEYS * KEYS
@@ -223,7 +225,7 @@ def _add_keys(
 ):
     """Add ``KEYS`` keys from ``begin`` on to the rows' highest score, sum of weights and weighted values."""
     key, dim = begin + tl.arange(0, KEYS), tl.arange(0, DIM_UP)
-    # Constants where nothing is masked, so that the compiler drops them.
+    # Constants without masking, so that the compiler drops them.
     there = tl.full([KEYS], 1, tl.int1)
     in_head = tl.full([DIM_UP], 1, tl.int1)
     if MASKED:
@@ -232,7 +234,7 @@ def _add_keys(
         in_head = dim < DIM
     row = key.to(tl.int64)
     if PAGE > 0:
-        # Before and behind the visible keys there need not be pages.
+        # Pages may be missing before and behind the visible keys.
         page = tl.load(table + key // PAGE, mask=there, other=0).to(tl.int64)
         row = row % PAGE
         keys_at, values_at = page * keys_page + row * keys_token, page * values_page + row * values_token
@@ -243,19 +245,19 @@ def _add_keys(
     scores = tl.dot(q, k, input_precision=PRECISION) * scale
     if CAPPED:
         scores = soft_cap * (2 * tl.sigmoid(2 * scores / soft_cap) - 1)  # tanh
-    scores *= 1.4426950408889634  # exp2 is what the device computes
+    scores *= 1.4426950408889634  # log2(e): the device computes exp2
     if MASKED:
         visible = key[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
-    # A row whose window begins behind these keys has seen none yet.
+    # A row whose window begins behind these keys has seen no key yet.
     base = tl.where(higher == float("-inf"), 0.0, higher) if WINDOW > 0 else higher
     faded = tl.exp2(top - base)
     weights = tl.exp2(scores - base[:, None])
     total = total * faded + tl.sum(weights, 1)
-    # What nobody sees may be anything that was left in memory, and 0 times NaN is NaN.
+    # Memory of keys that no query sees may hold any numbers, and 0 times NaN is NaN.
     real = there[:, None] & in_head[None, :]
     v = tl.load(values + values_at[:, None] + dim[None, :] * values_dim, mask=real, other=0.0)
     joined = joined * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
@@ -272,17 +274,17 @@ def add_shares(
     scale: float,
     window: int | None = None,
 ) -> None:
-    """Add to ``total`` the weights with which ``query`` attends to each key, the mean over heads, times each query's share.
+    """Add the attention weights of ``query`` to each key to ``total``: the mean over heads, times each query's share.
 
     Args:
-        query: ``[queries, heads, head_dim]``, a head's dimensions side by side.
-        keys: ``[kv_heads, keys, head_dim]``; those behind the last query's position are not read.
+        query: ``[queries, heads, head_dim]``, contiguous in the last dimension.
+        keys: ``[kv_heads, keys, head_dim]``; keys behind the last query's position are not read.
         positions: ``[queries]``, ascending, int64, on the device.
         shares: ``[queries]``, fp32.
-        lse: ``[queries, heads]``, as :func:`attend` gives it.
-        total: ``[kv_heads, keys]``, fp32, contiguous; a KV head's sum is over the heads that share it.
-        scale: Of the scores.
-        window: How many keys a query sees at the most, its own included; None for all.
+        lse: ``[queries, heads]``, from :func:`attend`.
+        total: ``[kv_heads, keys]``, fp32, contiguous; each KV head sums over the heads that share the KV head.
+        scale: Factor of the scores.
+        window: Maximum number of keys that a query sees, its own included; None for all.
     """
     count, heads, _ = query.shape
     kv_heads, length, _ = keys.shape
@@ -299,7 +301,7 @@ def add_shares(
         total,
         count,
         length,
-        float(scale) * 1.4426950408889634,  # exp2 is what the device computes
+        float(scale) * 1.4426950408889634,  # log2(e): the device computes exp2
         1 / heads,
         *query.stride()[:2],
         *keys.stride(),
@@ -332,7 +334,7 @@ def _add_shares(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go through all queries for ``KEYS`` keys of one KV head."""
+    """Add the weights of all queries for ``KEYS`` keys of one KV head."""
     queries: tl.constexpr = ROWS // GROUP
     begin, kv_head = tl.program_id(0) * KEYS, tl.program_id(1).to(tl.int64)
     key, dim, row = begin + tl.arange(0, KEYS), tl.arange(0, DIM_UP), tl.arange(0, ROWS)

@@ -1,4 +1,4 @@
-"""Tries each kernel once for a shape of heads, before a blend needs it: does it run here, and give what torch gives?"""
+"""Tests each kernel once per shape of heads, before a blend needs the kernel: it must run here and agree with torch."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _PAGES, _SIZE, _TOKENS = 8, 16, 100
 
 
 def placing_works(device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int) -> bool:
-    """Return whether the kernel that places KV serves this shape on ``device``; where it fails, the log says how."""
+    """Return whether the kernel that places KV works for this shape on ``device``; a failure is logged."""
     return _at_home(device, dtype) and _passes(_placing_differs, device, dtype, kv_heads, head_dim)
 
 
 def rows_work(device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int) -> bool:
-    """Return whether it places rows (:func:`~cacheblend_rag.store.codec.coded`); where it fails, the log says how."""
+    """Return whether the kernel places rows (:func:`~cacheblend_rag.store.codec.coded`); a failure is logged."""
     return _at_home(device, dtype) and _passes(_rows_differ, device, dtype, kv_heads, head_dim)
 
 
 def can_place(stored: StoredLayers, device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int) -> bool:
-    """Return whether what is stored can be placed as it lies, where :func:`placing_works`: in its own dtype, or in rows."""
+    """Return whether KV can be placed in the form in which it is stored, provided that :func:`placing_works`."""
     if stored.spans and stored.dtype != dtype:
         return False
     return not stored.in_rows or rows_work(device, dtype, kv_heads, head_dim)
@@ -40,17 +40,17 @@ def can_place(stored: StoredLayers, device: torch.device, dtype: torch.dtype, kv
 def attention_works(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, sinks: bool = False
 ) -> bool:
-    """Return whether the attention of scattered queries serves this shape on ``device``; where it fails, the log says how."""
+    """Return whether the kernel for scattered queries' attention works for this shape on ``device``; logs a failure."""
     return _at_home(device, dtype) and _passes(_attention_differs, device, dtype, kv_heads, head_dim, heads, sinks)
 
 
 def shares_work(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Return whether the sums of attention weights serve this shape on ``device``; where they fail, the log says how."""
+    """Return whether the kernel that sums attention weights works for this shape on ``device``; a failure is logged."""
     return _at_home(device, dtype) and _passes(_shares_differ, device, dtype, kv_heads, head_dim, heads)
 
 
 def _at_home(device: torch.device, dtype: torch.dtype) -> bool:
-    # Triton's interpreter runs them on a CPU, for tests.
+    # For tests, Triton's interpreter runs the kernels on a CPU.
     where = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
     return device.type == where and dtype in _TOLERANCE and find_spec("triton") is not None
 
@@ -61,7 +61,7 @@ def _passes(
 ) -> bool:
     try:
         failure = differs(_Trial(device, dtype, kv_heads, dim), *more)
-    except Exception as error:  # a compiler is missing, a tile does not fit this device: the engines' own way remains
+    except Exception as error:  # no compiler, or a tile too large for this device: the engines then use torch
         failure = f"{type(error).__name__}: {error}"
     if failure is not None:
         _log.warning("Blends do without a kernel for the GPU, more slowly: %s", failure)
@@ -69,7 +69,7 @@ def _passes(
 
 
 class _Trial:
-    """Random KV, and an empty cache of shuffled pages for it."""
+    """Holds random KV, and an empty cache of shuffled pages for the KV."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, kv_heads: int, dim: int):
         self._generator, self._device, self._dtype = torch.Generator().manual_seed(0), device, dtype
@@ -88,7 +88,7 @@ class _Trial:
         return LayerKV(cache[..., :dim], cache[..., dim:])
 
     def placed(self, layer: LayerKV, want: LayerKV) -> bool:
-        """Say whether ``layer`` holds ``want`` where the tokens belong."""
+        """Return whether ``layer`` holds ``want`` at the tokens' slots."""
         eps = 2 * torch.finfo(want.k.dtype).eps
         return all(
             torch.allclose(got[self.pages, :, self.rows].transpose(0, 1), side, rtol=eps)
@@ -96,7 +96,7 @@ class _Trial:
         )
 
     def places(self, stored: list[LayerKV], numbers: list[LayerKV]) -> bool:
-        """Say whether two layers come in one launch to where they belong, if caches that lie so can be placed in at once."""
+        """Return whether one launch places two layers correctly; True if the caches' layout rules out one launch."""
         from cacheblend_rag.engines.kernels.place import Layers, TokenTable, place_layers
 
         if (layers := Layers.of(self.layers)) is None:
@@ -110,12 +110,12 @@ class _Trial:
         return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
 
     def queries(self, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return some, and where they stand."""
+        """Return random queries, and their positions."""
         positions = self.at[::3].contiguous()
         return self.random(len(positions), heads, self.kv.k.shape[2]), positions
 
     def weights(self, query: torch.Tensor, positions: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Return how they attend, ``[heads, queries, tokens]``, in fp32."""
+        """Return the attention weights of ``query``, ``[heads, queries, tokens]``, in fp32."""
         heads, (kv_heads, _, dim) = query.shape[1], self.kv.k.shape
         k = self.kv.k.float().repeat_interleave(heads // kv_heads, 0)
         scores = query.float().transpose(0, 1) @ k.mT * dim**-0.5
@@ -133,7 +133,7 @@ def _placing_differs(trial: _Trial) -> str | None:
     if not trial.placed(trial.layers[0], moved(trial.kv, trial.move)):
         return "it does not place keys and values as torch does"
     trial.keys.zero_()
-    # One entry of two layers, the second the first's negative.
+    # An entry of two layers, of which the second is the negative of the first.
     entry = [trial.kv, LayerKV(-trial.kv.k, -trial.kv.v)]
     return None if trial.places(entry, entry) else "it does not place several layers as torch does"
 

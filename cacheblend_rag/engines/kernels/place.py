@@ -1,6 +1,7 @@
-"""Places stored KV in a KV cache, keys rotated on the way, a layer or several in one launch; nothing in between is written.
+"""Places stored KV in a KV cache and rotates the keys, one or several layers per launch, without intermediate tensors.
 
-Equal bit for bit to :func:`~cacheblend_rag.blending.rope.moved` and a copy: each product is rounded to fp32, as torch does it.
+The result equals :func:`~cacheblend_rag.blending.rope.moved` and a copy, bit for bit: each product is rounded to fp32,
+as in torch.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from cacheblend_rag.blending.rope import Move
 from cacheblend_rag.blending.transfer import Transfer, sent
 from cacheblend_rag.store.kv import LayerKV
 
-# Tokens of one head that one program moves, and its threads in units of 32: few enough numbers for each to stay in registers.
+# Tokens of one head per program, and the program's warps of 32 threads: few enough numbers per thread for registers.
 _TOKENS, _WARPS = 32, 8
 _STEP = 16
 
 
 class TokenTable(NamedTuple):
-    """Says where the tokens of several spans lie in one piece of memory, in which each span's layers follow one another.
+    """Locates the tokens of several entries in one piece of memory, in which the layers of each entry are adjacent.
 
-    An entry's layer is ``[keys and values, kv_heads, its tokens, head_dim]``. All tensors are ``[tokens]``, int64, on the device.
+    A layer of an entry is ``[keys and values, kv_heads, tokens, head_dim]``. All attributes are ``[tokens]``, int64, on
+    the device.
 
     Attributes:
-        before: How many tokens the entries in front of the token's own have together.
-        within: Which of its own entry's tokens it is.
-        length: How many tokens its entry has.
-        slots: Where it belongs in the cache.
+        before: Number of tokens in all entries before the token's entry.
+        within: Index of the token in its entry.
+        length: Number of tokens in the token's entry.
+        slots: Slot of the token in the cache.
     """
 
     before: torch.Tensor
@@ -41,12 +43,13 @@ class TokenTable(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """Says where the caches of layers lie that are alike.
+    """Locates the KV caches of layers with equal shapes and strides.
 
     Attributes:
-        keys: The first layer's, ``[pages, kv_heads, page_tokens, head_dim]``, in whatever order in memory.
-        values: Likewise.
-        offsets: ``[layers]``, int64, on the device: how many numbers behind the first layer's each layer's keys and values are.
+        keys: Keys of the first layer, ``[pages, kv_heads, page_tokens, head_dim]``, with any strides.
+        values: Values of the first layer, likewise.
+        offsets: ``[layers]``, int64, on the device: distance of each layer's keys and values from the first layer's, in
+            numbers.
     """
 
     keys: torch.Tensor
@@ -55,7 +58,7 @@ class Layers(NamedTuple):
 
     @classmethod
     def of(cls, caches: Sequence[LayerKV]) -> Layers | None:
-        """Describe the ``caches`` of layers; None where they are not alike, or not a multiple of 16 numbers apart."""
+        """Describe the layers' ``caches``; return None unless they are alike and a multiple of 16 numbers apart."""
         (keys, values), size = caches[0], caches[0].k.element_size()
 
         def like(cache: LayerKV) -> tuple[object, ...]:
@@ -71,14 +74,14 @@ class Layers(NamedTuple):
 
 
 def place_layers(memory: torch.Tensor, staged: TokenTable, move: Move | None, layers: Layers) -> None:
-    """Write the tokens of several layers, moved, in one launch.
+    """Write the tokens of several layers, with rotated keys, in one launch.
 
     Args:
-        memory: ``[elements]``, what ``staged`` speaks of, on the cache's device: in its dtype, or in rows
-            (:func:`~cacheblend_rag.store.codec.coded`), ``[bytes]``, uint8.
-        staged: Where each token lies, and where it belongs.
-        move: What the keys still need, the same in all these layers; None for nothing.
-        layers: Which ``memory`` holds of each entry.
+        memory: Memory that ``staged`` describes, on the cache's device: ``[elements]`` in the cache's dtype, or
+            ``[bytes]``, uint8, in rows (:func:`~cacheblend_rag.store.codec.coded`).
+        staged: Place of each token in ``memory``, and its slot.
+        move: Rotation of the keys, the same for all these layers; None for no rotation.
+        layers: Caches of the layers that ``memory`` holds of each entry.
     """
     keys, values, offsets = layers
     _, heads, size, dim = keys.shape
@@ -107,12 +110,12 @@ def place_layers(memory: torch.Tensor, staged: TokenTable, move: Move | None, la
 
 
 def _turn(move: Move | None, instead: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin of a move; ``instead``, which is not read, where there is none."""
+    """Return cos and sin of a move; without a move return ``instead``, which is never read."""
     return (instead, instead) if move is None else (move.rotation.cos.contiguous(), move.rotation.sin.contiguous())
 
 
 def _constants(move: Move | None, dim: int) -> dict[str, int | bool]:
-    """Return what both kernels are compiled for: heads of ``dim``, and how a move turns them."""
+    """Return the compile-time constants of both kernels, for heads of ``dim`` and the rotation of a move."""
     half = 0 if move is None else move.rotation.cos.shape[1]
     return {
         "DIM": dim,
@@ -129,13 +132,13 @@ def _constants(move: Move | None, dim: int) -> dict[str, int | bool]:
 
 
 def place(kv: LayerKV, move: Move | None, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Write ``kv``, moved, at ``slots`` of a cache.
+    """Write ``kv``, with rotated keys, at ``slots`` of a cache.
 
     Args:
-        kv: ``[kv_heads, tokens, head_dim]``, on the cache's device and in its dtype, a head's dimensions side by side.
-        move: What its keys still need; None for nothing.
-        slots: ``[tokens]``, int64: page times tokens of a page, plus the token in its page.
-        keys: The cache's keys, ``[pages, kv_heads, page_tokens, head_dim]``, in whatever order in memory.
+        kv: ``[kv_heads, tokens, head_dim]``, on the cache's device and in its dtype, contiguous in the last dimension.
+        move: Rotation of the keys; None for no rotation.
+        slots: ``[tokens]``, int64: page index times tokens per page, plus the token's index in its page.
+        keys: The cache's keys, ``[pages, kv_heads, page_tokens, head_dim]``, with any strides.
         values: The cache's values, likewise.
     """
     heads, tokens, dim = kv.k.shape
@@ -169,15 +172,15 @@ def place_in_bulk(
     arrivals: Arrivals,
     *memory: torch.Tensor,
 ) -> None:
-    """Begin to place ``stored``.
+    """Begin to place ``stored``, without waiting for the end.
 
     Args:
-        stored: What; in the caches' dtype.
-        slots: ``[tokens]``, int64, on the device: where its tokens belong in a cache.
-        layers: The caches of all layers.
-        transfer: To their device.
-        arrivals: Will tell when it has been placed.
-        memory: The caches, where they may be freed before.
+        stored: Stored KV, as numbers or as rows of the caches' dtype.
+        slots: ``[tokens]``, int64, on the device: slots of the tokens in a cache.
+        layers: Caches of all layers.
+        transfer: Transfer to the caches' device.
+        arrivals: Events that are recorded when groups of layers have been placed.
+        memory: Tensors of the caches, if they may be freed before the end.
     """
     before, within, length = sent(stored.table(), slots.device)
     table = TokenTable(before, within, length, slots)
@@ -222,14 +225,14 @@ def _place(
     INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Move ``TOKENS`` tokens of one head; ``*_UP`` are the powers of 2 that Triton wants for widths."""
+    """Place ``TOKENS`` tokens of one head; ``*_UP`` are widths rounded up to powers of 2, as Triton requires."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1).to(tl.int64)
     real = (token < tokens)[:, None]
     slot = tl.load(slots + token, mask=token < tokens, other=0)
     if PAGE > 0:
         page, row = slot // PAGE, slot % PAGE
-    else:  # one page, whose length is not worth a compilation
+    else:  # a single page: its length need not be a compile-time constant
         page, row = slot * 0, slot
     from_keys += (head * from_keys_head + token * from_keys_token)[:, None]
     from_values += (head * from_values_head + token * from_values_token)[:, None]
@@ -276,13 +279,13 @@ def _place_layers(
     INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Move ``TOKENS`` tokens of one head of one layer; of rows that end with a scale of ``SCALE`` bytes, if it is not 0."""
+    """Place ``TOKENS`` tokens of one head and layer; rows end with a scale of ``SCALE`` bytes if ``SCALE`` is not 0."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     there = token < tokens
     slot = tl.load(slots + token, mask=there, other=0)
     rows = tl.load(length + token, mask=there, other=0)
-    ahead = tl.load(before + token, mask=there, other=0) * tl.num_programs(2) + layer * rows  # whole rows of all heads
+    ahead = tl.load(before + token, mask=there, other=0) * tl.num_programs(2) + layer * rows  # rows of one head
     begin = 2 * HEADS * ahead + head * rows + tl.load(within + token, mask=there, other=0)
     from_keys = memory + (begin * (DIM + SCALE))[:, None]
     from_values = memory + ((begin + HEADS * rows) * (DIM + SCALE))[:, None]
@@ -296,7 +299,7 @@ def _place_layers(
         page, row = slot // PAGE, slot % PAGE
     else:
         page, row = slot * 0, slot
-    offset = tl.multiple_of(tl.load(offsets + layer), 16)  # so that several numbers are written at once
+    offset = tl.multiple_of(tl.load(offsets + layer), 16)  # lets one instruction write several numbers
     keys += (offset + page * keys_page + head * keys_head + row * keys_token)[:, None]
     values += (offset + page * values_page + head * values_head + row * values_token)[:, None]
     _move(
@@ -307,7 +310,7 @@ def _place_layers(
 
 @triton.jit
 def _load(at, by, mask, CODED: tl.constexpr):
-    """Load numbers; ``CODED`` ones are whole, and ``by`` is what each counts: a power of 2, so that nothing is rounded."""
+    """Load numbers; ``CODED`` numbers are integers to multiply by ``by``, a power of 2, so that nothing is rounded."""
     found = tl.load(at, mask=mask)
     if CODED:
         found = (found.to(tl.float32) * by.to(tl.float32)).to(by.dtype)
@@ -337,7 +340,7 @@ def _move(
     REST_UP: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Copy the values and turn the keys of the ``real`` tokens; pointers are each token's, ``[tokens, 1]``."""
+    """Copy the values and rotate the keys of the ``real`` tokens; pointers are per token, ``[tokens, 1]``."""
     dim = tl.arange(0, DIM_UP)[None, :]
     inside = real & (dim < DIM)
     tl.store(values + dim * values_dim, _load(from_values + dim, values_by, inside, CODED), mask=inside)
@@ -351,7 +354,7 @@ def _move(
         inside = real & (pair < HALF)
         a = _load(from_keys + left, keys_by, inside, CODED)
         b = _load(from_keys + right, keys_by, inside, CODED)
-        # The tokens before the first keep their bits.
+        # Tokens before ``first`` are copied unchanged.
         turned = inside & (token >= first)[:, None]
         at = (token - first)[:, None] * HALF + pair
         c = tl.load(cos + at, mask=turned)

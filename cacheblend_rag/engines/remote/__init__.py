@@ -1,4 +1,4 @@
-"""Asks a `cacheblend serve`, as a blend engine."""
+"""Provides a blend engine that sends its requests to a `cacheblend serve`."""
 
 from cacheblend_rag.errors import InputError
 

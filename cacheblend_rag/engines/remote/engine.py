@@ -1,4 +1,4 @@
-"""Answers prompts by a `cacheblend serve` somewhere else."""
+"""Answers prompts with the model of a `cacheblend serve`, on this or another machine."""
 
 from __future__ import annotations
 
@@ -38,15 +38,21 @@ from cacheblend_rag.protocol import TOKENIZER_PROBE, ModelInfo
 from cacheblend_rag.spans import headers
 from cacheblend_rag.store.kv import ModelFingerprint
 
-_QUERY_BYTES = 32_000  # a server takes twice as many
+_QUERY_BYTES = 32_000  # a server accepts twice as many
 
 
 class RemoteEngine(BlendEngine):
     """Answers prompts with the model of a `cacheblend serve`.
 
-    Prompts of text and chunks are tokenised here, with the server's tokenizer, and sent as token ids with the places of their
-    chunks; a plain string is sent as text, and the server looks for chunks in it. Safe to call from several threads and
-    event loops; how much runs side by side is the server's business.
+    The client tokenises prompts of text and chunks with the server's tokenizer, and sends token ids and the chunks'
+    positions. A plain string is sent as text, in which the server searches for chunks. All methods may be called from
+    several threads and event loops; the server decides how many requests run at the same time.
+
+    Example:
+        Answer a prompt on a server::
+
+            with RemoteEngine("http://localhost:8000/v1", api_key="secret") as engine:
+                print(engine.generate("Who is the captain of the Lonely Tide?").text)
     """
 
     supports_json_schema: ClassVar[bool] = True
@@ -64,25 +70,26 @@ class RemoteEngine(BlendEngine):
         max_retries: int = 2,
         holder: str = "",
     ):
-        """Connect, and see which model the server has.
+        """Connect to a server and fetch the description of its model.
 
         Args:
-            url: Address of the server; ``/v1`` is added if it is missing.
-            api_key: Its key; None takes ``CACHEBLEND_API_KEY`` from the environment.
-            model: Name the server must serve it under; None takes the server's first.
-            tokenizer: The model's tokenizer; None loads it from where the server has it (a hub name, or a directory that this
-                machine has too).
-            fingerprint: The model it must be, such as that of an index; None takes any.
-            timeout_s: Longest wait for the next piece of an answer, in seconds.
-            connect_timeout_s: Longest wait for a connection.
-            max_retries: How often a request is sent again after a failed connection, 408, 409, 429 or 5xx. Nothing is sent
-                again once an answer has begun.
-            holder: Name under which this application registers chunks. Those of one namespace are shared by all clients, and
-                :meth:`forget` leaves what another holder has registered; clients of the same name count as one.
+            url: Address of the server; ``/v1`` is appended if it is missing.
+            api_key: API key of the server; None takes ``CACHEBLEND_API_KEY`` from the environment.
+            model: Name under which the server must serve the model; None takes the server's first name.
+            tokenizer: Tokenizer of the model; None loads the tokenizer from the server's source (a hub name, or a
+                directory that exists on this machine too).
+            fingerprint: Fingerprint of the required model, such as an index's; None accepts any model.
+            timeout_s: Maximum wait for the next piece of an answer, in seconds.
+            connect_timeout_s: Maximum wait for a connection, in seconds.
+            max_retries: Number of retries of a request after a failed connection, 408, 409, 429 or 5xx. A request is
+                not retried once its answer has begun.
+            holder: Name under which this application registers chunks. All clients share the chunks of a namespace, and
+                :meth:`forget` does not remove another holder's chunks; clients with the same name count as one holder.
 
         Raises:
-            ServerError: No server answers there, it is none of ours or serves another model, or it refuses.
-            ModelError: The tokenizer cannot be loaded, or is not the server's.
+            ServerError: No server answers at ``url``, or the server is no `cacheblend serve` of this version, serves
+                another model, or refuses the request.
+            ModelError: The tokenizer cannot be loaded, or differs from the server's tokenizer.
         """
         again = partial(RemoteEngine, url, api_key=api_key, model=model, tokenizer=tokenizer, holder=holder)
         self._again = partial(again, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, max_retries=max_retries)
@@ -101,7 +108,7 @@ class RemoteEngine(BlendEngine):
         self.registry = ChunkRegistry()
 
     def _check_model(self, name: str | None, fingerprint: ModelFingerprint | None) -> None:
-        """Refuse a server of another model than the one that is wanted by name or fingerprint."""
+        """Raise ServerError if the server's model does not have the required name or fingerprint."""
         if name is not None and name not in self.model.served_as:
             raise ServerError(
                 f"The server at {self._wire.url} serves {', '.join(self.model.served_as)}, not {name!r}. Ask for that, or start "
@@ -115,7 +122,7 @@ class RemoteEngine(BlendEngine):
             )
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Say how another process connects to the same server; chunks that this one knows are not known there."""
+        """Return how another process connects to the same server; registered chunks are not passed on."""
         if self._reopen is not None:
             return super().__reduce__()
         return partial(self._again, fingerprint=self.fingerprint), ()
@@ -128,7 +135,7 @@ class RemoteEngine(BlendEngine):
 
     @property
     def ranking(self) -> Ranking:
-        """See :class:`BlendEngine`; when chunks are ranked is the server's business."""
+        """Return ``"off"``: the server decides when chunks are ranked."""
         return "off"
 
     @ranking.setter
@@ -139,7 +146,7 @@ class RemoteEngine(BlendEngine):
 
     @property
     def controlled(self) -> bool:
-        """See :class:`BlendEngine`; the controller is the server's."""
+        """Return whether the server has a loading controller; see :class:`BlendEngine`."""
         return self.model.controlled
 
     def _model_info(self) -> ModelInfo:
@@ -159,7 +166,7 @@ class RemoteEngine(BlendEngine):
         )
 
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
-        """See :class:`BlendEngine`; the server computes, stores and registers them, in batches."""
+        """See :class:`BlendEngine`; the server computes, stores and registers the chunks, in batches."""
         self.check_open()
         begin = time.perf_counter()
         total = PrecomputeReport()
@@ -192,13 +199,13 @@ class RemoteEngine(BlendEngine):
         return self._stream(self._completion(self.request(prompt, sampling, settings)))
 
     def _completion(self, request: Request) -> dict[str, Any]:
-        # A rendered chat may begin with the BOS token that the server's tokenizer adds: the model must not read it twice.
+        # A rendered chat may begin with the BOS token that the server's tokenizer adds; the model must see only one.
         prefix = str(self.tokenizer.decode(list(encoder_for(self.tokenizer).prefix_ids)))
         return completion_request(self._name, request, prefix)
 
     def _stream(self, request: dict[str, Any]) -> Generator[StreamEvent, None, None]:
         answer = ServerAnswer(self._wire.url, self.fingerprint.digest, self.tokenizer, request["logprobs"] or 0)
-        with RequestSpans(self.namespace.name, "client") as spans:  # those of the server are parts of them
+        with RequestSpans(self.namespace.name, "client") as spans:  # the server's spans are children of these spans
             request["extra_headers"] = spans.headers
             with self._wire.explained(answer.begun), self._wire.sync.completions.create(**request) as pieces:
                 for piece in pieces:
@@ -210,11 +217,11 @@ class RemoteEngine(BlendEngine):
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
-        """Async twin of :meth:`stream`; a cancelled consumer ends the work on the server."""
+        """Answer asynchronously; see :meth:`stream`. Cancelling the consumer ends the work on the server."""
         asked = await asyncio.to_thread(self.request, prompt, sampling, settings)
         request = self._completion(asked)
         answer = ServerAnswer(self._wire.url, self.fingerprint.digest, self.tokenizer, request["logprobs"] or 0)
-        with RequestSpans(self.namespace.name, "client") as spans:  # those of the server are parts of them
+        with RequestSpans(self.namespace.name, "client") as spans:  # the server's spans are children of these spans
             request["extra_headers"] = spans.headers
             client = await self._wire.asynchronous()
             with self._wire.explained(answer.begun):
@@ -226,7 +233,7 @@ class RemoteEngine(BlendEngine):
             yield _told(answer.end(), spans)
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
-        """See :class:`BlendEngine`; a plain string is searched by the server, and unknown chunks are fetched from it."""
+        """See :class:`BlendEngine`; the server searches plain strings for chunks, and returns chunks unknown here."""
         if isinstance(prompt, str):
             tokens = tokenize(BlendPrompt((prompt,) if prompt else ()), self.tokenizer, self.registry)
             return replace(tokens, text=prompt)
@@ -237,24 +244,24 @@ class RemoteEngine(BlendEngine):
         return super().tokenize(prompt)
 
     def _fetch(self, chunk_id: str) -> Chunk:
-        """Return a chunk that the server knows; raises UnknownChunkError for one that it does not."""
+        """Return the server's chunk with this id; raise UnknownChunkError if the server does not know the id."""
         found = self._get(f"/chunks/{quote(chunk_id, safe='')}")
         return Chunk(found["id"], found["text"], pack_ids(found["token_ids"]), found["metadata"])
 
     def _get(self, path: str) -> dict[str, Any]:
         with self._wire.explained():
             answer = self._wire.sync.get(path, cast_to=dict[str, Any])
-        if not isinstance(answer, dict):  # a page of some other server
+        if not isinstance(answer, dict):  # a page from another kind of server
             raise self._not_ours()
         return answer
 
     def forget(self, chunks: Iterable[str | Chunk]) -> int:
-        """Drop chunks here and on the server, and delete their KV.
+        """Remove chunks from the registry and from the server, and delete their KV.
 
-        Unknown ids, chunks of the server's own index and those that another ``holder`` has registered are left.
+        The server ignores unknown ids, chunks of its own index, and chunks that another ``holder`` has registered.
 
         Returns:
-            How many chunks the server has dropped.
+            Number of chunks that the server has removed.
         """
         names = [chunk if isinstance(chunk, str) else chunk.id for chunk in chunks]
         gone = 0
@@ -268,31 +275,31 @@ class RemoteEngine(BlendEngine):
         return gone
 
     def flush(self) -> None:
-        """See :class:`BlendEngine`; waits for the server."""
+        """Wait until the server has written back missing KV; see :class:`BlendEngine`."""
         with self._wire.explained():
             self._wire.sync.post("/chunks/flush", cast_to=dict[str, Any])
 
     def prefetch(self, chunk_ids: Iterable[str]) -> None:
-        """Do nothing: the server's tiers are its own business."""
+        """Do nothing: the server manages its own tiers."""
 
     def close(self) -> None:
-        """Close the connections; the server goes on."""
+        """Close the connections; the server keeps running."""
         self._closed = True
         self._wire.close()
 
 
 def _tokenizer_of(model: ModelInfo, given: Any) -> Any:
-    """Return the ``given`` tokenizer, or load the server's on this machine.
+    """Return the ``given`` tokenizer; for None load the server's tokenizer on this machine.
 
     Raises:
-        ModelError: It cannot be loaded here, or does not split text as the server's does.
+        ModelError: The tokenizer cannot be loaded here, or splits text differently from the server's.
     """
     if given is None:
         from transformers import AutoTokenizer
 
         name = model.tokenizer
         try:
-            # Only the tokenizer's files: a client needs none of the weights.
+            # AutoTokenizer downloads the tokenizer's files only: a client needs no weights.
             given = AutoTokenizer.from_pretrained(model_directory(name) if is_named(name) else name)
         except (OSError, ValueError) as error:
             raise ModelError(
@@ -307,7 +314,7 @@ def _tokenizer_of(model: ModelInfo, given: Any) -> Any:
 
 
 def _told(last: StreamEvent, spans: RequestSpans) -> StreamEvent:
-    """Return the last event of an answer, once its request's spans have been told of it."""
+    """Add the outcome of the ``last`` event to the request's spans, and return the event."""
     assert last.generation is not None
     spans.answered(last.generation)
     return last

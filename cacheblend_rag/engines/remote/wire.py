@@ -1,4 +1,4 @@
-"""Says what goes to a server and what comes back: requests, answers piece by piece, and errors in words."""
+"""Builds requests to a server, reads streamed answers, and translates the client library's errors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _BATCH_ITEMS, _BATCH_BYTES = 64, 4 << 20
 
 
 def completion_request(model: str, request: Request, prefix: str = "") -> dict[str, Any]:
-    """Return the arguments of a streamed completion by the model that the server has under a name.
+    """Return the arguments of a streamed completion by the server's model called ``model``.
 
-    ``prefix`` is what the server's tokenizer puts before a text by itself: a text that spells it is sent without.
+    ``prefix`` is the text (BOS) that the server's tokenizer adds in front; if the prompt's text begins with ``prefix``,
+    ``prefix`` is removed.
 
     Raises:
-        InputError: The JSON schema is no JSON.
+        InputError: The JSON schema is not JSON.
     """
     prompt, sampling = request.prompt, request.sampling
     blend = request.settings.asked.to_params()
@@ -65,7 +66,7 @@ def completion_request(model: str, request: Request, prefix: str = "") -> dict[s
 
 
 def chunk_bodies(chunks: Iterable[Chunk]) -> list[dict[str, Any]]:
-    """Return chunks as ``POST /v1/chunks`` takes them."""
+    """Return chunks in the form that ``POST /v1/chunks`` takes."""
     return [
         {
             "id": chunk.id,
@@ -78,12 +79,12 @@ def chunk_bodies(chunks: Iterable[Chunk]) -> list[dict[str, Any]]:
 
 
 def weight_of(chunk: Chunk) -> int:
-    """Return about how many bytes of a request's body a chunk takes."""
+    """Return the approximate size of a chunk in a request's body, in bytes."""
     return 4 * len(chunk.text) + 8 * len(chunk.token_ids)
 
 
 def batches(items: Iterable[T], weigh: Callable[[T], int], most: int = _BATCH_BYTES) -> Iterator[list[T]]:
-    """Cut items into groups of ``most`` bytes that stay well below a server's limit on the size of a request."""
+    """Yield groups of at most 64 items and ``most`` bytes, by default well below a server's limit on request sizes."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -98,12 +99,12 @@ def batches(items: Iterable[T], weigh: Callable[[T], int], most: int = _BATCH_BY
 
 
 class ServerAnswer:
-    """Collects one answer. Feed it every piece of the stream, then ask for the end."""
+    """Collects one answer: :meth:`push` takes every piece of the stream, then :meth:`end` returns the last event."""
 
     def __init__(self, url: str, fingerprint: str, tokenizer: Any, top_logprobs: int = 0):
-        """Begin now, from where time to first token counts, to expect an answer of the model with that fingerprint.
+        """Start the clock of the time to first token, for an answer of the model with this ``fingerprint``.
 
-        So many of the likeliest tokens are kept for every token as ``top_logprobs`` says.
+        ``top_logprobs`` is the number of most likely tokens to keep for every token.
         """
         self._url, self._fingerprint, self._tokenizer, self._top = url, fingerprint, tokenizer, top_logprobs
         self._begin = time.perf_counter()
@@ -117,11 +118,11 @@ class ServerAnswer:
         self._usage: Any = None
 
     def begun(self) -> bool:
-        """Say whether a piece has arrived."""
+        """Return whether a piece has arrived."""
         return self._pieces > 0
 
     def push(self, piece: Any) -> str:
-        """Take a piece; return its text."""
+        """Take a piece of the stream; return the piece's text."""
         self._pieces += 1
         if piece.usage is not None:
             self._usage = piece.usage
@@ -173,7 +174,7 @@ class ServerAnswer:
 
 
 def _logprobs(found: Any, top: int) -> list[TokenLogprob]:
-    # Asked for by id: "token_id:17". Texts would not do, different tokens can have the same.
+    # Tokens are named by id, as in "token_id:17", because different tokens can have the same text.
     tokens = [_token_id(name) for name in found.tokens]
     ranked = [
         likeliest(((_token_id(name), value) for name, value in (others or {}).items()), top)
@@ -186,18 +187,18 @@ def _token_id(name: str) -> int:
     return int(name.removeprefix("token_id:"))
 
 
-_NO_KEY = "none"  # the client library insists on one
+_NO_KEY = "none"  # the client library requires a key
 
 
 class Wire:
-    """Clients for one server: one for threads, one for each event loop (its connections cannot leave the loop).
+    """Holds the clients for one server: one for threads, and one per event loop, since connections cannot leave a loop.
 
     Attributes:
-        url: Where the server is, ``/v1`` included.
+        url: Address of the server, including ``/v1``.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float, connect_timeout_s: float, max_retries: int):
-        """Prepare to connect; nothing is sent yet."""
+        """Create the client for threads; nothing is sent yet."""
         self.url = url
         self._timeout_s = timeout_s
         self._arguments: dict[str, Any] = {
@@ -218,7 +219,7 @@ class Wire:
         return self._async[loop][0]
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[AsyncOpenAI, None]:
-        """Yield a client of ``loop``, which closes its generators when it ends; open connections would hold it."""
+        """Yield the client of ``loop``; the ending loop closes this generator, and so the client's connections."""
         async with AsyncOpenAI(**self._arguments) as client:
             try:
                 yield client
@@ -227,12 +228,12 @@ class Wire:
 
     @contextmanager
     def explained(self, begun: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Turn the client library's errors into ours; ``begun`` says whether an answer has begun to arrive.
+        """Translate the client library's errors; ``begun`` returns whether an answer has begun to arrive.
 
         Raises:
-            ServerError: The server does not answer or refuses.
-            PromptTooLongError: It refuses because of the prompt's length.
-            UnknownChunkError: It does not know a chunk.
+            ServerError: The server does not answer, or refuses the request.
+            PromptTooLongError: The server refuses the prompt because of its length.
+            UnknownChunkError: The server does not know a chunk.
         """
         try:
             yield
@@ -279,7 +280,7 @@ class Wire:
         )
 
     def close(self) -> None:
-        """Close the connections of threads; those of event loops go with their loops."""
+        """Close the threads' connections; the connections of an event loop are closed with the loop."""
         self.sync.close()
 
 
@@ -287,7 +288,7 @@ def with_version(url: str) -> str:
     """Return the address with ``/v1``.
 
     Raises:
-        InputError: It is no address.
+        InputError: ``url`` is not an HTTP address.
     """
     url = url.rstrip("/")
     if not url.startswith(("http://", "https://")):
@@ -296,7 +297,7 @@ def with_version(url: str) -> str:
 
 
 def _is_transport(error: Exception) -> bool:
-    # The client library has changed its HTTP library between versions; both call the base of such errors the same.
+    # Versions of the client library use different HTTP libraries, in which the base class has the same name.
     return any(cls.__name__ == "TransportError" for cls in type(error).__mro__)
 
 

@@ -1,4 +1,4 @@
-"""Keeps the KV of one sequence in slots of its positions, while a model runs it."""
+"""Holds the KV of one sequence while a model runs; the slot of a token is its position."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from cacheblend_rag.blending.target import StopForward
 from cacheblend_rag.engines.kernels.check import placing_works
 from cacheblend_rag.store.kv import LayerKV
 
-# What models call the state they take and return: attention caches, state space models, RWKV.
+# Names of the state that models take and return: attention caches, state space models, RWKV.
 _STATES = ("past_key_values", "cache_params", "state")
 
 
 class ModelsOwnCache:
-    """Whatever state a model that is not blended keeps between tokens; it makes and updates it itself.
+    """Holds the state of a model that is not blended; the model itself creates and updates the state.
 
     Attributes:
         length: Number of tokens so far.
-        ids: These tokens ``[batch, tokens]``, for a model that hands out no state: it runs them all again for each token.
-        state: What the model handed out, by the name of the argument that takes it back.
+        ids: All tokens so far ``[batch, tokens]``; a model that returns no state runs all of them again for each token.
+        state: State that the model returned, by the name of the argument that takes the state.
     """
 
     def __init__(self, length: int = 0, state: dict[str, Any] | None = None) -> None:
-        """Start without any, or with the ``state`` behind ``length`` tokens."""
+        """Start without state, or with the ``state`` after ``length`` tokens."""
         self.length = length
         self.ids: torch.Tensor | None = None
         self.state = state or {}
 
     def run(self, model: Any, ids: torch.Tensor, says_positions: bool, **options: Any) -> torch.Tensor:
-        """Run the next tokens ``[batch, tokens]``; return the last one's logits ``[batch, vocab]``.
+        """Run the next tokens ``[batch, tokens]``; return the last token's logits ``[batch, vocab]``.
 
-        ``says_positions``: whether the model takes position ids. Without them some begin at 0 in every call (Bamba).
+        ``says_positions`` says whether the model takes position ids. Without position ids, some models (Bamba) start at
+        position 0 in every call.
         """
         self.ids = ids if self.ids is None else torch.cat([self.ids, ids], 1)
         first = self.length
@@ -51,20 +52,20 @@ class ModelsOwnCache:
 
 
 class PositionedCache:
-    """Keys and values of one batch, each layer ``[batch, kv_heads, capacity, head_dim]``.
+    """Holds keys and values of one batch, each layer ``[batch, kv_heads, capacity, head_dim]``.
 
-    Transformers calls :meth:`update` in every attention layer, after RoPE; the other methods answer its questions about
-    mask sizes when it builds its own masks (full prefill and decoding).
+    Transformers calls :meth:`update` in every attention layer, after RoPE. To build its own masks (full prefill and
+    decoding), transformers also calls the methods that return lengths and mask sizes.
     """
 
     is_compileable = False
 
     def __init__(self, num_layers: int, capacity: int, latent_first: bool = False, block: torch.Tensor | None = None):
-        """Make room for ``capacity`` tokens; a layer's memory is taken when it is first written.
+        """Reserve ``capacity`` slots; a layer's memory is allocated at its first write.
 
-        With ``latent_first`` the model hands over what :class:`LayerKV` calls values before what it calls keys: the latent, then
-        the rotary key (MLA). Where all layers are alike ``block``, ``[2, layers, kv_heads, capacity, head_dim]``, may be the
-        memory of the keys and the values of one sequence.
+        With ``latent_first`` the model passes the latent before the rotary key (MLA); :class:`LayerKV` calls the latent
+        values and the rotary key keys. If all layers have one shape, ``block``,
+        ``[2, layers, kv_heads, capacity, head_dim]``, may be the memory of the keys and values of one sequence.
         """
         self._latent_first = latent_first
         self.block = block
@@ -79,11 +80,11 @@ class PositionedCache:
 
     @property
     def length(self) -> int:
-        """Number of slots written in all layers, from the first on."""
+        """Return the number of slots that are written in all layers, counted from slot 0."""
         return self._length
 
     def append(self, count: int) -> None:
-        """Prepare for a forward over the next ``count`` tokens in order."""
+        """Prepare for a forward over the next ``count`` tokens."""
         self._positions = slice(self._length, self._length + count)
         self._length = self._visible = self._length + count
         self._before_layer = self._stop_layer = None
@@ -93,20 +94,20 @@ class PositionedCache:
     def scatter(
         self, positions: torch.Tensor, visible: int, before_layer: Callable[[int], None] | None, stop_layer: int | None
     ) -> None:
-        """Prepare for a forward over the tokens at ``positions``, which see the first ``visible`` slots (and a mask)."""
+        """Prepare for a forward over tokens at ``positions`` that see the first ``visible`` slots (and a mask)."""
         self._positions, self._visible = positions, visible
         self._before_layer, self._stop_layer = before_layer, stop_layer
 
     def scattered(self) -> None:
-        """End what :meth:`scatter` began: what was to be called knows the blend, which has this cache."""
+        """End the pass of :meth:`scatter`: drop the callback, which refers to the blend and so back to this cache."""
         self._before_layer = self._stop_layer = None
 
     def filled(self, length: int) -> None:
-        """Declare the first ``length`` slots of all layers written."""
+        """Declare that the first ``length`` slots of all layers are written."""
         self._length = length
 
     def begin(self, prefix: Sequence[LayerKV], batch: int) -> None:
-        """Begin each of ``batch`` sequences with the same KV, of all layers."""
+        """Write the same KV, one item per layer, at the beginning of each of ``batch`` sequences."""
         for layer, kv in enumerate(prefix):
             k, v = (tensor[None].expand(batch, -1, -1, -1) for tensor in kv)
             own_k, own_v = self._buffers(layer, k, v)
@@ -114,7 +115,7 @@ class PositionedCache:
         self._length = prefix[0].k.shape[1]
 
     def extend(self, layers: Sequence[LayerKV], tokens: int) -> None:
-        """Append a copy of the first ``tokens`` of KV that :meth:`copied` returned, of one sequence."""
+        """Append a copy of the first ``tokens`` of one sequence's KV that :meth:`copied` returned."""
         start, end = self._length, self._length + tokens
         for layer, kv in enumerate(layers):
             k, v = self._buffers(layer, kv.k[None], kv.v[None])
@@ -122,19 +123,19 @@ class PositionedCache:
         self._length = end
 
     def place(self, layer: int, kv: LayerKV, move: Move | None, positions: torch.Tensor) -> None:
-        """Write stored ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``positions``."""
+        """Write stored ``kv``, ``[kv_heads, tokens, head_dim]``, with keys rotated by ``move``, at ``positions``."""
         k, v = self._buffers(layer, kv.k[None], kv.v[None])
         if kv.k.shape == kv.v.shape and placing_works(k.device, k.dtype, k.shape[1], k.shape[3]):
             from cacheblend_rag.engines.kernels.place import place
 
-            place(kv, move, positions, k, v)  # a buffer is one page
+            place(kv, move, positions, k, v)  # the buffer counts as one page
             return
         kv = moved(kv, move)
         k[0].index_copy_(1, positions, kv.k)
         v[0].index_copy_(1, positions, kv.v)
 
     def view(self, layer: int, batch: int, start: int, end: int) -> LayerKV:
-        """Return the slots ``start`` to ``end`` of one sequence as they lie in the cache, until it is written to."""
+        """Return a view of the slots ``start`` to ``end`` of one sequence, valid until the cache is written to."""
         k, v = self._k[layer], self._v[layer]
         if k is None or v is None:
             raise RuntimeError(f"layer {layer} keeps no keys and values")
@@ -145,15 +146,15 @@ class PositionedCache:
         return LayerKV(*(tensor.clone() for tensor in self.view(layer, batch, start, end)))
 
     def copied(self, start: int, end: int) -> list[LayerKV]:
-        """Return a copy of the slots ``start`` to ``end`` of one sequence, of all layers."""
+        """Return a copy of the slots ``start`` to ``end`` of the first sequence, for all layers."""
         return [self.read(layer, 0, start, end) for layer in range(len(self))]
 
-    # What transformers calls.
+    # Methods that transformers calls.
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the fresh KV ``[batch, kv_heads, tokens, head_dim]`` and return all that is visible."""
+        """Write the fresh KV ``[batch, kv_heads, tokens, head_dim]`` and return all visible keys and values."""
         if self._latent_first:
             key_states, value_states = value_states, key_states
         if self._before_layer is not None:
@@ -171,11 +172,11 @@ class PositionedCache:
         return (v, k) if self._latent_first else (k, v)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens precede the running ones."""
+        """Return the number of tokens that precede the running tokens."""
         return self.get_query_offset(layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return the position of the first running token, for contiguous passes."""
+        """Return the position of the first running token in a contiguous pass; 0 in a scattered pass."""
         return self._positions.start if isinstance(self._positions, slice) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

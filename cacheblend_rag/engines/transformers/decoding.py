@@ -1,4 +1,4 @@
-"""Decodes answers: picks each token (guided by a JSON schema, llguidance, where one is wanted), and tells pieces of text."""
+"""Decodes answers: picks each token, guided by a JSON schema (llguidance) on request, and returns pieces of text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cacheblend_rag.engines.results import TokenLogprob
 from cacheblend_rag.engines.sampling import SamplingParams, begun_at_end, repeats
 from cacheblend_rag.errors import InputError
 
-# Parts of a schema that are values, and those that map names to schemas.
+# Parts of a schema that are values, and parts that map names to schemas.
 _LITERAL: Final = {"enum", "const", "default", "examples", "required"}
 _NAMED: Final = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 GUIDED: Final = find_spec("llguidance") is not None
 
 
 class Guide:
-    """One answer that conforms to a JSON schema."""
+    """Guides one answer to conform to a JSON schema."""
 
     def __init__(self, schema: Mapping[str, Any], tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]):
         """Compile ``schema`` for a model with ``vocab_size`` logits, whose answers end with one of ``end_tokens``.
@@ -36,14 +36,14 @@ class Guide:
             )
         from llguidance import LLMatcher
 
-        # Without free white space a model of little mind never ends: it may write blanks for ever.
+        # Free white space is switched off: a weak model might write blanks for ever.
         grammar = LLMatcher.grammar_from_json_schema(_closed(schema), overrides={"whitespace_flexible": False})
         self._matcher = LLMatcher(_tokenizer(tokenizer, vocab_size, tuple(sorted(end_tokens))), str(grammar))
         self._check("json_schema cannot be followed")
 
     def allowed(self, logits: torch.Tensor) -> torch.Tensor:
         """Return ``logits``, ``[vocab]``, with minus infinity for every token that cannot come next."""
-        # One bit a token, the lowest first. llguidance's own function for torch compiles a kernel when it is first called.
+        # The mask has one bit per token, lowest first. llguidance's torch function compiles a kernel at its first call.
         mask = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         self._check("Guided decoding failed")
         bits = (mask[:, None] >> torch.arange(8)) & 1
@@ -51,7 +51,7 @@ class Guide:
         return logits.masked_fill(~allowed, float("-inf"))
 
     def take(self, token: int) -> bool:
-        """Take note of the next token; return whether nothing can come behind it."""
+        """Record the next token of the answer; return whether the answer cannot go on behind the token."""
         self._matcher.consume_token(token)
         self._check("Guided decoding failed")
         return bool(self._matcher.is_stopped())
@@ -62,10 +62,10 @@ class Guide:
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have the properties it names and no others, where it does not say: as on vLLM."""
+    """Return ``schema`` with additional properties forbidden wherever the schema does not mention them, as on vLLM."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
-    if not isinstance(schema, Mapping) or "allOf" in schema:  # what is joined with another object must stay open
+    if not isinstance(schema, Mapping) or "allOf" in schema:  # a schema that is joined with others must stay open
         return schema
     kept = {name: part if name in _LITERAL else _closed(part) for name, part in schema.items() if name not in _NAMED}
     named = {name: {k: _closed(v) for k, v in schema[name].items()} for name in _NAMED if name in schema}
@@ -81,10 +81,10 @@ def _tokenizer(tokenizer: Any, vocab_size: int, end_tokens: tuple[int, ...]) -> 
 
 
 class Sampler:
-    """Greedy, or temperature and nucleus sampling, repeatable by seed."""
+    """Picks tokens greedily, or by temperature and nucleus sampling, repeatable by seed."""
 
     def __init__(self, params: SamplingParams, device: torch.device):
-        """Seed the generator (afresh from the system if no seed is given)."""
+        """Seed the generator with the given seed, or from the system without one."""
         self._temperature = params.temperature
         self._top_k = TopKLogitsWarper(params.top_k) if params.top_k else None
         self._top_p = TopPLogitsWarper(params.top_p) if params.top_p < 1 else None
@@ -100,7 +100,7 @@ class Sampler:
             self._generator.manual_seed(params.seed)
 
     def __call__(self, logits: torch.Tensor) -> int:
-        """Return the next token for ``logits``, ``[vocab]``; those returned before are penalised as was asked for."""
+        """Return the next token for ``logits``, ``[vocab]``; the request's penalties apply to earlier tokens."""
         token = self._sampled(self._penalised(logits))
         self._counts[token] += 1
         return token
@@ -127,7 +127,7 @@ class Sampler:
 
 
 def token_logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
-    """Return the log-probability of ``token`` under ``logits``, ``[vocab]``, and of the ``count`` likeliest tokens."""
+    """Return the log-probabilities of ``token`` and of the ``count`` most likely tokens for ``logits``, ``[vocab]``."""
     logprobs = logits.float().log_softmax(-1)
     top = logprobs.topk(count)
     return TokenLogprob(
@@ -136,21 +136,21 @@ def token_logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
 
 
 class TextStream:
-    """Token ids to text, holding back what a stop string might still swallow."""
+    """Decodes token ids to text, and withholds text that may turn out to be part of a stop string."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]):
-        """Decode with ``tokenizer`` (None: no text at all)."""
+        """Decode with ``tokenizer``; without a tokenizer the text is always empty."""
         self._backend: Any = None if tokenizer is None else tokenizer.backend_tokenizer
-        self._ids: list[int] = []  # those told last, and what has given no text yet
-        self._told = 0  # how many of them, and
-        self._told_text = ""  # their text
+        self._ids: list[int] = []  # the tokens of the last returned piece, and later tokens without text so far
+        self._told = 0  # number of tokens of the last returned piece
+        self._told_text = ""  # text of the last returned piece
         self._stop = stop
         self._held = ""
         self.text = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Return the text that is certain after ``token``; sets ``stopped`` when a stop string is complete."""
+        """Return the new text that is certain after ``token``; set ``stopped`` when a stop string is complete."""
         self._held += self._decoded(token) if self._backend is not None else ""
         found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
@@ -160,10 +160,10 @@ class TextStream:
         return self._release(len(self._held) - hold)
 
     def _decoded(self, token: int) -> str:
-        """Return what ``token`` adds to the text; nothing while it ends within a character."""
+        """Return the text that ``token`` adds; empty while the tokens end within a character."""
         self._ids.append(token)
         text = self._backend.decode(self._ids)
-        # Bytes that are no character may change the text in front of them, by which tokenizers' DecodeStream fails.
+        # Bytes that form no character may change the text in front of them, which makes tokenizers' DecodeStream fail.
         piece: str = "" if text.endswith("\ufffd") else text[len(self._told_text) :]
         if piece:
             del self._ids[: self._told]
@@ -171,7 +171,7 @@ class TextStream:
         return piece
 
     def flush(self) -> str:
-        """Return what is still held, at the end of the answer."""
+        """Return the text that is still withheld at the end of the answer."""
         return "" if self.stopped else self._release(len(self._held))
 
     def _release(self, count: int) -> str:
@@ -181,7 +181,7 @@ class TextStream:
 
 
 class AnswerBuilder:
-    """An answer, token by token: sampled, ended, turned into text; the end-of-sequence token is none of them."""
+    """Builds an answer token by token: samples, ends and decodes it; excludes the end-of-sequence token."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class AnswerBuilder:
         device: torch.device,
         guide: Guide | None = None,
     ):
-        """Start an empty answer; no tokenizer, no text. A ``guide`` says which tokens can come next."""
+        """Start an empty answer, without text if ``tokenizer`` is None; ``guide`` says which tokens can come next."""
         self._guide = guide
         self._params, self._has_text, self._end_tokens = params, tokenizer is not None, end_tokens
         self._sample, self._stream = Sampler(params, device), TextStream(tokenizer, params.stop)
@@ -206,7 +206,7 @@ class AnswerBuilder:
         return self._stream.text
 
     def push(self, logits: torch.Tensor) -> str | None:
-        """Sample from ``logits``, ``[vocab]``; return the text that is now certain, None if there is nothing to show."""
+        """Sample from ``logits``, ``[vocab]``; return the new certain text, or None if there is no event to yield."""
         token = self._sample(logits if self._guide is None else self._guide.allowed(logits))
         if token in self._end_tokens:
             self._finish("stop")
@@ -223,7 +223,7 @@ class AnswerBuilder:
         return piece if piece or not self._has_text else None
 
     def flush(self) -> str:
-        """Return what is still held back, at the end."""
+        """Return the text that is still withheld at the end of the answer."""
         return self._stream.flush()
 
     def _finish(self, reason: Literal["stop", "length"]) -> None:

@@ -1,4 +1,4 @@
-"""Answers prompts with a Hugging Face causal LM on CPU or GPU, blended through its own forward: the default engine."""
+"""Answers prompts with a Hugging Face causal LM on CPU or GPU, and blends through the model's own forward."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from cacheblend_rag.store.kv import StoredKV
 
 
 class PromptRun:
-    """One prompt on its way: it is prefilled, then answered, and at its end lets go of what it used.
+    """Runs one prompt: prefills it, generates the answer, and finally releases the KV.
 
-    Once nobody waits for the answer any more, nothing else is computed for it: GivenUp is raised.
+    Once nobody waits for the answer any more, the computation stops with GivenUp.
 
     Attributes:
-        plan: What is stored of what stands behind the first tokens, whose KV the prefix cache had.
-        logits: Of the last token so far, ``[vocab]``.
-        outcome: What became of the prompt.
-        cache: Its KV, and that of what follows it; None before and behind.
+        plan: Blend plan for the tokens behind those whose KV came from the prefix cache.
+        logits: Logits of the last token so far, ``[vocab]``.
+        outcome: Outcome of the prompt.
+        cache: KV of the prompt and the answer; None before the prefill and after the run.
     """
 
     plan: BlendPlan
@@ -52,28 +52,28 @@ class PromptRun:
     outcome: PromptOutcome
     cache: PositionedCache | ModelsOwnCache | None = None
     _trace: Trace | None = None
-    _began = 0.0  # when its computing did
+    _began = 0.0  # start of the computation
 
     def __init__(self, model: ModelOwner, request: Request, gone: threading.Event | None = None):
         self._model, self._request = model, request
-        self._gone = gone or threading.Event()  # set once nobody waits for the answer
+        self._gone = gone or threading.Event()  # set once nobody waits for the answer any more
         self._options = model.profile.options(request.settings)
-        self._costs = model.costs  # as they are before this prompt corrects them
+        self._costs = model.costs  # the costs before this prompt corrects them
         self._said, self._kept = self._as_said(), Kept()
         names = {span.chunk.id for span in request.prompt.spans}
         self._known = names - model.registry.unknown(names)
-        self._tokens: list[int] = []  # of the answer
-        self._fed = 0  # how many of them are in the cache
+        self._tokens: list[int] = []  # tokens of the answer
+        self._fed = 0  # number of the answer's tokens in the cache
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Keep the KV for what is asked next, let go of stored KV, and write back what was missing."""
+        """Copy the KV to the prefix cache, release stored KV, and write back missing KV."""
         if self.cache is None:
             return
         said, cache, self.cache = self._said, self.cache, None
-        gone = self._model.registry.unknown(self._known)  # forgotten meanwhile: nothing of them is to stay
+        gone = self._model.registry.unknown(self._known)  # chunks forgotten meanwhile: none of their KV may stay
         own, missing = ([c for c in each if c.id not in gone] for each in (self.plan.own_missing, self.plan.missing))
         if own and self._kept.exact and isinstance(cache, PositionedCache):
             (chunk,), begin = own, self._request.prompt.spans[0].start
@@ -82,7 +82,7 @@ class PromptRun:
         if said is not None and not gone and isinstance(cache, PositionedCache):
             exact = self._kept.exact and not self.plan.stale and all(span.kv.exact for span in self.plan.exact)
             tokens = (*said.token_ids, *self._tokens[: self._fed])
-            if cache.length == len(tokens):  # not where a token was on its way
+            if cache.length == len(tokens):  # false if a token was interrupted
                 self._model.prefixes.keep(Said(tokens, () if exact else said.origins, said.namespace), cache)
         del cache
         for span in (*self.plan.exact, *self.plan.stale):
@@ -92,7 +92,7 @@ class PromptRun:
         self._model.write_back(missing, unranked, self._known)
 
     def prefill(self, trace: Trace | None) -> None:
-        """Make the prompt's KV and its last token's logits, from stored KV where there is some that helps."""
+        """Compute the prompt's KV and its last token's logits, from stored KV where that is useful."""
         self._trace = trace
         self._look()
         if self._model.profile.blockwise and self._request.settings.reuse == "chunks":
@@ -101,13 +101,13 @@ class PromptRun:
         late: set[tuple[int, ...]] = set()
         with self._model.lock, self._model.runner.until(self._gone):
             while True:
-                self._look()  # others may have had the model for long
+                self._look()  # other requests may have held the model for long
                 try:
                     self.cache = self._prefilled(unusable, late)
                     return
                 except UnusableSpanError as error:
-                    # Missing, as far as this prompt goes: the next plan computes its chunk in place. Its tier has dropped
-                    # what is damaged; what cannot be read now stays, and so does what other tiers have.
+                    # The next plan treats these entries as missing and computes their chunks in place. The tier has
+                    # dropped damaged entries; entries that cannot be read now remain, and so do copies in other tiers.
                     (late if error.late else unusable).update(error.entries)
                     self._model.learn(MeasuredCost((), error.reads, error.waited_s))
 
@@ -119,7 +119,7 @@ class PromptRun:
     def _prefilled(
         self, unusable: Collection[tuple[int, ...]], late: Collection[tuple[int, ...]]
     ) -> PositionedCache | ModelsOwnCache:
-        """Plan without the entries that are of no use, and do as planned; return the cache with the prompt."""
+        """Plan without ``unusable`` and ``late`` entries, and carry out the plan; return the cache with the prompt."""
         model, prompt, looked = self._model, self._request.prompt, time.perf_counter()
         whole = planned(model, self._request, {*unusable, *late}).after_late(late)
         if self._trace is not None and prompt.spans and self._request.settings.reuse != "off":
@@ -130,7 +130,7 @@ class PromptRun:
         plan = whole.behind_kept(self._kept.tokens) if self._kept.tokens else whole
         choice = self._choose(plan)
         self.plan = plan = plan if choice is None else choice.applied_to(plan)
-        self._began = time.perf_counter()  # behind the look-ups: what they wait for is no computing
+        self._began = time.perf_counter()  # after the look-ups, whose waiting is not computation
         if plan.uses_stored_kv and isinstance(cache, PositionedCache):
             outcome = self._blend(cache, choice)
         else:
@@ -148,7 +148,7 @@ class PromptRun:
         return cache
 
     def _run(self, cache: PositionedCache | ModelsOwnCache) -> tuple[PromptOutcome, PositionedCache | ModelsOwnCache]:
-        """Run what is not in ``cache``, or not in the snapshot of the exact prefix that takes its place."""
+        """Run the tokens behind ``cache``, or behind a snapshot of the exact prefix, which then replaces ``cache``."""
         model, stored, load_s = self._model, self.plan.uses_stored_kv, 0.0
         if stored:
             assert model.snapshots is not None
@@ -170,7 +170,7 @@ class PromptRun:
         return outcome
 
     def _choose(self, plan: BlendPlan) -> Choice | None:
-        """Let the controller choose what to use of the plan, where the request leaves that to the engine."""
+        """Return the loading controller's choice of stored KV for the plan; None if the controller has no choice."""
         model, settings = self._model, self._request.settings
         terms = Terms.of(model.costs, model.profile, settings, model.num_layers)
         if terms is None or not (plan.uses_stored_kv and model.gate.passed):
@@ -178,7 +178,7 @@ class PromptRun:
         return choose(plan, terms, settings, self._options.ratio)
 
     def _as_said(self) -> Said | None:
-        """Return the prompt as the prefix cache is asked for it; None where it may use nothing that is kept."""
+        """Return the prompt's key in the prefix cache; None if the prompt must not use the prefix cache."""
         model, prompt, settings = self._model, self._request.prompt, self._request.settings
         longest = model.runner.longest
         if settings.reuse == "off" or not model.gate.passed or (longest and len(prompt.token_ids) > longest):
@@ -194,13 +194,13 @@ class PromptRun:
         return Said(prompt.token_ids, found, model.namespace.name)
 
     def answer(self, guide: Guide | None, begin: float) -> Generator[StreamEvent, None, StreamEvent]:
-        """Generate the answer to a prompt that came at ``begin``.
+        """Generate the answer to a prompt that arrived at ``begin``.
 
         Yields:
-            Its pieces.
+            Pieces of the answer.
 
         Returns:
-            What is left of it, with the whole.
+            The last piece, with the whole answer.
         """
         model = self._model
         answer = AnswerBuilder(self._request.sampling, model.tokenizer, model.end_tokens, model.device, guide)
@@ -230,7 +230,7 @@ class PromptRun:
             self.logits = self._model.runner.append(ids, self.cache)[0]
 
     def _learn(self) -> None:
-        """Let what the prompt took keep the controller's costs current; its first token is there, so its work is done."""
+        """Correct the loading controller's costs by the prompt's time; called once the first token has arrived."""
         outcome, usage = self.outcome, self.outcome.usage
         took = time.perf_counter() - self._began - outcome.load_s
         tokens = usage.computed_tokens + usage.selection_tokens
@@ -239,7 +239,7 @@ class PromptRun:
 
 
 def planned(model: ModelOwner, request: Request, unusable: Collection[tuple[int, ...]] = ()) -> BlendPlan:
-    """Look up a prompt's entries, but for the ``unusable``, and return the plan for what was found."""
+    """Look up a prompt's entries, except ``unusable`` ones, and return the blend plan for the entries found."""
     reuse, runner, snapshots = request.settings.reuse, model.runner, model.snapshots
     entries = model.entries
 
@@ -258,14 +258,22 @@ def planned(model: ModelOwner, request: Request, unusable: Collection[tuple[int,
     if snapshots is None:
         return BlendPlan(len(request.prompt.token_ids), (), (), (), why)
     plan = entries.plan(request.prompt, lookup, "off" if reuse == "off" else "prefix")
-    # A chunk that ends the prompt cannot be cut by its last token, as KV can: its state is behind all of it.
+    # A chunk that ends the prompt is not reused: KV could be cut before the last token, a recurrent state cannot.
     return replace(plan, stale=(), reason=f"{plan.reason}; {why}")
 
 
 class TransformersEngine(ModelOwner):
-    """Answers prompts of text and chunks with a transformers model.
+    """Answers prompts of text and chunks with a transformers model, on CPU or GPU.
 
     Requests from several threads share the model: their forwards take turns, token by token.
+
+    Example:
+        Precompute chunks, then answer a question from the chunks::
+
+            with TransformersEngine("smollm2", store="kv") as engine:
+                chunks = split_text(text, engine.tokenizer)
+                engine.precompute(chunks)
+                print(engine.generate(BlendPrompt((*chunks, "Question: Who is the captain? Answer:"))).text)
     """
 
     supports_json_schema: ClassVar[bool] = GUIDED
@@ -279,7 +287,7 @@ class TransformersEngine(ModelOwner):
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
-        """See :class:`BlendEngine`; once the consumer is cancelled, a prompt that waits is not computed, and others end."""
+        """Answer asynchronously; if the consumer is cancelled, a waiting prompt is dropped and a running one ends."""
         async for event in iterate_in_thread(lambda gone: self._begun(prompt, sampling, settings, gone)):
             yield event
 
@@ -290,7 +298,7 @@ class TransformersEngine(ModelOwner):
         settings: BlendSettings | None,
         gone: threading.Event | None = None,
     ) -> Iterator[StreamEvent]:
-        """Begin what :meth:`stream` does, for as long as ``gone`` is not set; then the iterator raises GivenUp."""
+        """Return the iterator of :meth:`stream`, which raises GivenUp once ``gone`` is set."""
         begin = time.perf_counter()
         request = self.request(prompt, sampling, settings)
         schema, guide = request.sampling.schema(), None
@@ -301,7 +309,7 @@ class TransformersEngine(ModelOwner):
     async def agenerate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
-        """See :class:`BlendEngine`; the pool of threads bounds how many hold KV at once."""
+        """Answer asynchronously; the event loop's thread pool limits how many requests hold KV at the same time."""
         gone = threading.Event()
 
         def answered() -> Generation | None:
@@ -321,7 +329,7 @@ class TransformersEngine(ModelOwner):
     def _stream(
         self, request: Request, guide: Guide | None, begin: float, gone: threading.Event | None
     ) -> Iterator[StreamEvent]:
-        # What is written back once the answer is there belongs to no span of the request.
+        # The write-back after the answer belongs to no span of the request.
         with PromptRun(self, request, gone) as run, RequestSpans(self.namespace.name) as spans:
             run.prefill(spans.trace)
             last = yield from run.answer(guide, begin)

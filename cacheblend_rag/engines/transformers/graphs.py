@@ -1,10 +1,11 @@
-"""Spares a GPU the wait for Python: places all layers of stored KV at once, and replays passes as CUDA graphs.
+"""Places all layers of stored KV at once, and replays passes as CUDA graphs, so that a GPU does not wait for Python.
 
-A pass of a few hundred tokens takes an 8B model a few milliseconds of an H200, and Python five times as long to launch. A graph
-is one launch. It is made of the model's own forward over so many tokens, in one block of memory that one prompt at a time has;
-the positions, and so which keys a token sees, are read from the device. Fewer tokens than a graph has are padded by the last one,
-which is then computed several times, to the same numbers. Before a group of layers a graph waits for their stored KV to be
-placed, by an event of a stream beside it: loading and computing overlap as they do without a graph.
+A pass of a few hundred tokens takes an 8B model a few milliseconds on an H200, and Python takes five times as long to
+launch the pass. A graph needs one launch. A graph is captured from the model's own forward over a fixed number of
+tokens, in one block of memory that one prompt at a time uses. Positions are read from the device, and determine which
+keys a token sees. A pass with fewer tokens is padded with its last token, whose repetition gives the same numbers.
+Before a group of layers, a graph waits for an event of another stream, recorded when the stored KV of the layers is
+placed, so that loading and computing overlap as without a graph.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.kernels.place import Layers
 
 _LEAST_CAPACITY = 4096
-# Of the device's memory, for the block that graphs read and write.
+# Maximum share of the device's memory for the block that graphs read and write.
 _SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """A captured pass: what it reads, what runs it, and what it leaves."""
+    """Holds a captured pass: its input tensors, its replay function and its output tensors."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -50,26 +51,27 @@ def total_memory(device: torch.device) -> int:
 
 
 class Graphs:
-    """Keeps the captured passes of one model, and the memory that they read and write. Used under the model's lock."""
+    """Keeps the captured passes of one model, and their memory. Callers must hold the model's lock."""
 
     def __init__(self, runner: Any):
-        """Capture nothing yet of what ``runner`` runs, a :class:`~cacheblend_rag.engines.transformers.target.ModelRunner`."""
+        """Start without graphs of ``runner``, a :class:`~cacheblend_rag.engines.transformers.target.ModelRunner`."""
         self._runner = weakref.proxy(runner)
         self._block: torch.Tensor | None = None
         self._lent: weakref.ref[PositionedCache] | None = None
         self.replays: Replays[_Pass] = Replays()
         self._pool: Any = None
         self.replays.refused = runner.config._attn_implementation != NAME
-        self._layers: Layers | None = None  # of the block
+        self._layers: Layers | None = None  # description of the block's layers
         try:
             self._placed = Arrivals(runner.device, runner.num_layers, external=True)
         except TypeError:  # torch before 2.8: a graph cannot wait for another stream's work
             self._placed, self.replays.refused = Arrivals(runner.device, runner.num_layers), True
 
     def lend(self, tokens: int) -> PositionedCache | None:
-        """Return an empty cache with room for ``tokens``, all layers in one block; None for a model whose layers differ.
+        """Return an empty cache for ``tokens`` with all layers in one block; None for a model whose layers differ.
 
-        It has the graphs' block, if no other prompt has it; that is given back when the cache is gone.
+        The cache uses the graphs' block unless another prompt uses the block. The block is free again once the cache is
+        garbage-collected.
         """
         runner = self._runner
         if runner.layer_shape is None:
@@ -86,7 +88,7 @@ class Graphs:
         return cache
 
     def place(self, cache: PositionedCache, stored: StoredLayers) -> Callable[[int], None] | None:
-        """Begin to place all of ``stored``; return what to call before a layer reads it. None where this is not possible."""
+        """Begin to place all of ``stored``; return a function to call before each layer, None if that is impossible."""
         block, transfer = cache.block, transfer_to(self._runner.device)
         if block is None or transfer is None:
             return None
@@ -108,19 +110,19 @@ class Graphs:
     def run(
         self, cache: PositionedCache, ids: torch.Tensor, positions: torch.Tensor, looks: Looks | None = None
     ) -> torch.Tensor | None:
-        """Run tokens by a graph, if there is one for so many.
+        """Run tokens by a graph, if there is a graph for their number.
 
         Args:
-            cache: Where stored KV has been placed, or is on its way by :meth:`place`.
+            cache: Cache in which stored KV has been placed, or is being placed by :meth:`place`.
             ids: ``[tokens]``, in host memory or on the device.
             positions: ``[tokens]``, ascending, in host memory.
-            looks: Gets the tokens' attention; None if nobody asks for it.
+            looks: Receives the tokens' attention; None if the attention is not needed.
 
         Returns:
-            The last token's logits ``[vocab]``; None where there is no graph.
+            The last token's logits ``[vocab]``; None without a graph.
         """
         made, block = self.replays.serving(len(positions), looks is not None), cache.block
-        # Behind the end of the block the cache must grow, and has it no more.
+        # Past the end of the block the cache must grow, and then no longer uses the block.
         if made is None or block is None or block is not self._block or int(positions[-1]) >= block.shape[3]:
             return None
         logits = self._replay(made, ids, positions, looks)
@@ -136,7 +138,7 @@ class Graphs:
         logits: torch.Tensor,
         looks: Looks | None = None,
     ) -> None:
-        """Take note of a pass that :meth:`run` had no graph for, and what it gave; make one of it when it comes again."""
+        """Record a pass for which :meth:`run` had no graph; capture a graph if a pass of this kind has run before."""
         block = cache.block
         kind = (
             None if block is None or block is not self._block else self.replays.due(len(positions), looks is not None)
@@ -177,16 +179,16 @@ class Graphs:
             with looking(looks):
                 return runner.scatter(ids, anywhere, positions, visible, cache, before_layer), looks
 
-        # What is compiled and allocated at first use must not be captured.
+        # A first run outside the capture compiles and allocates everything that must not be captured.
         run(runner.new_cache(width), width, lambda layer: None)
         capacity = block.shape[3]
         cache = PositionedCache(runner.num_layers, capacity, block=block)
-        self._placed.record()  # an event that never was is not waited for, nor will be
+        self._placed.record()  # a graph would never wait for an event that was not recorded before the capture
         (logits, looks), replay, self._pool = capture(lambda: run(cache, capacity, self._placed.wait), self._pool)
         return _Pass(ids, positions, looks, logits, replay)
 
     def _renew(self, tokens: int) -> None:
-        """Make room for a prompt of ``tokens``, if that is not too much; the graphs of the old block are of no use then."""
+        """Allocate a block for a prompt of ``tokens``, if not too large; discard the old block and its graphs."""
         self.replays.forget()
         self._block, self._layers, self._pool = None, None, None
         capacity = max(_LEAST_CAPACITY, 1 << (tokens - 1).bit_length())

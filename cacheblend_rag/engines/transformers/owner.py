@@ -1,4 +1,4 @@
-"""Owns a transformers model: loads it, judges it by the parity gate, and computes the KV of chunks; it knows no prompt."""
+"""Owns a transformers model: loads the model, runs the parity gate, and computes the KV of chunks, but no prompts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from cacheblend_rag.store.opening import parse_size
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run; ``directory`` is where it was read from, if anywhere."""
+    """Holds a model that is ready to run; ``directory`` is the directory of its files, None for a model in memory."""
 
     model: Any
     tokenizer: Any
@@ -61,10 +61,10 @@ class LoadedModel:
 
 
 def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype | None) -> LoadedModel:
-    """Load ``model``, which is loaded already, or found as :func:`model_directory` finds it.
+    """Load ``model``, which is a loaded model or an argument of :func:`model_directory`.
 
     Raises:
-        ModelError: It cannot be loaded; the message says why.
+        ModelError: The model cannot be loaded; the message gives the reason.
     """
     if isinstance(model, PreTrainedModel):
         name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
@@ -77,7 +77,7 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
         config = AutoConfig.from_pretrained(directory)
         # A CPU without bf16 units is slower and less exact in bf16 than in fp32.
         dtype = dtype or (torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16)
-        # Quantised weights are made for the device that they will be on, and cannot be moved to another.
+        # Quantised weights are created for one device, and cannot be moved to another.
         placed = {"device_map": {"": device}} if getattr(config, "quantization_config", None) else {}
         loaded = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=dtype, **placed)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(directory)
@@ -94,10 +94,10 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
 
 
 def device_named(name: str | torch.device | None) -> torch.device:
-    """Return the torch device of that name; None takes CUDA if there is one.
+    """Return the torch device called ``name``; None means CUDA if available, else the CPU.
 
     Raises:
-        InputError: There is no such device on this machine.
+        InputError: This machine has no such device.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,7 +110,7 @@ def device_named(name: str | torch.device | None) -> torch.device:
 
 
 def _on(device: torch.device, model: Any, name: str) -> Any:
-    """Return ``model`` on ``device``; raises ModelError if it is spread over several, or cannot be moved there."""
+    """Return ``model`` on ``device``; raise ModelError if the model is on several devices or cannot be moved."""
     places = sorted({str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()})
     if len(places) > 1:
         raise ModelError(
@@ -119,7 +119,7 @@ def _on(device: torch.device, model: Any, name: str) -> Any:
         )
     here = torch.device(model.device)
     if getattr(model, "is_quantized", False) and here.type == device.type and device.index in (None, here.index):
-        return model.eval()  # some kinds refuse to be moved even to where they are
+        return model.eval()  # some quantised models cannot be moved, not even to their own device
     try:
         return model.to(device).eval()
     except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -127,9 +127,9 @@ def _on(device: torch.device, model: Any, name: str) -> Any:
 
 
 def usable_attention(model: Any) -> Any:
-    """Return ``model`` with an attention that honours its config and takes an explicit mask."""
+    """Return ``model`` with an attention implementation that follows its config and takes an explicit mask."""
     config = model.config.get_text_config()
-    # SDPA drops the soft cap on attention scores (Gemma-2) and learned sinks: there only eager computes what the config says.
+    # SDPA ignores the soft cap on attention scores (Gemma-2) and learned sinks: such models need eager attention.
     no_sdpa = getattr(config, "attn_logit_softcapping", None) or not getattr(model, "_supports_sdpa", True)
     chosen = config._attn_implementation
     eager = no_sdpa or chosen == "eager"
@@ -144,16 +144,17 @@ def usable_attention(model: Any) -> Any:
 
 
 class ModelOwner(BlendEngine):
-    """Holds a model with all that its prompts share.
+    """Holds a model with everything that its prompts share.
 
     Attributes:
-        runner: The model's own forward.
-        rope: Its rotation; None where the gate found none.
-        snapshots: What is stored of a model with recurrent layers in place of KV; None for other models.
-        lock: Held by whoever runs the model: requests from several threads take turns, token by token.
-        prefixes: KV of earlier prompts and their answers.
+        runner: Runner of the model's own forward.
+        rope: RoPE rotations of the model; None if the gate found no rotation.
+        snapshots: Snapshots of a model with recurrent layers, stored in place of KV; None for other models.
+        lock: Lock of the model: requests from several threads take turns, token by token.
+        prefixes: Prefix cache with the KV of earlier prompts and their answers.
         end_tokens: Tokens that end an answer.
-        on_first_logits: Called, if set, with the logits ``[vocab]`` of every prompt's last token, after the TTFT was taken.
+        on_first_logits: Callback for the logits ``[vocab]`` of every prompt's last token, called after the TTFT was
+            measured; None for no callback.
     """
 
     store: KVStore
@@ -180,25 +181,25 @@ class ModelOwner(BlendEngine):
         """Load the model and run the parity gate.
 
         Args:
-            model: A directory, a GGUF file, a hub name, ``"smollm2"``, a loaded model, or None for the bundled one.
-            tokenizer: Its tokenizer; None loads the one beside the model.
-            store: A store; a directory for one (RAM in front of disk); its tiers by address, as
+            model: A directory, a GGUF file, a hub name, ``"smollm2"``, a loaded model, or None for the bundled model.
+            tokenizer: Tokenizer of the model; None loads the tokenizer beside the model.
+            store: A store; a directory for a store (RAM in front of disk); the addresses of tiers, such as
                 ``"ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,s3://bucket/prefix"``; or None for RAM alone.
-            device: ``"cpu"``, ``"cuda"``...; None takes CUDA if there is one.
-            dtype: None takes fp32 on a CPU, the model's own elsewhere.
-            header: What stands before the first chunk in your prompts: the rendered text, its token ids, or a function that
-                renders it for the tokenizer. None takes :func:`rag_header`'s.
-            ratio: Default recompute ratio; None takes the model profile's.
-            write_back: Store the KV of chunks that a prompt held but the store did not, after the answer.
-            ranking: When chunks' static deviations are measured (:mod:`cacheblend_rag.blending.static`); None is ``"now"`` for a
-                model whose profile's policy needs them, else ``"lazy"``.
-            prefix_cache: Most memory, on the model's device, for the KV of earlier prompts and answers, which later prompts that
-                begin alike do not compute again: bytes, or a size such as ``"4GiB"``; 0 keeps none.
-            writer: What computes chunks' KV in the model's place, as :func:`writer_of` takes it: a directory, ``"none"``, or
-                None for the one that ``"smollm2"`` comes with. What is stored without it, or by another, is not used.
+            device: ``"cpu"``, ``"cuda"``...; None means CUDA if available, else the CPU.
+            dtype: Dtype of the model; None means fp32 on a CPU, and the model's own dtype elsewhere.
+            header: Text before the first chunk of your prompts: the rendered text, its token ids, or a function that
+                renders the text for the tokenizer. None means the header of :func:`rag_header`.
+            ratio: Default recompute ratio; None means the ratio of the model's profile.
+            write_back: Whether to store, after an answer, the KV of the prompt's chunks that the store lacked.
+            ranking: When the static deviations of chunks are measured (:mod:`cacheblend_rag.blending.static`); None
+                means ``"now"`` if the policy of the model's profile needs static deviations, else ``"lazy"``.
+            prefix_cache: Maximum memory, on the model's device, for the KV of earlier prompts and answers, which later
+                prompts with the same beginning reuse: bytes, or a size such as ``"4GiB"``; 0 switches the cache off.
+            writer: KV writer of chunks, in a form that :func:`writer_of` takes: a directory, ``"none"``, or None for
+                the writer that ``"smollm2"`` comes with. KV stored without this writer, or by another, is not used.
 
         Raises:
-            InputError: ``device``, ``ranking`` or ``prefix_cache`` is none, or the writer cannot be used with this model.
+            InputError: ``device``, ``ranking`` or ``prefix_cache`` is invalid, or the writer does not fit the model.
             ModelError: The model cannot be loaded.
             StoreError: The store cannot be opened.
         """
@@ -224,7 +225,7 @@ class ModelOwner(BlendEngine):
         self._judge()
 
     def _use(self, writer: str | Path | None, loaded: LoadedModel) -> None:
-        """Have chunks' KV written by a writer, if there is one."""
+        """Set up the KV writer that computes chunks' KV, if there is a writer."""
         self._writing: AbstractContextManager[None] = nullcontext()
         self._notice = WriterNotice()
         if writer is None:
@@ -233,7 +234,7 @@ class ModelOwner(BlendEngine):
         self._writing, self.writer = read.on(loaded.model, self.dtype, self.device), read.name
 
     def _judge(self) -> None:
-        """Run the parity gate in front of the store; it decides what the model is served by."""
+        """Run the parity gate with the store's codecs; its result decides how the model serves prompts."""
         self.rope: Rope | None = None
         refusal = why_not_blendable(self.runner.config)
         if refusal:
@@ -257,23 +258,23 @@ class ModelOwner(BlendEngine):
 
     @property
     def stores(self) -> bool:
-        """Return whether anything of this model is kept in a store."""
+        """Return whether KV or snapshots of this model are stored."""
         return self.gate.passed or self.snapshots is not None
 
     @property
     def entries(self) -> Entries:
-        """See :class:`BlendEngine`; made for each use, since evaluations change header and store."""
+        """Return the engine's entries, created for each use, since evaluations change header and store."""
         return Entries(self.store, self.fingerprint, self.header_ids, namespace=self.namespace, writer=self.writer)
 
     def _become(self) -> None:
-        """See :class:`BlendEngine`; there is nothing else to do."""
+        """Do nothing: the copy of the engine is complete."""
 
     def subject(self) -> TransformersSubject:
-        """Return the model as the parity gate and calibration drive it."""
+        """Return the model's interface for the parity gate and calibration."""
         return TransformersSubject(self.runner)
 
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
-        """See :class:`BlendEngine`; ``[header] + chunk`` is computed, batched, and the chunk's slice kept."""
+        """See :class:`BlendEngine`; the model computes ``[header] + chunk`` in batches and stores the chunk's part."""
         self.check_open()
         self.registry.add(chunks)
         return self._precompute(self.entries, chunks, progress, self.ranking == "now")
@@ -294,9 +295,9 @@ class ModelOwner(BlendEngine):
     ) -> PrecomputeReport:
         if not self.stores:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
-        with self._storing:  # one at a time, so that none computes what another is about to store
+        with self._storing:  # one call at a time, so that no call computes KV that another is about to store
             behind = self._behind(self._probed) if self.writer is not None and self.writer.behind_probe else None
-            # What is written behind the probe is ranked by how far it moves without.
+            # KV written behind the probe is ranked by how far it moves without the probe.
             ranker = self._behind(() if behind else self._probed) if ranking and self.gate.passed else None
             how = ranker, self.snapshots.compute if self.snapshots else None, self.lock, self._writing, behind
             report = precompute(self.runner, entries, chunks, self.context_window, progress, *how)
@@ -310,18 +311,18 @@ class ModelOwner(BlendEngine):
         return self._probe
 
     def _behind(self, probe: tuple[int, ...]) -> Ranker:
-        """Return what computes behind the engine's header and a probe, whose KV is kept from call to call."""
+        """Return the ranker for chunks behind the engine's header and ``probe``, whose KV is cached between calls."""
         assert self.rope is not None
         prefix = (*self.header_ids, *probe)
         if prefix not in self._rankers:
-            kept = self._rankers if len(self._rankers) < 2 else {}  # two are in use; others are of another header
+            kept = self._rankers if len(self._rankers) < 2 else {}  # at most two are in use
             self._rankers = {**kept, prefix: Ranker(self.runner, self.rope, prefix, self._writing)}
         return self._rankers[prefix]
 
     def keep_first(self, chunk: Chunk, layers: Sequence[LayerKV], exact: bool) -> None:
-        """Store what a prompt has computed of a chunk right behind the header, where that is wanted: the model's own KV.
+        """Store the model's own KV of a chunk, which a prompt computed right behind the header, if write-back is on.
 
-        It is as ``exact`` as the header's.
+        ``exact`` says whether the header's KV was exact.
         """
         if not (self._write_back and self.stores):
             return
@@ -332,10 +333,10 @@ class ModelOwner(BlendEngine):
             warnings.warn(f"The model's own KV of a chunk could not be stored: {error}", stacklevel=2)
 
     def write_back(self, missing: Sequence[Chunk], unranked: Sequence[Chunk], known: Collection[str]) -> None:
-        """Store what a prompt found missing, where that is wanted: the KV of chunks, and static deviations of others.
+        """Store the KV of ``missing`` chunks and the static deviations of ``unranked`` chunks, if write-back is on.
 
-        All is computed anew behind the header: what the prompt left in its cache has attended to its context. Of the chunks
-        whose ids were ``known`` when it came, those that are not any more were forgotten, and stay so; others become known.
+        The KV is computed again behind the header, because the KV in the prompt's cache depends on the prompt. Chunks
+        whose ids were not ``known`` at the prompt's start are registered; chunks forgotten since then stay forgotten.
         """
         self._notice.look(self.entries, missing)
         if not (self._write_back and self.stores):
@@ -355,12 +356,12 @@ class ModelOwner(BlendEngine):
             warnings.warn(f"The static deviation of {len(unranked)} chunks could not be stored: {error}", stacklevel=2)
 
     def learn(self, measured: MeasuredCost) -> None:
-        """Correct the loading controller's costs, where there are any, by what was measured."""
+        """Correct the loading controller's costs, if there are any, by the measured costs of a run."""
         if self.costs is not None:
             self.costs = self.costs.after(measured)
 
     def forget(self, chunks: Iterable[str | Chunk]) -> int:
-        """See :class:`BlendEngine`; the namespace's prefix cache may hold their KV, too, and is emptied."""
+        """See :class:`BlendEngine`; also empties the namespace's prefix cache, which may hold the chunks' KV."""
         self.prefixes.clear(self.namespace.name)
         return super().forget(chunks)
 
@@ -369,7 +370,7 @@ class ModelOwner(BlendEngine):
         self.prefixes.clear()
 
     def close(self) -> None:
-        """Close the store and drop the model; closing twice is allowed."""
+        """Close the store and release the model; closing twice is allowed."""
         if self._root is not None:
             return
         self.store.close()

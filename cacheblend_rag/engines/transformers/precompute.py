@@ -1,4 +1,4 @@
-"""Computes chunk KV at indexing time (``[header] + chunk``, batched, the chunk's slice kept), and static deviations with it."""
+"""Computes the KV of chunks at indexing time, in batches of ``[header] + chunk``, and the chunks' static deviations."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from cacheblend_rag.store.base import room_in
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, StoredKV, read_whole
 
 Computed = tuple[tuple[int, ...], tuple[ChunkKV, Arrival]]
-"""An entry's token ids, its KV where it was computed, and how to get that in host memory."""
+"""An entry's token ids, its KV on the device that computed it, and a function that returns the KV in host memory."""
 Compute = Callable[[tuple[int, ...], Sequence[tuple[int, ...]]], Iterator[Computed]]
-"""Header and rows of token ids to each row's entry; ``()`` is the header's own row."""
+"""Computes the entry of each row of token ids behind a header; ``()`` is the row of the header's own entry."""
 
-# Tokens per forward: enough rows to keep the device busy, few enough not to double the memory a prompt takes.
+# Tokens per forward: enough to keep the device busy, few enough not to double the memory that a prompt takes.
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 class Ranker:
-    """Computes chunks behind a prefix, header and probe, and ranks them by it; see :mod:`cacheblend_rag.blending.static`."""
+    """Computes chunks behind header and probe, and static deviations; see :mod:`cacheblend_rag.blending.static`."""
 
     def __init__(
         self,
         runner: ModelRunner,
         rope: Rope,
         prefix: tuple[int, ...],
-        writing: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - it holds nothing
+        writing: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - the default has no state
     ):
-        """Compute nothing yet: the prefix' KV is made when it is first needed. A KV writer acts within ``writing``."""
+        """Prepare; the prefix's KV is computed when it is first needed. A KV writer is active within ``writing``."""
         self._runner, self._rope, self._writing, self.prefix = runner, rope, writing, prefix
         self._prefix_kv: list[LayerKV] = []
 
     def rank(self, batch: Sequence[tuple[int, ...]], alone: Sequence[StoredKV]) -> list[torch.Tensor]:
-        """Return the static deviation ``[tokens]`` of chunks of like length, whose stored KV is ``alone``."""
+        """Return the static deviation ``[tokens]`` of each chunk of a batch, whose KV without probe is ``alone``."""
         start, behind = len(self.prefix), self.compute(batch)
         return [static_deviation(kv, layers, start, self._rope) for kv, layers in zip(alone, behind, strict=True)]
 
     def compute(self, batch: Sequence[tuple[int, ...]]) -> Iterator[list[LayerKV]]:
-        """Yield each chunk's KV behind the prefix, by layer."""
+        """Yield each chunk's KV behind the prefix, one item per layer."""
         start, width = len(self.prefix), max(map(len, batch))
-        # Padding stands behind each row, where causal attention never looks from: no mask is needed.
+        # Padding stands behind each row, so no token of the row attends to it, and no mask is needed.
         ids = torch.tensor([row + (0,) * (width - len(row)) for row in batch], device=self._runner.device)
         cache = self._runner.new_cache(start + width, room=0)
         if self.prefix:
@@ -82,14 +82,15 @@ def precompute(
     progress: Callable[[int], None] | None = None,
     ranker: Ranker | None = None,
     compute: Compute | None = None,
-    turn: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
-    writing: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - likewise
+    turn: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - the default has no state
+    writing: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - the default has no state
     behind: Ranker | None = None,
 ) -> PrecomputeReport:
-    """Compute and store what is missing, static deviations included if there is a ranker; see :meth:`BlendEngine.precompute`.
+    """Compute and store missing entries of chunks, with static deviations if there is a ranker.
 
-    ``compute`` makes the entries, None for KV alone, for which a KV writer acts within ``writing``, or computes ``behind``
-    header and probe; ``turn`` is held meanwhile, and not while the disk is waited for.
+    ``compute`` computes the entries; None computes plain KV, with the KV writer's context ``writing`` or behind the
+    prefix of the ranker ``behind``. The context ``turn`` is entered for computations, not for waiting for the disk. See
+    :meth:`BlendEngine.precompute`.
     """
     begin = time.perf_counter()
     probe_tokens = None if ranker is None else len(ranker.prefix) - len(entries.header_ids)
@@ -103,7 +104,7 @@ def precompute(
         if not future.result() and token_ids:
             failed[plan.chunks[token_ids]] = "it does not fit the store's budget"
 
-    # One writer: the disk works while the next batch is computed; a failed write surfaces before the next but one.
+    # One thread writes while the next batch is computed; the error of a failed write is raised one batch later.
     with ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store") as writer:
         waiting: list[tuple[tuple[int, ...], Future[bool]]] = []
         for batch in _batches(plan.token_ids, len(entries.header_ids), runner.device):
@@ -119,7 +120,7 @@ def precompute(
                 (ids, writer.submit(_put, entries, ids, kv.start, arrive, static.get(ids)))
                 for ids, (kv, arrive) in computed.items()
             ]
-            del computed, alone  # and with them the batch's cache
+            del computed, alone  # also frees the batch's cache
             if progress is not None and (finished := sum(map(bool, batch))):
                 progress(finished)
         for each in waiting:
@@ -138,7 +139,7 @@ def _rank_stored(
     unranked: Sequence[tuple[int, ...]],
     turn: AbstractContextManager[Any],
 ) -> None:
-    """Add static deviations to entries that were stored without."""
+    """Add static deviations to entries that were stored without static deviations."""
     for batch in _batches(unranked, len(ranker.prefix), runner.device):
         found = {token_ids: entries.get(token_ids, runner.num_layers) for token_ids in batch}
         whole = {token_ids: read_whole(kv) for token_ids, kv in found.items() if kv is not None}
@@ -150,7 +151,7 @@ def _rank_stored(
 
 
 def _ranks(ranker: Ranker, alone: Mapping[tuple[int, ...], ChunkKV], most: int) -> dict[tuple[int, ...], torch.Tensor]:
-    """Return the static deviation of each entry but the header's own and those of more than ``most`` tokens."""
+    """Return the static deviation of each entry, except the header's own and entries of more than ``most`` tokens."""
     wanted = [token_ids for token_ids in alone if 0 < len(token_ids) <= most]
     if not wanted:
         return {}
@@ -158,12 +159,12 @@ def _ranks(ranker: Ranker, alone: Mapping[tuple[int, ...], ChunkKV], most: int) 
 
 
 def rows_per_batch(device: torch.device, width: int) -> int:
-    """Return how many rows of ``width`` tokens one forward takes."""
+    """Return the number of rows of ``width`` tokens in one forward."""
     return max(1, _BATCH_TOKENS["cuda" if device.type == "cuda" else "cpu"] // width)
 
 
 def _batches(wanted: Sequence[tuple[int, ...]], header: int, device: torch.device) -> Iterator[list[tuple[int, ...]]]:
-    """Group entries of like length, so that padding stays small."""
+    """Yield batches of entries of similar length, so that little padding is needed."""
     batch: list[tuple[int, ...]] = []
     for token_ids in sorted(wanted, key=len, reverse=True):
         if batch and len(batch) == rows_per_batch(device, header + len(batch[0])):
@@ -183,7 +184,7 @@ def _compute(
     batch: Sequence[tuple[int, ...]],
 ) -> Iterator[Computed]:
     arrive = partial(room_in, store, wait=True)
-    if () in batch and len(batch) > 1:  # apart from the chunks: the header's own KV is the model's
+    if () in batch and len(batch) > 1:  # the model itself, without KV writer, computes the header's own KV
         for part in ([()], [token_ids for token_ids in batch if token_ids]):
             yield from _compute(runner, store, writing, behind, header, part)
         return
@@ -193,7 +194,7 @@ def _compute(
         return
     rows = [header + token_ids for token_ids in batch]
     width = max(map(len, rows))
-    # Padding stands behind each row, where causal attention never looks from: no mask is needed.
+    # Padding stands behind each row, so no token of the row attends to it, and no mask is needed.
     ids = torch.tensor([row + (0,) * (width - len(row)) for row in rows], device=runner.device)
     cache = runner.new_cache(width, room=0)
     with writing if any(batch) else nullcontext():

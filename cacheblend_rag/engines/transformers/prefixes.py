@@ -1,4 +1,4 @@
-"""Keeps the KV of earlier prompts and answers for prompts that begin alike: a radix tree over token ids, one a namespace."""
+"""Caches the KV of earlier prompts and answers for prompts with the same beginning, in a radix tree per namespace."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cacheblend_rag.engines.transformers.cache import PositionedCache
 from cacheblend_rag.store.kv import LayerKV
 
 _LEAST: Final = 16
-"""Fewer tokens in common are computed again: copying them would cost as much, and every chat begins with the same few."""
+"""Minimum number of reused tokens: fewer cost as much to copy as to compute, and all chats begin with the same few."""
 
 _Label = int | tuple[int, str]
 
 
 @dataclass(frozen=True)
 class Said:
-    """A prompt, or a prompt and its answer, as the prefix cache knows them.
+    """Identifies a prompt, or a prompt and its answer, in the prefix cache.
 
     Attributes:
-        token_ids: The tokens.
-        origins: From where on their KV is approximate, and by which blend; none for a full prefill's KV.
-        namespace: Name of the namespace that the prompt was asked in; no other namespace sees its KV.
+        token_ids: Token ids of the prompt, or of prompt and answer.
+        origins: Positions from which on the KV is approximate, each with its blend; empty for the KV of a full prefill.
+        namespace: Name of the prompt's namespace; no other namespace reuses the KV.
     """
 
     token_ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class Said:
 
     @property
     def labels(self) -> tuple[_Label, ...]:
-        """Return what the tree compares: the token ids, and at each origin the blend beside the id."""
+        """Return the labels that the tree compares: token ids, and at each origin the token id with the blend's key."""
         labels: list[_Label] = list(self.token_ids)
         for origin in self.origins:
             labels[origin.start] = (self.token_ids[origin.start], origin.key)
@@ -44,11 +44,11 @@ class Said:
 
 @dataclass(frozen=True)
 class Kept:
-    """Says how much of a prompt the prefix cache had.
+    """Says how many tokens of a prompt got their KV from the prefix cache.
 
     Attributes:
-        tokens: How many of its first tokens.
-        exact: Whether a full prefill would have given the same KV; False where another prompt's blend gave it.
+        tokens: Number of first tokens with cached KV.
+        exact: Whether the KV equals a full prefill's KV; False if the KV comes from another prompt's blend.
     """
 
     tokens: int = 0
@@ -57,7 +57,10 @@ class Kept:
 
 @dataclass
 class _Branch:
-    """KV of the tokens ``labels`` behind those of the nodes above; ``layers`` hold ``[kv_heads, tokens, head_dim]`` each."""
+    """Holds the KV of the tokens ``labels``, which follow the tokens of the parent nodes.
+
+    Each of ``layers`` is ``[kv_heads, tokens, head_dim]``.
+    """
 
     labels: tuple[_Label, ...] = ()
     layers: list[LayerKV] = field(default_factory=list)
@@ -69,7 +72,7 @@ class _Branch:
         return sum(layer.k.nbytes + layer.v.nbytes for layer in self.layers)
 
     def split(self, tokens: int) -> None:
-        """Keep a copy of the first ``tokens``; a copy of the others, with all that follows, becomes the only child."""
+        """Shorten the node to its first ``tokens``; the other tokens, with all children, become its only child."""
         rest = _Branch(self.labels[tokens:], _cut(self.layers, tokens, None), self.used, self.children)
         self.labels, self.layers = self.labels[:tokens], _cut(self.layers, 0, tokens)
         self.children = {rest.labels[0]: rest}
@@ -80,21 +83,21 @@ def _cut(layers: Sequence[LayerKV], start: int, end: int | None) -> list[LayerKV
 
 
 class PrefixCache:
-    """KV on the model's device, within a budget; what rested longest goes first. Safe to call from several threads.
+    """Caches KV on the model's device within a budget, and evicts least recently used KV first; thread-safe.
 
-    A prompt takes KV that a full prefill left, and KV that was blended by the same settings from the same chunks at the same
-    positions (:func:`~cacheblend_rag.blending.plan.origins`), whichever reaches further.
+    A prompt reuses KV from a full prefill, or KV that was blended by the same settings from the same chunks at the same
+    positions (:func:`~cacheblend_rag.blending.plan.origins`), whichever covers more tokens.
     """
 
     def __init__(self, budget: int):
-        """Keep no more than ``budget`` bytes of KV; 0 keeps none."""
+        """Cache at most ``budget`` bytes of KV; 0 switches the cache off."""
         self.budget, self.nbytes = budget, 0
         self._roots: dict[str, _Branch] = {}
         self._clock = 0
         self._lock = threading.Lock()
 
     def begin(self, prompt: Said, cache: PositionedCache) -> Kept:
-        """Fill an empty ``cache`` with what is kept of a prompt's beginning; its last token, whose logits are wanted, is not."""
+        """Fill an empty ``cache`` with cached KV of the prompt's beginning, without the last token (for its logits)."""
         most = len(prompt.token_ids) - 1
         with self._lock:
             paths = [self._path(prompt.namespace, labels) for labels in (prompt.token_ids, prompt.labels)]
@@ -111,7 +114,7 @@ class PrefixCache:
         return kept
 
     def keep(self, said: Said, cache: PositionedCache) -> None:
-        """Keep a copy of the KV of what was said, as far as it is not kept yet; ``cache`` holds it from its first slot on."""
+        """Copy the KV of ``said`` that is not cached yet; ``cache`` holds the KV from its first slot on."""
         if not self.budget:
             return
         labels = said.labels
@@ -132,14 +135,14 @@ class PrefixCache:
                 self._drop_oldest()
 
     def clear(self, namespace: str | None = None) -> None:
-        """Forget what is kept of a namespace, or of all."""
+        """Remove the cached KV of a namespace, or of all namespaces."""
         with self._lock:
             for name in [name for name in self._roots if namespace in (None, name)]:
                 del self._roots[name]
             self.nbytes = sum(node.nbytes for root in self._roots.values() for node in _below(root))
 
     def _path(self, namespace: str, labels: Sequence[_Label]) -> list[tuple[_Branch, int]]:
-        """Return the nodes that ``labels`` lead through, and how many tokens of each they share."""
+        """Return the nodes along the path of ``labels``, each with its number of shared tokens."""
         path: list[tuple[_Branch, int]] = []
         node, at = self._roots.get(namespace), 0
         while node is not None and at < len(labels) and (node := node.children.get(labels[at])) is not None:
@@ -158,7 +161,7 @@ class PrefixCache:
         return path
 
     def _drop_oldest(self) -> None:
-        """Drop the node without children that was used longest ago; the nodes above it were used no earlier."""
+        """Remove the least recently used node without children; its parents were used at the same time or later."""
         leaves = (
             (node, label, child)
             for root in self._roots.values()
@@ -172,7 +175,7 @@ class PrefixCache:
 
 
 def _below(node: _Branch) -> Iterator[_Branch]:
-    """Yield all nodes below one; without recursion, since an edited conversation may be a deep path."""
+    """Yield all nodes below ``node``, without recursion, since an edited conversation may be a deep path."""
     waiting = list(node.children.values())
     while waiting:
         found = waiting.pop()

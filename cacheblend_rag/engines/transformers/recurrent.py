@@ -1,8 +1,9 @@
 """Reuses the exact prefix of models with recurrent layers (linear attention, Mamba, short convolutions).
 
-A recurrent layer keeps one state of all tokens so far, which is right behind exactly these tokens and nowhere else. So an entry
-of such a model is a *snapshot*: the KV that its attention layers keep of the entry's tokens, and the states behind the last of
-them. A prompt's header and first chunk were computed in exactly this context: it goes on from the first chunk's snapshot.
+A recurrent layer keeps one state of all tokens so far, which is valid only after exactly these tokens. An entry of a
+recurrent model is therefore a *snapshot*: the attention layers' KV of the entry's tokens, and the recurrent states
+after the last token. A prompt's header and first chunk were computed in the same context, so the prompt continues from
+the first chunk's snapshot.
 """
 
 from __future__ import annotations
@@ -24,35 +25,36 @@ from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
-# Kinds of layers whose whole cache is known here; "moe" and "mlp" layers keep nothing.
+# Kinds of layers whose caches this module supports; "moe" and "mlp" layers have no cache.
 _ATTENTION, _RECURRENT = {"full_attention", "hybrid"}, {"linear_attention", "conv", "hybrid"}
 _KNOWN = _ATTENTION | _RECURRENT | {"moe", "mlp"}
-_HEADER, _CHUNK, _REST = 7, 21, 9  # of the check's prompt: no multiple of the blocks that recurrent layers compute in
+_HEADER, _CHUNK, _REST = 7, 21, 9  # parts of the check's prompt; no multiple of a recurrent layer's block size
 
 
 def snapshots_of(runner: ModelRunner) -> Snapshots | None:
-    """Return the snapshots of a model with recurrent layers; None for other models, and where going on from one is not exact."""
+    """Return the snapshots of a model with recurrent layers; None for other models, and if snapshots are not exact."""
     kinds = set(getattr(runner.config, "layer_types", None) or ())
-    # Older versions of transformers have a cache of its own for each such model.
+    # Older versions of transformers have a special cache class for each recurrent model.
     native = hasattr(cache_utils, "LinearAttentionLayer")
     if not (native and kinds & _RECURRENT and kinds & _ATTENTION and kinds <= _KNOWN):
         return None
     try:
         snapshots = Snapshots(runner)
         return snapshots if snapshots.are_exact() else None
-    except Exception:  # whatever a foreign forward raises: it cannot be driven this way
+    except Exception:  # any error of the model's forward means that snapshots do not work
         return None
 
 
 class Snapshots:
-    """Takes snapshots of a model, and goes on from them.
+    """Takes snapshots of a model, and restores the model's cache from snapshots.
 
-    A snapshot is an entry like any other. Its layers are the KV of the attention layers, then the states of the recurrent ones:
-    the convolution's in place of keys, the recurrence's in place of values; where a layer lacks one of them, an empty tensor.
+    A snapshot is stored like any entry. Its layers are the KV of the attention layers, then the states of the recurrent
+    layers: the convolution's state in place of keys, the recurrence's state in place of values, and an empty tensor for
+    a state that a layer lacks.
     """
 
     def __init__(self, runner: ModelRunner):
-        """Look at the kind of cache that the model of ``runner`` has; runs nothing."""
+        """Inspect the cache of the model of ``runner``, without running the model."""
         self._runner = runner
         parameters = inspect.signature(runner.model.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
@@ -62,10 +64,10 @@ class Snapshots:
         self._header: tuple[tuple[int, ...], ChunkKV] | None = None
 
     def compute(self, header: tuple[int, ...], batch: Sequence[tuple[int, ...]]) -> Iterator[Computed]:
-        """Run each row of ``batch`` behind ``header``, one by one: padding would go through the state.
+        """Run each row of ``batch`` behind ``header``, one by one, because padding would change the state.
 
         Yields:
-            The row's token ids, with ``()`` for the header itself, and its snapshot.
+            Token ids of a row, ``()`` for the header itself, and the row's snapshot.
         """
         for token_ids in batch:
             if token_ids:
@@ -81,7 +83,7 @@ class Snapshots:
         return self._header[1]
 
     def _run(self, token_ids: Sequence[int], behind: Sequence[StoredSpan]) -> tuple[torch.Tensor, ChunkKV]:
-        """Run tokens behind a prefix; return the last one's logits ``[vocab]`` and the snapshot of these tokens."""
+        """Run tokens behind a prefix; return the last token's logits ``[vocab]`` and the snapshot of the tokens."""
         cache = self.resume(behind)
         logits = self._runner.append(torch.tensor([list(token_ids)], device=self._runner.device), cache)[0]
         return logits, self._take(cache, behind[-1].end if behind else 0)
@@ -96,9 +98,9 @@ class Snapshots:
 
     @torch.inference_mode()
     def resume(self, prefix: Sequence[StoredSpan]) -> ModelsOwnCache:
-        """Return the cache of a model that has just run ``prefix``: snapshots of neighbouring spans, from position 0 on.
+        """Return the cache of a model after ``prefix``, the snapshots of adjacent spans from position 0 on.
 
-        Of all but the last only the KV is read.
+        Only the last snapshot's states are read; KV is read from all snapshots.
 
         Raises:
             UnusableSpanError: A stored layer failed its checks, or cannot be read now.
@@ -129,7 +131,7 @@ class Snapshots:
         return DynamicCache(config=self._runner.model.config)
 
     def are_exact(self) -> bool:
-        """Run a prompt of random tokens whole, and from a snapshot of each of its parts; say whether the logits agree."""
+        """Run a random prompt as a whole, and part by part from snapshots; return whether the logits agree."""
         vocabulary = int(self._runner.config.vocab_size)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, vocabulary, (_HEADER + _CHUNK + _REST,), generator=generator).tolist()
@@ -138,7 +140,7 @@ class Snapshots:
         for start, end in ((0, _HEADER), (_HEADER, _HEADER + _CHUNK)):
             prefix.append(StoredSpan(start, end, self._run(ids[start:end], prefix)[1]))
         got, _ = self._run(ids[prefix[-1].end :], prefix)
-        # A window or an index would leave less than all tokens in the cache.
+        # A model with a window or an index would keep fewer than all tokens in the cache.
         complete = whole.num_layers == self.num_layers and whole.num_tokens == len(ids)
         error = float((got.float() - want.float()).abs().max() / want.float().std())
         return complete and error <= TOLERANCE[self._runner.dtype]
@@ -149,12 +151,12 @@ def _attention(cache: DynamicCache) -> Iterator[Any]:
 
 
 def _states(cache: DynamicCache) -> Iterator[tuple[Any, int]]:
-    """Yield every recurrent layer with the number of each of its states."""
+    """Yield every recurrent layer once for each of its states, with the state's index."""
     for layer in cache.layers:
         if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
             yield from ((layer, index) for index in range(layer.number_of_states))
 
 
 def _host(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return a copy of the only row of a batch, since the model goes on writing to its own; empty where there is none."""
+    """Return a host copy of the only row of a batch, since the model overwrites its tensor; empty for None."""
     return torch.empty(0) if tensor is None else tensor[0].detach().to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""Drives a transformers model for the fusor and the gate: its own forward, at given positions, with an exact mask."""
+"""Runs a transformers model's own forward at given positions, with an exact mask, for the fusor and the parity gate."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, Positioned
 from cacheblend_rag.engines.transformers.graphs import Graphs
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
-# Slots kept free behind the prompt, so that most answers never move the cache.
+# Free slots behind the prompt, so that most answers fit without reallocating the cache.
 _DECODE_ROOM = 256
 
 
 class ModelRunner:
-    """Runs a causal LM's own forward over positions of one sequence. No modelling code per architecture.
+    """Runs a causal LM's own forward over positions of one sequence, without code for single architectures.
 
     Attributes:
-        config: Of its text model.
-        latent_first: Whether the model caches a latent and a rotary key (MLA), in this order; measured with its rotation.
-        longest: Length up to which prompts are blended; None if all are.
-        layer_shape: KV heads and head dimension, where keys and values of all layers are alike; measured with the rotation.
-        graphs: What replays passes on a GPU; None on other devices.
+        config: Config of the text model.
+        latent_first: Whether the model caches a latent, then a rotary key (MLA); measured with the rotation.
+        longest: Maximum length of a blended prompt; None for any length.
+        layer_shape: Number of KV heads and head dimension, measured with the rotation; None unless keys and values of
+            all layers have one shape.
+        graphs: CUDA graphs of passes on a GPU; None on other devices.
     """
 
     def __init__(self, model: Any):
@@ -48,7 +49,7 @@ class ModelRunner:
         self.dtype: torch.dtype = model.dtype
         layer_types = getattr(config, "layer_types", None)
         self.window: int | None = getattr(config, "sliding_window", None)
-        # Only models that tell layers apart take one mask for each kind of layer.
+        # Only models with several kinds of layers take one mask per kind.
         self._layer_types: Sequence[str] | None = None
         if layer_types and set(layer_types) != {"full_attention"}:
             self._layer_types = sorted(set(layer_types))
@@ -62,7 +63,7 @@ class ModelRunner:
         self.graphs = Graphs(self) if self.device.type == "cuda" else None
 
     def prompt_cache(self, num_tokens: int) -> PositionedCache:
-        """Return an empty cache for a prompt of ``num_tokens`` and its answer; one that graphs were made of, if it is free."""
+        """Return an empty cache for a prompt of ``num_tokens`` and its answer, in the graphs' memory if available."""
         lent = None if self.graphs is None else self.graphs.lend(num_tokens + _DECODE_ROOM)
         return self.new_cache(num_tokens) if lent is None else lent
 
@@ -72,14 +73,14 @@ class ModelRunner:
 
     @contextmanager
     def until(self, gone: threading.Event) -> Iterator[None]:
-        """End every pass that is run inside before its next layer, once ``gone`` is set; what it has filled is of no use then.
+        """End every pass in the context before its next layer once ``gone`` is set, which leaves the cache unusable.
 
         Raises:
             GivenUp: ``gone`` was set.
         """
 
         def look(*_: object) -> None:
-            # A pass that is being captured computes nothing, and its graph serves later prompts.
+            # The capture of a pass must go on: it computes nothing, and the graph serves later prompts.
             if gone.is_set() and not torch.cuda.is_current_stream_capturing():
                 raise GivenUp
 
@@ -92,9 +93,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def append(self, ids: torch.Tensor, cache: PositionedCache | ModelsOwnCache, offset: int = 0) -> torch.Tensor:
-        """Run the next tokens ``[batch, tokens]`` with the model's own masks; return the last one's logits ``[batch, vocab]``.
+        """Run the next tokens ``[batch, tokens]`` with the model's own masks.
 
-        ``offset`` is added to all positions: attention between the tokens stays as it is.
+        ``offset`` is added to all positions, which leaves the attention between the tokens unchanged.
+
+        Returns:
+            The last token's logits ``[batch, vocab]``.
         """
         if isinstance(cache, ModelsOwnCache):
             return cache.run(self.model, ids, self._says_positions, **self._kept(1))
@@ -113,7 +117,10 @@ class ModelRunner:
     def follow(
         self, ids: torch.Tensor, cache: PositionedCache, offset: int = 0, keep: int | None = None
     ) -> torch.Tensor:
-        """Run the next tokens as :meth:`append` does; return the logits ``[batch, keep, vocab]`` of the last; None: of all."""
+        """Run the next tokens as :meth:`append` does; return logits ``[batch, keep, vocab]``.
+
+        The logits are those of the last ``keep`` tokens, or of all tokens for None.
+        """
         start, count = cache.length, ids.shape[1]
         cache.append(count)
         positions = torch.arange(start + offset, start + offset + count, device=self.device)[None]
@@ -130,13 +137,13 @@ class ModelRunner:
         before_layer: Callable[[int], None],
         stop_layer: int | None = None,
     ) -> LayerKV | torch.Tensor:
-        """Run the tokens ``ids``, ``[tokens]``, on the device, at ascending ``positions``, ``[tokens]``, in host memory.
+        """Run tokens ``ids``, ``[tokens]``, on the device, at ascending ``positions``, ``[tokens]``, in host memory.
 
-        ``at`` are the same on the device. The first ``visible`` slots of the cache, more than the last position, are seen.
-        ``before_layer`` is called with each layer's index before it writes or reads KV.
+        ``at`` holds the same positions on the device. The tokens see the first ``visible`` slots of the cache, more
+        than the last position. ``before_layer`` is called with each layer's index before the layer writes or reads KV.
 
         Returns:
-            The stop layer's fresh KV, or without a stop layer the last token's logits ``[vocab]``.
+            The stop layer's fresh KV; without a stop layer, the last token's logits ``[vocab]``.
         """
         cache.scatter(at, visible, before_layer, stop_layer)
         try:
@@ -166,7 +173,7 @@ class ModelRunner:
         return {"logits_to_keep": last} if self._keeps_logits else {}
 
     def _mask(self, positions: torch.Tensor, visible: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
-        """Return what eager attention needs: the exact causal mask ``[1, 1, tokens, visible]``, one per kind of layer."""
+        """Return the causal masks ``[1, 1, tokens, visible]`` for eager attention, one per kind of layer; else None."""
         if self.config._attn_implementation == NAME:
             return None
         keys = torch.arange(visible, device=self.device)
@@ -183,7 +190,7 @@ class ModelRunner:
         return {kind: build(kind) for kind in self._layer_types}
 
     def rope_tables(self) -> list[CosSin]:
-        """Return every distinct RoPE table of the model, as its own rotary modules compute them, in fp32."""
+        """Return every distinct RoPE table of the model, computed in fp32 by the model's own rotary modules."""
         tables: list[CosSin] = []
         for module in self.model.modules():
             names = [
@@ -201,7 +208,7 @@ class ModelRunner:
         def table(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             like = torch.zeros(1, dtype=torch.float32, device=self.device)
             made = module(like, positions[None].to(self.device), **extra)
-            # DeepSeek-V2's are complex numbers. Those and gpt-oss's are there once for each pair of dimensions.
+            # DeepSeek-V2's tables are complex numbers. DeepSeek-V2 and gpt-oss have one value per pair of dimensions.
             cos, sin = (x[0].float() for x in ((made.real, made.imag) if torch.is_tensor(made) else made))
             if cos.shape[-1] == frequencies:
                 return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
@@ -211,15 +218,15 @@ class ModelRunner:
 
 
 class TransformersTarget(BlendTarget):
-    """One prompt being blended on a :class:`ModelRunner`.
+    """Lets the fusor blend one prompt on a :class:`ModelRunner`.
 
     Attributes:
-        logits: Logits ``[vocab]`` of the prompt's last token, after the sparse pass.
-        cache: The prompt's KV cache, ready for decoding then.
+        logits: Logits ``[vocab]`` of the prompt's last token; None before the sparse pass.
+        cache: KV cache of the prompt; ready for decoding after the sparse pass.
     """
 
     def __init__(self, runner: ModelRunner, rope: Rope, token_ids: Sequence[int], cache: PositionedCache | None = None):
-        """Prepare the prompt ``token_ids``; ``cache`` may hold the KV of the first of them."""
+        """Prepare the prompt ``token_ids``; ``cache`` may already hold the KV of the first tokens."""
         self._runner = runner
         self._ids = whole_numbers(token_ids)
         self.num_layers, self.device, self.rope = runner.num_layers, runner.device, rope
@@ -239,7 +246,7 @@ class TransformersTarget(BlendTarget):
         return self._forward(positions, before_layer, stop_layer, None)
 
     def look(self, positions: torch.Tensor, before_layer: Callable[[int], None], looks: Looks) -> None:
-        """Run the tokens at ``positions`` as :meth:`forward` does, and add their attention to ``looks``."""
+        """Run the tokens at ``positions`` as :meth:`forward` does; add their attention weights to ``looks``."""
         self._forward(positions, before_layer, None, looks)
 
     def _forward(
@@ -263,27 +270,27 @@ class TransformersTarget(BlendTarget):
 
     @property
     def shows_attention(self) -> bool:
-        """Return whether the model runs an attention of ours: one that runs eager attention of its own cannot be watched."""
+        """Return whether the model's attention can be measured; eager attention of the model's own cannot."""
         return bool(self._runner.config._attn_implementation != "eager")
 
     def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> _Watch:
         return _Watch(self, watch_from, before_layer, len(self._ids))
 
     def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
-        """Return ``positions`` whole: nothing else waits for the model."""
+        """Return all of ``positions``: no other work waits for the model."""
         return positions
 
     def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
-        """Return ``deviation``: one process holds all heads."""
+        """Return ``deviation`` unchanged: one process holds all heads."""
         return deviation
 
     def agree(self, ok: bool) -> bool:
-        """Return ``ok``: there is no other rank."""
+        """Return ``ok`` unchanged: there is no other rank."""
         return ok
 
 
 class _Watch(Watch):
-    """Runs all tokens at once."""
+    """Runs all watched tokens in one pass."""
 
     def __init__(self, target: TransformersTarget, watch_from: int, before_layer: Callable[[int], None], tokens: int):
         self._target, self._watch_from, self._before_layer, self._tokens = target, watch_from, before_layer, tokens
@@ -312,9 +319,9 @@ class TransformersSubject(GateSubject):
         return self.runner.window
 
     def detect_rope(self) -> Rope:
-        """Run the same tokens at two offsets and see how their keys moved, and which of the two cached tensors is the key."""
+        """Run the same tokens at two offsets; return the rotation of their keys, and set ``runner.latent_first``."""
         old, new = two_runs(self.full_prefill, self.vocab_size)
-        # Layer 0's depend on token and position alone. Where only the second moves, the first is MLA's latent.
+        # Layer 0's KV depends on token and position alone. If only the second tensor moves, the first is MLA's latent.
         if not differ(old[0].k, new[0].k) and differ(old[0].v, new[0].v):
             self.runner.latent_first = True
             old, new = (tuple(LayerKV(x.v, x.k) for x in side) for side in (old, new))

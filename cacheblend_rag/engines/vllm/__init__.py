@@ -1,4 +1,4 @@
-"""Blends inside vLLM by a KV connector and a worker class, loaded by configuration; no file of vLLM is changed."""
+"""Blends inside vLLM with a KV connector and a worker class, loaded by configuration; vLLM's files stay unchanged."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ check_version()
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine, and with it vLLM, when it is first used: others here need not wait for seconds."""
+    """Import :class:`VLLMEngine`, and with it vLLM, on first use: importing vLLM takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from cacheblend_rag.engines.vllm.engine import VLLMEngine

@@ -1,4 +1,4 @@
-"""Works out vLLM's engine arguments: they load the connector and the worker, and bound memory and steps."""
+"""Computes vLLM's engine arguments, which load the connector and the worker and limit memory and step size."""
 
 from __future__ import annotations
 
@@ -21,35 +21,37 @@ from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import Header, chosen_header_ids
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 
-# Tokens and sequences of an engine step on a GPU: what vLLM's server takes on a large one. Its Python API takes 2048 and 128,
-# which would cut a blend of 3,072 tokens into five segments instead of two.
+# Tokens and sequences of an engine step on a GPU: the defaults of vLLM's server on a large GPU. vLLM's Python API
+# defaults to 2048 and 128, which would cut a blend of 3,072 tokens into five segments instead of two.
 _STEP_TOKENS, _STEP_SEQUENCES = 8192, 1024
-# What makes a blend impossible or wrong if a user overrides it.
+# Arguments that make a blend impossible or wrong if a user overrides them.
 _OURS = {"kv_transfer_config", "kv_offloading_size", "worker_cls", "worker-cls"}
-# On a CPU vLLM's paged cache takes 92% of all memory, and vLLM does not start where less is free. Here it has room for so many
-# prompts of full length, in so much of the free memory at the most: weights and activations need the rest.
+# On a CPU vLLM's paged cache takes 92% of all memory by default, and vLLM does not start if less is free. This package
+# reserves room for _CONTEXTS prompts of full length, but at most a share of the free memory: weights and activations
+# need the rest.
 _CONTEXTS: Final = 4
 _SHARE: Final = 0.5
 _LEAST: Final = 64 << 20
-# By which vLLM computes something else of the same files, so that the KV is another model's.
+# Arguments that make vLLM compute different KV from the same files, so that the KV belongs to another model.
 ALTERING: Final = ("hf_overrides", "hf_config_path", "disable_sliding_window", "quantization", "quantization_config")
 _CHOSEN_BY: Final = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Says how to start vLLM for one model.
+    """Holds everything needed to start vLLM for one model.
 
     Attributes:
-        arguments: For ``AsyncEngineArgs`` or the server's namespace.
-        directory: The model's files.
-        tokenizer: The model's, or None where there is none.
-        fingerprint: The model's identity in store keys.
+        arguments: Arguments for ``AsyncEngineArgs`` or for the server's argument namespace.
+        directory: Directory of the model's files.
+        tokenizer: The model's tokenizer; None if there is none.
+        fingerprint: Identity of the model in store keys.
         header_ids: Tokens that chunks are precomputed behind.
-        store: Directory, or addresses, of the store that all processes share.
-        profile: The blend options that a request leaves open.
-        writer: The KV writer that computes the KV of chunks; None for the model itself.
-        lead: What stands in front of answers (:func:`turn_lead`); None: what the tokenizer's own chat template writes there.
+        store: Directory or addresses of the store that all processes share.
+        profile: Profile with the blend options that a request leaves open.
+        writer: KV writer that computes the KV of chunks; None if the model itself does.
+        lead: Tokens in front of answers (:func:`turn_lead`); None for the tokens that the tokenizer's chat template
+            writes.
     """
 
     arguments: dict[str, Any]
@@ -76,15 +78,15 @@ def prepare(
     writer: str | Path | None = None,
     **vllm_arguments: Any,
 ) -> Launch:
-    """Work out what vLLM and the connector need to know.
+    """Return the arguments for vLLM and the connector, and everything else needed to start vLLM.
 
-    The arguments are those of :class:`VLLMEngine`, and ``step_tokens``: how many tokens of blending one engine step takes while
-    other requests stream; None takes what one step of chunked prefill takes.
+    The parameters are the parameters of :class:`VLLMEngine` and ``step_tokens``: the number of prefill tokens whose
+    time blends may take in one engine step while other requests stream. None takes one step of chunked prefill.
 
     Raises:
-        InputError: An argument is one that the connector sets itself, the KV writer is not this model's, or the ratio is out of
-            range.
-        ModelError: The model cannot be found.
+        InputError: An argument is one that the connector sets itself, the KV writer was made for another model, or the
+            ratio is out of range.
+        ModelError: The model or its tokenizer cannot be loaded.
     """
     if taken := _OURS & vllm_arguments.keys():
         raise InputError(f"{', '.join(sorted(taken))} is set by cacheblend-rag itself; leave it out.")
@@ -99,7 +101,7 @@ def prepare(
     fingerprint = _as_run(fingerprint, directory, config, vllm_arguments)
     ids = chosen_header_ids(tokenizer, header, profile.blockwise)
     arguments = {
-        # A hub model's files are taken from where the fingerprint was read.
+        # vLLM loads a hub model from the directory whose files gave the fingerprint.
         "model": str(directory),
         "dtype": str(chosen).removeprefix("torch."),
         "worker_cls": "cacheblend_rag.engines.vllm.worker.BlendWorker",
@@ -113,7 +115,7 @@ def prepare(
             writer=written_by and asdict(written_by),
         ),
         "served_model_name": name,
-        # Guided JSON in which a small model may put blanks for ever is no use.
+        # With whitespace allowed, a small model may write blanks into guided JSON for ever.
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         **vllm_arguments,
         **_sizes_here(directory, chosen, vllm_arguments),
@@ -124,9 +126,9 @@ def prepare(
 def _as_run(
     fingerprint: ModelFingerprint, directory: Path, config: Mapping[str, Any], given: Mapping[str, Any]
 ) -> ModelFingerprint:
-    """Return the fingerprint of a model as vLLM's arguments ``given`` have it run."""
+    """Return the model's fingerprint, with a different digest if the arguments ``given`` alter the KV (`ALTERING`)."""
     altered = {name: given[name] for name in ALTERING if given.get(name)}
-    if config.get("quantization_config"):  # whoever names the method of quantised files changes nothing
+    if config.get("quantization_config"):  # naming the method of quantised files changes nothing
         altered.pop("quantization", None)
     if callable(override := altered.get("hf_overrides")):
         from transformers import AutoConfig
@@ -139,7 +141,7 @@ def _as_run(
 
 
 def _sizes_here(directory: Path, dtype: torch.dtype, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what depends on the machine, as far as vLLM's arguments ``given`` leave it open."""
+    """Return the machine-dependent arguments that ``given`` leaves open; on a CPU, also reuse compiled graphs."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -150,7 +152,7 @@ def _sizes_here(directory: Path, dtype: torch.dtype, given: Mapping[str, Any]) -
 
 
 def step_size(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the size of an engine step on a GPU, as far as vLLM's arguments ``given`` leave it open."""
+    """Return the limits on tokens and sequences of an engine step on a GPU, except for limits that ``given`` sets."""
     tokens = given.get("max_num_batched_tokens")
     chosen: dict[str, Any] = {}
     # Without chunked prefill a step must hold a whole prompt.
@@ -162,9 +164,10 @@ def step_size(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cpu_kv_memory(directory: Path, dtype: torch.dtype, arguments: Mapping[str, Any]) -> int | None:
-    """Return the bytes to reserve for the KV cache: four prompts of full length, at most half of the free memory.
+    """Return the bytes to reserve for the KV cache: four full-length prompts, but at most half of the free memory.
 
-    None where the user has chosen already, by an argument or by ``VLLM_CPU_KVCACHE_SPACE``, and for models without attention.
+    Return None if the user has set the size, by an argument or by ``VLLM_CPU_KVCACHE_SPACE``, and for models without
+    attention.
     """
     if any(arguments.get(name) is not None for name in _CHOSEN_BY) or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return None
@@ -183,7 +186,7 @@ def _cpu_kv_memory(directory: Path, dtype: torch.dtype, arguments: Mapping[str, 
 
 
 def _find(model: str | Path | None, name: str, given: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """Return the directory of the files that vLLM's arguments ``given`` say a model has, and its configuration."""
+    """Return the directory of a model's files, found by vLLM's arguments ``given``, and the model's configuration."""
     try:
         directory = model_directory(model, revision=given.get("revision"), cache_dir=given.get("download_dir"))
         return directory, json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -192,7 +195,7 @@ def _find(model: str | Path | None, name: str, given: Mapping[str, Any]) -> tupl
 
 
 def _connect(**extra: Any) -> dict[str, Any]:
-    """Return vLLM's transfer configuration that loads the connector and hands it ``extra``."""
+    """Return vLLM's transfer configuration, which loads the connector and passes ``extra`` to the connector."""
     return {
         "kv_connector": "BlendConnector",
         "kv_connector_module_path": "cacheblend_rag.engines.vllm.connector",
@@ -208,14 +211,14 @@ def _dtype(given: str | torch.dtype | None, config: dict[str, Any]) -> torch.dty
     if isinstance(given, torch.dtype):
         return given
     if given in {None, "auto"}:
-        # As the transformers engine chooses, so that both read the same stores.
+        # The transformers engine chooses the same dtype, so that both engines read the same stores.
         stated = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         given = "float32" if current_platform.is_cpu() else str(stated)
     return dtype_named(str(given))
 
 
 def _tokenizer(directory: Path, given: Mapping[str, Any]) -> Any:
-    """Return the tokenizer that vLLM takes: the model's own, or another one that its arguments ``given`` name."""
+    """Return the tokenizer that vLLM uses: the tokenizer that vLLM's arguments ``given`` name, else the model's own."""
     from transformers import AutoTokenizer
 
     where = given.get("tokenizer") or directory

@@ -1,4 +1,4 @@
-"""Asks vLLM: for answers, for the KV of chunks, and its workers something, with an answer or an error in any case."""
+"""Calls methods of vLLM's workers, builds vLLM's sampling parameters, and has vLLM precompute the KV of chunks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _LOOK_S = 0.5
 
 
 async def ask_workers(llm: EngineClient, method: str) -> list[Any]:
-    """Return what a method of :class:`~cacheblend_rag.engines.vllm.worker.BlendWorker` says, on each rank.
+    """Call a method of :class:`~cacheblend_rag.engines.vllm.worker.BlendWorker` on each rank; return all results.
 
-    vLLM lets a question wait for ever whose engine dies before it answers; here it fails.
+    In vLLM itself a call waits for ever if the engine dies before it answers; this function raises.
 
     Raises:
         EngineDeadError: vLLM's engine has died.
@@ -54,17 +54,17 @@ async def _of_each_engine(llm: EngineClient, method: str) -> list[Any]:
     core: Any = getattr(llm, "engine_core", None)
     if len(getattr(core, "core_engines", ())) < 2:
         return list(await llm.collective_rpc(method))
-    # With data parallelism vLLM asks all of its engines, and tells what the first one says.
+    # With data parallelism vLLM's collective_rpc calls all engines, but returns the results of the first engine alone.
     answers = await core.call_utility_all_async("collective_rpc", method, None, (), None)
     return [rank for engine in answers for rank in engine]
 
 
 async def ask_gate(llm: EngineClient, launch: Launch) -> GateReport:
-    """Ask the workers for the gate's findings; warn once if the model is not blended.
+    """Return the gate's report from the first worker; warn if the model failed the gate and is not blended.
 
     Raises:
         EngineDeadError: vLLM's engine has died meanwhile.
-        InputError: It is not, and there is a KV writer.
+        InputError: The model failed the gate, and there is a KV writer.
     """
     gate = GateReport(**(await ask_workers(llm, "cacheblend_gate"))[0])
     if not gate.passed and launch.writer is not None:
@@ -80,13 +80,13 @@ async def ask_gate(llm: EngineClient, launch: Launch) -> GateReport:
 def vllm_sampling(
     sampling: SamplingParams, params: dict[str, Any], end_tokens: Iterable[int], has_text: bool, whole: bool
 ) -> VLLMSampling:
-    """Return vLLM's form of how to decode, with the request's ``kv_transfer_params``.
+    """Return vLLM's sampling parameters for ``sampling``, with ``params`` as the request's ``kv_transfer_params``.
 
-    ``has_text`` says that there is a tokenizer. What is computed ``whole``, as the reference, must not be served from the prefix
-    cache.
+    ``has_text`` says whether there is a tokenizer. A prompt that is computed ``whole``, as a reference, must not be
+    served from vLLM's prefix cache.
 
     Raises:
-        InputError: The JSON schema is no JSON.
+        InputError: The JSON schema is not valid JSON.
     """
     schema = sampling.schema()
     return VLLMSampling(
@@ -99,7 +99,7 @@ def vllm_sampling(
         seed=sampling.seed,
         stop=list(sampling.stop),
         repetition_detection=RepetitionDetectionParams(**REPEATED) if sampling.stop_repeating else None,
-        stop_token_ids=sorted(end_tokens),  # vLLM knows those of the generation config and the tokenizer alone
+        stop_token_ids=sorted(end_tokens),  # vLLM knows only the generation config's and the tokenizer's
         detokenize=has_text,
         structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
         skip_reading_prefix_cache=True if whole else None,
@@ -109,20 +109,20 @@ def vllm_sampling(
     )
 
 
-# Requests that are computed or being written at a time, of all callers together: enough for vLLM's scheduler to fill its
-# batches, no more than may wait for a worker's disk.
+# Most requests that are computed or written at a time, of all callers together: enough for vLLM's scheduler to fill its
+# batches, and no more than the entries that may wait for a worker's disk.
 IN_FLIGHT = 64
 _POLL_S = 0.005
-# Other clients of the same workers may have filled their queues; how often to try again, each time after twice as long.
+# Tries of a save, and the first pause: other clients may have filled the workers' queues. Each pause is twice as long.
 _TRIES, _PAUSE_S = 8, 0.1
-# Tokens behind those that a KV writer computes.
+# Most tokens that are put behind the tokens that a KV writer computes.
 _MOST_BEHIND = 3
-# How long storage may take to write what is on the way there, before a caller is told that it does not.
+# Seconds that storage may take to write an entry before the caller gets an error.
 _WRITTEN_WITHIN_S = 120.0
 
 
 class Precompute:
-    """Computes each entry once, however many callers ask for it at the same time. Lives in the client's event loop."""
+    """Computes each entry once, even if several callers request the entry at once. Runs in the client's event loop."""
 
     def __init__(
         self,
@@ -133,12 +133,15 @@ class Precompute:
         block_size: int = 16,
         behind: tuple[int, ...] = (),
     ):
-        """Ask ``llm``, in blocks, under request ids of ``names``; rank chunks behind ``probe``, write them ``behind`` others."""
+        """Send requests to ``llm``, whose blocks hold ``block_size`` tokens, under ids of ``names``.
+
+        Chunks are ranked behind the tokens ``probe``. A KV writer computes chunks behind the tokens ``behind``.
+        """
         self._llm, self._context_window, self._block_size, self._names = llm, context_window, block_size, names
         self._probe, self._probed, self._behind = probe, set[str](), behind
         self._written: dict[str, str] = {}
         self._slots = asyncio.Semaphore(IN_FLIGHT)
-        # No more of one namespace wait for them than there are: who comes with one chunk waits for one of another's thousands.
+        # Limits how many requests of one namespace queue for a slot: one chunk must not wait for another's thousands.
         self._own = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(IN_FLIGHT))
         self._collecting: asyncio.Future[None] | None = None
         self._computing: dict[str, asyncio.Future[str]] = {}
@@ -146,7 +149,7 @@ class Precompute:
     async def run(
         self, entries: Entries, chunks: Sequence[Chunk], progress: Callable[[int], None] | None, ranking: bool
     ) -> PrecomputeReport:
-        """Compute what is not among ``entries``; see :meth:`BlendEngine.precompute`. With ``ranking``, static deviations, too."""
+        """Compute missing chunks, with ``ranking`` also static deviations; see :meth:`BlendEngine.precompute`."""
         begin = time.perf_counter()
         plan = await asyncio.to_thread(
             plan_precompute,
@@ -186,7 +189,7 @@ class Precompute:
                 for token_ids in plan.unranked:
                     group.create_task(one(token_ids, unranked=True))
         except BaseException:
-            if begun:  # a caller that now deletes what was stored must find all of it
+            if begun:  # a caller that now deletes the stored entries must find all of them
                 await asyncio.wait(begun)
             raise
         return report_of(plan, failed, time.perf_counter() - begin)
@@ -194,33 +197,36 @@ class Precompute:
     async def _once(
         self, name: str, compute: Callable[[], Coroutine[Any, Any, str]], begun: set[asyncio.Future[str]]
     ) -> str:
-        """Return why an entry is not in the store, or an empty string; its computation is in ``begun`` until it has ended."""
+        """Run ``compute``, or await another caller's run; return why the entry is not in the store, or an empty string.
+
+        ``begun`` holds the computation until the computation ends.
+        """
         running = self._computing.get(name)
         if running is None:
             running = self._computing[name] = asyncio.ensure_future(compute())
             running.add_done_callback(lambda _: self._computing.pop(name, None))
         begun.add(running)
         running.add_done_callback(begun.discard)
-        return await asyncio.shield(running)  # one caller that goes away does not end it for the others
+        return await asyncio.shield(running)  # a cancelled caller must not cancel the others' computation
 
     async def _compute_probe(self, entries: Entries) -> None:
-        """Have vLLM's prefix cache hold header and probe, so that each ranking computes its chunk alone."""
+        """Put header and probe into vLLM's prefix cache, so that each ranking computes only its chunk."""
         if (name := entries.namespace.name) not in self._probed:
             prompt = [*entries.header_ids, *self._probe]
-            # Nothing of it is stored: what would be begins at its end.
+            # No KV of the prompt is stored: the job's start is the prompt's end.
             await self._prefill(entries, *self._by_writer(entries, prompt, SaveJob(len(prompt))))
             self._probed.add(name)
 
     async def _saved(
         self, entries: Entries, token_ids: tuple[int, ...], before: tuple[int, ...], ranking: bool = False
     ) -> str:
-        """Have the workers store or rank ``token_ids`` behind others; return why the entry was not written, or nothing."""
+        """Have workers store or rank ``token_ids`` behind ``before``; return why that failed, or an empty string."""
         why, job = "", SaveJob(len(before) if token_ids else 0, ranking, entries.namespace)
         prompt, job = self._by_writer(entries, [*before, *token_ids], job)
         for attempt in range(_TRIES):
             keys = [receipt(key, ranking) for key in entries.written_keys(token_ids)]
             for key in keys:
-                self._written.pop(key, None)  # of a write that was given up
+                self._written.pop(key, None)  # receipt of an abandoned write
             if why := await self._prefill(entries, prompt, job):
                 return why
             why = await self._receipt(keys)
@@ -233,13 +239,13 @@ class Precompute:
         try:
             async with asyncio.timeout(_WRITTEN_WITHIN_S):
                 while not all(key in self._written for key in keys):
-                    # One question for all who wait: each of them asking would keep the engine from its steps.
+                    # One call serves all waiting entries: a call for each entry would delay the engine's steps.
                     if self._collecting is None or self._collecting.done():
                         self._collecting = asyncio.ensure_future(self._collect())
-                    # Shielded: what the workers have told once they do not tell again, and others wait for theirs.
+                    # Shielded, since the workers report each receipt once, and other callers wait for their receipts.
                     await asyncio.shield(self._collecting)
         except TimeoutError:
-            self._collecting = None  # it may hang, and shall not hold up those that come later
+            self._collecting = None  # the call may hang, and must not delay later callers
             return f"storage has not written it within {_WRITTEN_WITHIN_S:g} seconds"
         return next(filter(None, [self._written.pop(key) for key in keys]), "")
 
@@ -249,19 +255,19 @@ class Precompute:
             self._written.update(rank)
 
     def _by_writer(self, entries: Entries, prompt: list[int], job: SaveJob) -> tuple[list[int], SaveJob]:
-        """Return a prompt, and what is to be stored of it, so that the KV writer computes it, if there is one.
+        """Return ``prompt`` and ``job``, changed so that the KV writer, if there is one, computes the prompt.
 
-        The last of the tokens that are put behind it vLLM computes itself: it must not complete a block, which would then be
-        cached, nor stand alone in one.
+        One to three copies of the last token are put behind the prompt. vLLM computes the last copy itself. The last
+        copy must not complete a block, since vLLM would cache the block, and must not stand alone in a block.
         """
         tokens = len(prompt)
-        if entries.writer is None or (entries.header_ids and not job.start):  # the header itself is the model's
+        if entries.writer is None or (entries.header_ids and not job.start):  # the model itself computes the header
             return prompt, job
         more = next(count for count in range(1, _MOST_BEHIND + 1) if (tokens + count) % self._block_size > 1)
         return [*prompt, *prompt[-1:] * more], replace(job, written=tokens)
 
     async def _prefill(self, entries: Entries, prompt: list[int], job: SaveJob) -> str:
-        """Have vLLM compute a prompt; return why it did not, or nothing."""
+        """Have vLLM compute a prompt; return why vLLM did not, or an empty string."""
         tokens: Any = {"prompt_token_ids": prompt}
         if (salt := entries.namespace.salt()) is not None:
             tokens["cache_salt"] = salt

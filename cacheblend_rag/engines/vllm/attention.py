@@ -1,8 +1,9 @@
-"""Attends in a vLLM worker's passes over scattered tokens: by our kernels, by vLLM told of each run, or to watch a question.
+"""Computes attention for passes over scattered tokens in a vLLM worker, by this package's kernels or by vLLM.
 
-Without our kernels each run of neighbouring tokens is a request of its own to vLLM's attention, which gives every request at
-least one tile, most of it empty. With them a pass's tokens share tiles, stored KV goes straight into pages, and vLLM's
-attention is replaced while the pass runs. A question is watched by an attention of our own: vLLM's shows no weights.
+Without the kernels, each run of neighbouring tokens is a separate request to vLLM's attention, which gives every
+request at least one tile, most of it empty. With the kernels, the tokens of a pass share tiles, stored KV is written
+straight into pages, and vLLM's attention is replaced while the pass runs. A question is watched with this package's own
+attention, since vLLM's attention returns no weights.
 """
 
 from __future__ import annotations
@@ -31,22 +32,23 @@ if TYPE_CHECKING:
 
     from cacheblend_rag.engines.kernels.place import Layers
 
-# Backends whose pages are known to us, and whose attention does nothing that the kernel does not.
+# Backends with a known page layout, whose attention has no feature that the kernel lacks.
 _BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN"}
-# Half a tile of vLLM's kernels: runs with more rows, tokens times heads, are left to them (lab/benchmarks/attention_tiles.py).
+# Half a tile of vLLM's kernels: runs with more rows (tokens times heads) are left to vLLM's kernels
+# (lab/benchmarks/attention_tiles.py).
 _ROWS = 64
-# Scores in memory at once. On a CPU as many as its caches hold: fresh memory for more costs as much as the products.
+# Most scores in memory at once. On a CPU as many as its caches hold: allocating more takes as long as the products.
 _SCORES = {"cpu": 1 << 19}
 _MOST_SCORES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Scattered:
-    """Attention metadata of a pass that our kernel serves.
+    """Holds the attention metadata of a pass that this package's kernel computes.
 
     Attributes:
-        positions: ``[tokens]``, ascending, int64, on the device.
-        table: The sequence's pages, int32, on the device.
+        positions: Positions of the tokens, ``[tokens]``, ascending, int64, on the device.
+        table: Block ids of the sequence's pages, int32, on the device.
     """
 
     positions: torch.Tensor
@@ -54,7 +56,7 @@ class Scattered:
 
 
 def kernels_for(layers: Sequence[Any], pages: Sequence[LayerKV], config: VllmConfig) -> Kernels | None:
-    """Return the kernels for a model's attention ``layers`` and their ``pages``; None where they cannot serve all of them."""
+    """Return the kernels for a model's attention ``layers`` and their ``pages``; None if any layer is unsupported."""
     model = config.model_config
     plain = not getattr(model, "is_mm_prefix_lm", False) and getattr(model, "rswa_window", None) is None
     fused = config.compilation_config.pass_config.fuse_attn_quant
@@ -91,12 +93,12 @@ def _can_watch(layer: Any, memory: torch.Tensor) -> bool:
 
 @contextmanager
 def attention_replaced(layers: Sequence[Any], attend: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Let ``attend`` compute the attention of ``layers``: called with a layer's index, then as vLLM calls ``impl.forward``.
+    """Replace vLLM's ``impl.forward`` of ``layers`` by ``attend``, which gets a layer's index before vLLM's arguments.
 
-    vLLM calls that outside of what is compiled, once the tokens' own KV is in the pages.
+    vLLM calls ``impl.forward`` outside compiled code, once the tokens' own KV is in the pages.
     """
     for index, layer in enumerate(layers):
-        layer.impl.forward = partial(attend, index)  # in front of the class's own
+        layer.impl.forward = partial(attend, index)  # an attribute of the instance hides the class's method
     try:
         yield
     finally:
@@ -105,21 +107,21 @@ def attention_replaced(layers: Sequence[Any], attend: Callable[..., torch.Tensor
 
 
 class Kernels:
-    """The kernels, bound to a model's attention layers.
+    """Runs the kernels for a model's attention layers.
 
     Attributes:
-        can_watch: Whether :meth:`watch` serves all of them.
+        can_watch: Whether :meth:`watch` supports every layer.
     """
 
     def __init__(self, layers: Sequence[Any], pages: Sequence[LayerKV]):
-        """Take the layers and views of each one's pages; see :func:`kernels_for`."""
+        """Bind the kernels to ``layers`` and to views of each layer's ``pages``; see :func:`kernels_for`."""
         self._layers, self._pages = layers, pages
-        # Tried now, not while a request waits.
+        # Checked here, so that no request waits for the check.
         self.can_watch = all(_can_watch(layer, pages[0].k) for layer in layers)
         self._group = min(int(layer.num_heads) // int(layer.num_kv_heads) for layer in layers)
 
     def are_faster(self, tokens: int, runs: int) -> bool:
-        """Say whether to attend with ours, for so many tokens in so many runs of neighbours."""
+        """Return whether the kernels are faster than vLLM's attention for ``tokens`` in ``runs`` runs of neighbours."""
         return tokens * self._group < runs * _ROWS
 
     def watch(
@@ -132,9 +134,9 @@ class Kernels:
         sums: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        """Write the attention of ``query`` to ``output``, as :func:`attend_and_sum` does.
+        """Write the attention of ``query`` to ``output`` and add the weights to ``sums``; see :func:`attend_and_sum`.
 
-        ``sums``, ``[kv_heads, keys]``: see :func:`~cacheblend_rag.engines.kernels.attention.add_shares`.
+        ``sums`` is ``[kv_heads, keys]``; see :func:`~cacheblend_rag.engines.kernels.attention.add_shares`.
         """
         from cacheblend_rag.engines.kernels.attention import add_shares, attend
 
@@ -144,15 +146,15 @@ class Kernels:
         add_shares(query, kv.k, positions, shares, lse, sums[: len(kv.k)], scale, window)
 
     def place(self, layer: int, kv: LayerKV, move: Move | None, slots: torch.Tensor) -> None:
-        """Write ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``slots``, ``[tokens]``, of the pages."""
+        """Write ``kv``, ``[kv_heads, tokens, head_dim]``, with keys rotated by ``move``, to ``slots``, ``[tokens]``."""
         from cacheblend_rag.engines.kernels.place import place
 
         place(kv, move, slots, *self._pages[layer])
 
     def place_layers(self, stored: StoredLayers, slots: torch.Tensor) -> Callable[[int], None] | None:
-        """Begin to place all of ``stored`` at ``slots``, ``[tokens]``; return what to call before a layer reads its pages.
+        """Start to write ``stored`` to ``slots``, ``[tokens]``; return a function to call before a layer reads pages.
 
-        None where layers differ, or what is stored is of another dtype.
+        Return None if the device has no streams, the layers' caches differ, or the kernels do not support the format.
         """
         transfer, layers = transfer_to(slots.device), self._alike
         if transfer is None or layers is None:
@@ -167,7 +169,7 @@ class Kernels:
 
     @cached_property
     def arrivals(self) -> Arrivals:
-        """Tells when stored KV has been placed: what runs on the device, and what was captured there."""
+        """Return the events after which stored KV is in place, for running passes and for captured graphs."""
         return Arrivals(self._pages[0].k.device, len(self._pages), external=True)
 
     @cached_property
@@ -177,7 +179,7 @@ class Kernels:
         return Layers.of(self._pages)
 
     def attending(self) -> AbstractContextManager[None]:
-        """Replace vLLM's attention; the passes that run meanwhile have :class:`Scattered` as metadata."""
+        """Replace vLLM's attention; passes that run meanwhile must have :class:`Scattered` as metadata."""
         return attention_replaced(self._layers, self._attend)
 
     def _attend(
@@ -192,7 +194,7 @@ class Kernels:
         output: torch.Tensor,
         **_: Any,
     ) -> torch.Tensor:
-        """Write ``output`` and return it."""
+        """Write the attention to ``output`` and return ``output``."""
         from cacheblend_rag.engines.kernels.attention import attend
 
         attend(
@@ -217,9 +219,10 @@ def watching(
     shares: torch.Tensor,
     sums: torch.Tensor,
 ) -> AbstractContextManager[None]:
-    """Replace the attention of ``layers``, by ``kernels`` where these can, over what ``read`` copies of a layer's KV.
+    """Replace the attention of ``layers`` by watched attention over copied KV, by ``kernels`` if the kernels can watch.
 
-    What a pass computes itself goes over the copy. The rest is as for :func:`attend_and_sum`; ``sums`` is ``[kv_heads, keys]``.
+    ``read`` copies a layer's KV. The fresh KV of the pass overwrites the copy at ``positions``. The other arguments are
+    as for :func:`attend_and_sum`; ``sums`` is ``[kv_heads, keys]``.
     """
 
     def watch(
@@ -240,15 +243,15 @@ def watching(
 def attend_and_sum(
     layer: Any, query: torch.Tensor, kv: LayerKV, positions: torch.Tensor, shares: torch.Tensor, sums: torch.Tensor
 ) -> torch.Tensor:
-    """Return the attention of ``query``, ``[tokens, heads, head_dim]``, shaped like it, in fp32.
+    """Return the attention of ``query`` in fp32, shaped like ``query``, and add the attention weights to ``sums``.
 
     Args:
         layer: vLLM's attention layer, with its window, soft cap and sinks.
-        query: The tokens' own.
-        kv: ``[kv_heads, keys, head_dim]``, of the sequence's positions from 0 on.
-        positions: Of the tokens, ``[tokens]``, ascending.
-        shares: ``[tokens]``, fp32: how much each token's attention counts.
-        sums: ``[1, keys]`` or more rows, fp32: the first gets the weights, the mean over heads.
+        query: Queries of the tokens, ``[tokens, heads, head_dim]``.
+        kv: KV of the sequence's positions from 0 on, ``[kv_heads, keys, head_dim]``.
+        positions: Positions of the tokens, ``[tokens]``, ascending.
+        shares: Factor of each token's attention in ``sums``, ``[tokens]``, fp32.
+        sums: ``[1, keys]`` or more rows, fp32; the weights, averaged over heads, are added to the first row.
     """
     impl, window = layer.impl, layer.sliding_window
     count, heads, dim = query.shape
@@ -263,9 +266,9 @@ def attend_and_sum(
     while begin < count:
         part = slice(begin, begin + max(1, most // (groups * longest)))
         begin, at = part.stop, positions[part]
-        # Keys before the first query's window, and behind the last query, are seen by none.
+        # No query sees the keys before the first query's window or behind the last query.
         first, end = 0 if window is None else max(0, int(at[0]) - window + 1), int(at[-1]) + 1
-        free = 0 if window is not None else int(at[0]) + 1  # seen by all of them
+        free = 0 if window is not None else int(at[0]) + 1  # number of keys that every query sees
         keys = torch.arange(first + free, end, device=at.device)
         hidden = keys > at[:, None]
         if window is not None:
@@ -279,7 +282,7 @@ def attend_and_sum(
             scores = scores.view(-1, len(at), groups, end - first)
             scores[..., free:].masked_fill_(hidden[:, None], float("-inf"))
             if sinks is not None:
-                # One more score for each head, which takes its share of the attention and gives nothing.
+                # A sink is one more score for each head, which takes a share of the attention and adds no value.
                 scores = torch.cat([scores, sinks[own].expand(*scores.shape[:3], 1)], dim=-1)
             weights = scores.softmax(-1)[..., : end - first]
             sums[0, first:end].add_(shares[part] @ weights.sum((0, 2)), alpha=1 / heads)
@@ -289,7 +292,7 @@ def attend_and_sum(
 
 
 class PassMetadata:
-    """Builds attention metadata with builders of our own: vLLM's have buffers that its own steps use."""
+    """Builds attention metadata with separate builders, since vLLM's steps use the buffers of vLLM's own builders."""
 
     def __init__(
         self, layers: Mapping[str, Any], config: VllmConfig, kv_cache_config: KVCacheConfig, device: torch.device
@@ -304,10 +307,10 @@ class PassMetadata:
         """Return the metadata of each layer, by name.
 
         Args:
-            positions: Ascending, ``[tokens]``, in host memory.
-            at: The same, on the device.
-            tables: For each KV cache group the sequence's block ids, ``[1, blocks]``, on the device.
-            slots: For each group the positions' slots, ``[tokens]``, on the device.
+            positions: Positions of the tokens, ``[tokens]``, ascending, in host memory.
+            at: Copy of ``positions`` on the device.
+            tables: Block ids of the sequence for each KV cache group, ``[1, blocks]``, on the device.
+            slots: Slots of the positions for each group, ``[tokens]``, on the device.
         """
         metadata: dict[str, Any] = {}
         common = self._common(positions, at)
@@ -319,9 +322,9 @@ class PassMetadata:
         return metadata
 
     def _common(self, positions: torch.Tensor, at: torch.Tensor) -> CommonAttentionMetadata:
-        """Describe each run of neighbouring positions as one request on the same pages: its mask, window and all, is exact.
+        """Describe each run of neighbouring positions as one request on the same pages; mask and window are then exact.
 
-        The pages, each group's own, are still to be filled in.
+        The caller fills in the pages and slots of each group.
         """
         count = len(positions)
         breaks = torch.nonzero(gaps(positions)).flatten() + 1
@@ -349,7 +352,7 @@ class PassMetadata:
 def _builders(
     group: KVCacheGroupSpec, layers: Mapping[str, Any], config: VllmConfig, device: torch.device
 ) -> list[tuple[list[str], Any]]:
-    """Return metadata builders of our own for the layers of ``group``, one for those that share a backend and a kind of KV."""
+    """Return new metadata builders for the layers of ``group``: one per backend and KV spec."""
     shared: dict[Any, list[str]] = {}
     for name in group.layer_names:
         spec = group.kv_cache_spec

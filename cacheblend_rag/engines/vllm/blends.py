@@ -1,4 +1,4 @@
-"""Queues the blends that wait in one worker: they go on between engine steps, as far as each step allows."""
+"""Queues the blends of one worker and runs the blends between engine steps, as far as each step allows."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from cacheblend_rag.store.kv import StoredKV, WrittenBy
 _log = logging.getLogger(__name__)
 _Steps = Generator[Segment, int | None, None]
 _LOADING = 4
-"""Blends whose stored KV is brought to host memory at one time, while streams run."""
+"""Most blends whose stored KV is loaded into host memory at the same time, while other requests stream."""
 
 
 @dataclass(frozen=True)
 class Hand:
-    """Computes chunks' KV in the model's place while ``writing`` is entered, and has it saved."""
+    """Holds a KV writer: the context ``writing``, which applies the writer, and ``save``, which stores chunks' KV."""
 
     writing: Writing
     save: Callable[[Sequence[Save]], None]
 
 
 class BlendQueue:
-    """First come, first served; what ended is reported once."""
+    """Runs blends in the order of their arrival, and reports each ended blend once."""
 
     def __init__(self, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock, hand: Hand | None = None):
-        """Blend on ``paged`` with the KV of ``entries``; a KV writer's ``hand`` computes chunks."""
+        """Blend on ``paged`` with the KV of ``entries``; ``hand`` is the KV writer that computes chunks, if any."""
         self._paged, self._rope, self._entries, self._hand = paged, rope, entries, hand
         self.clock = clock
         self._waiting: deque[_Blend] = deque()
@@ -57,7 +57,7 @@ class BlendQueue:
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-finish")
 
     def add(self, load: LoadOrder) -> None:
-        """Put a blend behind the others."""
+        """Append a blend to the queue; refuse a KV writer's job if there is no KV writer."""
         given = load, self._paged, self._rope, self._entries, self.clock
         if isinstance(load.job, BlendJob):
             self._waiting.append(_Blend(*given))
@@ -67,16 +67,16 @@ class BlendQueue:
             self.refuse(load.request_id, "this server has no KV writer")
 
     def advance(self, allowance: Allowance | None, held: Collection[str] = ()) -> None:
-        """Go on with all but ``held`` requests' blends: as far as ``allowance`` goes, or if it is None until one is complete.
+        """Advance the blends of requests not in ``held``, within ``allowance``; if None, until one blend is complete.
 
-        While streams run, those whose stored KV is on its way are passed over, and as many of them are loading as there may be.
+        While other requests stream, blends that wait for stored KV are skipped; at most ``_LOADING`` blends wait.
         """
         loading = 0
         for blend in [each for each in self._waiting if each.load.request_id not in held]:
             try:
                 complete = blend.advance(allowance)
             except Exception as error:
-                # Whatever went wrong, the engine must live on: vLLM prefills this prompt as any other.
+                # No error may end the engine: vLLM prefills this prompt like any other.
                 _log.exception("The blend of request %s failed", blend.load.request_id)
                 self._drop(blend)
                 self.refuse(blend.load.request_id, f"the blend failed ({type(error).__name__}: {error})")
@@ -96,42 +96,42 @@ class BlendQueue:
                 return
 
     def refuse(self, request_id: str, reason: str) -> None:
-        """Report a request as not blended."""
+        """Report a request as not blended, and why."""
         self._results.failed[request_id] = reason
         self._ended.add(request_id)
         self._failed.add(request_id)
 
     def abort(self, request_ids: set[str]) -> None:
-        """End the blends of requests that are gone, at once: vLLM waits for them to free the blocks."""
+        """End the blends of aborted requests at once: vLLM frees a request's blocks only when its blend has ended."""
         for blend in [b for b in self._waiting if b.load.request_id in request_ids]:
             self._drop(blend)
             self._ended.add(blend.load.request_id)
 
     def _drop(self, blend: _Blend) -> None:
-        """Let go of a blend. What its entries' tiers do with them now, reading and writing as they like, holds up no step."""
+        """Remove a blend, and finish its entries in a thread, so that no step waits for the tiers' reads and writes."""
         self._waiting.remove(blend)
         for kv in blend.close():
             self._finisher.submit(kv.finish)
 
     def close(self) -> None:
-        """Wait for what tiers still do with entries."""
+        """Wait until the entries of removed blends are finished."""
         self._finisher.shutdown(wait=True)
 
     def take_ended(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose blends ended since the last call, and those of them that failed."""
+        """Return the requests whose blends ended since the last call, and the requests whose blends failed."""
         ended, failed = self._ended, self._failed
         self._ended, self._failed = set(), set()
         return ended, failed
 
     def take_results(self) -> WorkerMeta:
-        """Return what the ended blends did and what work took, once."""
+        """Return the results of blends that ended since the last call, and the time that work took."""
         results, self._results = self._results, WorkerMeta()
         results.times, results.computed = self.clock.take(), self.clock.take_computed()
         return results
 
 
 class _Blend:
-    """One request's blend, advanced segment by segment."""
+    """Runs one request's blend, segment by segment."""
 
     def __init__(self, load: LoadOrder, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock):
         self.load = load
@@ -153,11 +153,11 @@ class _Blend:
 
     @property
     def loading(self) -> bool:
-        """Return whether it waits for its stored KV, while streams run."""
+        """Return whether the blend waits for its stored KV, while other requests stream."""
         return self._ahead is not None and self._ahead.kind == "load"
 
     def advance(self, allowance: Allowance | None) -> bool:
-        """Run segments as far as ``allowance`` goes, None for all; return whether the blend is complete."""
+        """Run segments within ``allowance``, or all segments if None; return whether the blend is complete."""
         with torch.inference_mode():
             self._streams = allowance is not None
             if self._ahead is None and not self._go_on(None):
@@ -166,7 +166,7 @@ class _Blend:
                 ahead = self._ahead
                 assert ahead is not None
                 if ahead.awaited is not None:
-                    # Waiting for it would hold up the streams' tokens.
+                    # Waiting for stored KV would delay the tokens of streaming requests.
                     if allowance is not None and not all_ranks(ahead.awaited.ready):
                         if (late := self._late_in(ahead.awaited)) is None:
                             return False
@@ -174,7 +174,7 @@ class _Blend:
                         continue
                     most = None
                 elif ahead.kind == "fetch":
-                    # Waiting for the device would hold up the streams' tokens; in the next step it has arrived.
+                    # Waiting for the device would delay streaming requests; the measurement arrives by the next step.
                     waits = allowance is not None and self._paged.device.type != "cpu" and not ahead.done
                     ahead.done = 1
                     if waits:
@@ -195,18 +195,18 @@ class _Blend:
                     return True
 
     def _capture(self) -> None:
-        """Capture the pass that is due to be, if one is: its pages are this blend's, and hold what it saw. No clock runs."""
+        """Capture the last pass if a capture is due, untimed, while the pages still hold the KV that the pass read."""
         if self._filled is not None and self._filled.due is not None:
             due, self._filled.due = self._filled.due, None
             due()
 
     def _late_in(self, awaited: Awaited) -> UnusableSpanError | None:
-        """Return what the blend is to be told if stored KV is late, on any rank."""
+        """Return the error to throw into the blend if stored KV is late on any rank, else None."""
         late = awaited.too_late() if isinstance(awaited, LayerLoader) and awaited.overdue else None
         return None if all_ranks(late is None) else late or UnusableSpanError(late=True)
 
     def _go_on(self, most: int | None) -> bool:
-        """Do what was announced, up to the next announcement; return whether there is one."""
+        """Run the announced segment until the next segment is announced; return whether there is a next segment."""
         try:
             self._ahead = next(self._steps) if self._ahead is None else self._steps.send(most)
         except StopIteration:
@@ -214,7 +214,7 @@ class _Blend:
         return True
 
     def close(self) -> list[StoredKV]:
-        """End the passes; return the stored KV, which nobody waits for any more."""
+        """End the passes; return the stored KV, which the caller must finish."""
         self._steps.close()
         return self._spans
 
@@ -224,7 +224,7 @@ class _Blend:
             try:
                 done = (yield from self._fuse(plan)).outcome
             except UnusableSpanError as error:
-                # Missing, as far as this prompt goes: the next plan computes it in place.
+                # The next plan treats the entries as missing and computes their chunks in place.
                 (self._late if error.late else self._unusable).update(error.entries)
                 self._reads = added(self._reads, error.reads)
                 self._waited_s += error.waited_s
@@ -281,7 +281,7 @@ class _Blend:
                 try:
                     if asked[1] not in unusable:
                         kv = look(hand, token_ids)
-                except Exception:  # the other ranks wait for this one's vote
+                except Exception:  # not raised, since the other ranks wait for this rank's vote
                     _log.exception("Stored KV cannot be looked up; its chunk is computed in place")
                 if kv is not None:
                     self._spans.append(kv)
@@ -293,14 +293,14 @@ class _Blend:
             return kv if all_ranks(kv is not None) else None
 
         plan = entries.plan(prompt, lookup, job.settings.reuse)
-        if not all_ranks(all(kv is not None and kv.exact for kv in found.values())):  # then they might plan differently
+        if not all_ranks(all(kv is not None and kv.exact for kv in found.values())):  # ranks might plan differently
             plan = entries.plan(prompt, agreed, job.settings.reuse, agree=all_ranks)
         plan = plan.after_late(self._late)
         return plan if self.load.choice is None else self.load.choice.applied_to(plan)
 
 
 class _Written(_Blend):
-    """Computes one chunk while a KV writer acts, and saves it; nothing that is stored is used."""
+    """Computes one chunk's KV with the KV writer and saves the KV; no stored KV is used."""
 
     def __init__(self, load: LoadOrder, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock, hand: Hand):
         super().__init__(load, paged, rope, entries, clock)

@@ -1,4 +1,4 @@
-"""Sends requests to a running vLLM whose connector is ours: for the server, and as what `VLLMEngine` is built on."""
+"""Provides the client by which the server and `VLLMEngine` send requests to a vLLM with this package's connector."""
 
 from __future__ import annotations
 
@@ -47,15 +47,16 @@ if TYPE_CHECKING:
 
 
 class BlendClient:
-    """Owns what is known of a running vLLM, and blends with it. Lives in the event loop of vLLM's engine client.
+    """Sends prompts to a running vLLM, which blends stored KV. Runs in the event loop of vLLM's engine client.
 
-    What it has in common with a :class:`BlendEngine` is described there.
+    :class:`BlendEngine` describes the attributes and methods that both classes have.
 
     Attributes:
         llm: vLLM's engine client.
-        store: The store that the workers read and write, as this process sees it.
-        costs: What loading and computing cost, for the loading controller; answers correct them.
-        probe: What chunks are ranked behind (:mod:`cacheblend_rag.blending.static`).
+        store: Store that the workers read and write, opened in this process.
+        costs: Costs of loading and computing, for the loading controller; the measurements of each answer correct the
+            costs.
+        probe: Tokens that chunks are ranked behind (:mod:`cacheblend_rag.blending.static`).
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class BlendClient:
         write_back: bool = True,
         ranking: Ranking | None = None,
     ):
-        """Use :func:`connect`, where there is no engine to be it."""
+        """Call :func:`connect` instead, except in an engine that subclasses this client."""
         self.llm, self.store, self.gate = llm, store, gate
         self.tokenizer, self.fingerprint, self.header_ids = launch.tokenizer, launch.fingerprint, launch.header_ids
         self.registry, self.namespace = ChunkRegistry(), DEFAULT
@@ -95,11 +96,11 @@ class BlendClient:
         self._background: set[asyncio.Task[Any]] = set()
         self._names = (f"cacheblend-{uuid4().hex[:8]}-{n}" for n in itertools.count())
         probe = probe_ids(self.tokenizer, int(model.get_vocab_size()), self.context_window)
-        # Header and probe fill whole blocks: only those stay in vLLM's prefix cache.
+        # Header and probe together fill whole blocks: vLLM's prefix cache holds only whole blocks.
         over = (len(self.header_ids) + len(probe)) % (block_size or 1)
         self.probe = probe[:-over] if 0 < over < len(probe) else probe
         behind: tuple[int, ...] = ()
-        if launch.writer is not None and launch.writer.behind_probe:  # ranked by how far it moves without
+        if launch.writer is not None and launch.writer.behind_probe:  # ranked against KV without the probe
             window = int(getattr(model.hf_text_config, "max_position_embeddings", None) or 1 << 20)
             behind, self.probe = probe_ids(self.tokenizer, int(model.get_vocab_size()), window), ()
         self._precompute = Precompute(llm, self.context_window, self._names, self.probe, block_size or 16, behind)
@@ -107,11 +108,11 @@ class BlendClient:
 
     @property
     def entries(self) -> Entries:
-        """Return the model's entries within the namespace; with tensor parallelism every rank's shards."""
+        """Return the model's entries in the namespace; with tensor parallelism, the shards of every rank."""
         return self._entries.within(self.namespace)
 
     def of(self, namespace: Namespace) -> BlendClient:
-        """Return a client to the same engine within another namespace, with a registry and background work of its own.
+        """Return a client of the same engine in another namespace, with a separate registry and background tasks.
 
         Raises:
             InputError: The store is encrypted, and the namespace has no key.
@@ -122,7 +123,7 @@ class BlendClient:
         return other
 
     def resolve(self, settings: BlendSettings) -> ResolvedSettings:
-        """Return ``settings`` with nothing left open; raises InputError as :meth:`ModelProfile.resolve` does."""
+        """Return ``settings`` with every option set; raises InputError as :meth:`ModelProfile.resolve` does."""
         return self.profile.resolve(settings, self.num_layers, self.controlled)
 
     @property
@@ -138,13 +139,13 @@ class BlendClient:
         traced: bool = False,
         unasked: int = 0,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return vLLM's prompt and the ``kv_transfer_params`` for it (empty: nothing to blend).
+        """Return vLLM's prompt and the ``kv_transfer_params``, which are empty if there is nothing to blend.
 
-        ``salt`` is the caller's own; the outcome is to have a trace if it is ``traced``; so many tokens at the end as are
-        ``unasked`` are an answer to be scored.
+        ``salt`` is the caller's own cache salt. ``traced`` requests a trace in the outcome. The last ``unasked`` tokens
+        are an answer to be scored.
 
         Raises:
-            InputError: A check layer beyond the model.
+            InputError: A check layer lies beyond the model's layers.
         """
         resolved = self.resolve(settings or BlendSettings())
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
@@ -163,16 +164,16 @@ class BlendClient:
     async def before(
         self, token_ids: Sequence[int], params: dict[str, Any], prompt: TokenizedPrompt | None = None
     ) -> None:
-        """Store what a prompt is about to find missing, where the model reads chunks in no other way (it is ``blockwise``).
+        """Store a prompt's missing chunks in advance if the model is ``blockwise`` (reads chunks in no other way).
 
-        Without a ``prompt`` its chunks are the registered ones that its ``kv_transfer_params`` name.
+        Without ``prompt``, the chunks are the registered chunks that ``params`` names.
         """
         job = read_params(params, len(token_ids)) if self.profile.blockwise and self._write_back else None
         if isinstance(job, BlendJob) and job.settings.reuse == "chunks":
             await self.store_kv(self._chunks((name for _, _, name in job.spans), prompt))
 
     def _chunks(self, names: Iterable[str], prompt: TokenizedPrompt | None) -> list[Chunk]:
-        """Return the chunks of these ids that ``prompt`` or the registry knows."""
+        """Return the chunks with the ids ``names`` that ``prompt`` or the registry contains."""
         known = {span.chunk.id: span.chunk for span in prompt.spans} if prompt is not None else {}
         found = (known.get(name) or self.registry.get(name) for name in names)
         return [chunk for chunk in found if chunk is not None]
@@ -180,9 +181,10 @@ class BlendClient:
     def report(
         self, params: dict[str, Any] | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int, asked: bool
     ) -> FinishReport:
-        """Say what became of a prompt, by the ``kv_transfer_params`` of vLLM's output; ``asked`` says that it was to be blended.
+        """Return the report of a finished prompt, from the ``kv_transfer_params`` of vLLM's output.
 
-        ``cached_tokens`` is vLLM's count of those from its prefix cache and from blending.
+        ``cached_tokens`` is vLLM's count of the tokens from its prefix cache and from blending. ``asked`` says whether
+        a blend was requested.
         """
         report = read_report(params)
         if report is None:
@@ -213,7 +215,7 @@ class BlendClient:
     async def register(
         self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None
     ) -> PrecomputeReport:
-        """Compute, store and register the KV of ``chunks``; see :meth:`BlendEngine.precompute`."""
+        """Register ``chunks``, and compute and store their KV; see :meth:`BlendEngine.precompute`."""
         self.registry.add(chunks)
         report = await self.store_kv(chunks, progress)
         await asyncio.to_thread(drop_forgotten, chunks, self.registry, self.entries)
@@ -222,19 +224,19 @@ class BlendClient:
     async def store_kv(
         self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None
     ) -> PrecomputeReport:
-        """Do the same without registering the chunks."""
+        """Compute and store the KV of ``chunks`` without registering the chunks."""
         if not self.gate.passed:
             return PrecomputeReport(failed={c.id: f"not blended: {self.gate.reason}" for c in chunks})
         return await self._precompute.run(self.entries, chunks, progress, self.ranking == "now")
 
     async def store_own(self, chunks: Sequence[Chunk]) -> PrecomputeReport:
-        """Compute and store the KV of ``chunks`` as the model itself writes it; see :meth:`BlendEngine.precompute_first`."""
+        """Compute and store the model's own KV of ``chunks``; see :meth:`BlendEngine.precompute_first`."""
         if self.writer is None or not self.gate.passed:
             return PrecomputeReport()
         return await self._precompute.run(self.entries.by(None), chunks, None, ranking=False)
 
     async def events(self, request: Request) -> AsyncIterator[StreamEvent]:
-        """Answer piece by piece; closing the iterator aborts the request."""
+        """Yield the answer piece by piece; closing the iterator aborts the request."""
         with RequestSpans(self.namespace.name) as spans:
             async with aclosing(self._answer(request, spans)) as events:
                 async for event in events:
@@ -282,22 +284,22 @@ class BlendClient:
         if spans.trace is not None:
             record(spans.trace, report, begin, arrived)
         spans.answered(report.outcome)
-        gone = self.registry.unknown(known)  # forgotten meanwhile: nothing of them is to stay
+        gone = self.registry.unknown(known)  # chunks forgotten meanwhile must not be stored again
         self.finished(report, replace(prompt, spans=tuple(s for s in prompt.spans if s.chunk.id not in gone)))
         timings = Timings(ttft, time.perf_counter() - begin)
         finish: Literal["stop", "length"] = "length" if final.finish_reason == "length" else "stop"
         yield StreamEvent(final.text, Generation.of(report.outcome, text, ids, finish, timings, logprobs))
 
     def trace_headers(self, spans: RequestSpans) -> dict[str, str] | None:
-        """Return what makes vLLM's span of a request a part of ours; None where vLLM traces nothing (--otlp-traces-endpoint)."""
+        """Return headers that put vLLM's span into the request's trace; None if vLLM has no --otlp-traces-endpoint."""
         own = self.llm.vllm_config.observability_config.otlp_traces_endpoint
         return None if own is None else spans.headers
 
     def finished(self, report: FinishReport, prompt: TokenizedPrompt | None = None) -> None:
-        """After an answer: chunks that had no stored KV, or no ranking, are precomputed in the background, for the next one.
+        """Start to precompute, in the background, the prompt's chunks that had no stored KV or no ranking.
 
-        What was measured corrects the loading controller's costs. Chunks that are not registered are known from ``prompt``
-        alone; without one, nothing is registered by this.
+        The report's measurements correct the loading controller's costs. Unregistered chunks are found in ``prompt``
+        alone. Without ``prompt``, no chunk is registered.
         """
         if self.costs is not None:
             self.costs = self.costs.after(report.cost)
@@ -313,7 +315,7 @@ class BlendClient:
     async def _write_back_known(
         self, store: Callable[[Sequence[Chunk]], Coroutine[Any, Any, PrecomputeReport]], chunks: Sequence[Chunk]
     ) -> None:
-        """Store the KV of chunks; that of those that are forgotten in the meantime goes again."""
+        """Store the KV of ``chunks``, then delete the KV of chunks that were forgotten meanwhile."""
         await store(chunks)
         await asyncio.to_thread(drop_forgotten, chunks, self.registry, self.entries)
 
@@ -323,25 +325,25 @@ class BlendClient:
         task.add_done_callback(self._background.discard)
 
     async def drain(self) -> None:
-        """Wait for what :meth:`finished` started."""
+        """Wait for the tasks that :meth:`finished` started."""
         await asyncio.gather(*self._background, return_exceptions=True)
 
 
 async def connect(llm: EngineClient, launch: Launch, store: KVStore, *, write_back: bool = True) -> BlendClient:
-    """Return a client of vLLM as it runs in this event loop; raises as :func:`ask_gate` does."""
+    """Return a client of the vLLM that runs in this event loop; raises as :func:`ask_gate` does."""
     return BlendClient(llm, launch, store, await ask_gate(llm, launch), write_back=write_back)
 
 
 def record(trace: Trace, report: FinishReport, begin: float, arrived: Sequence[tuple[float, int]]) -> None:
-    """Record an answer: what scheduler and worker have recorded, and what vLLM computed itself until each of its pieces arrived.
+    """Add to ``trace`` the events of scheduler and worker, and vLLM's own computation of each piece of the answer.
 
-    ``arrived`` has when that was, by ``time.perf_counter``, and how many tokens it had.
+    ``arrived`` holds each piece's time of arrival, by ``time.perf_counter``, and its number of tokens.
     """
     since, name = arrived[0][0], REST if report.outcome.mode == "blend" else PREFILL
     begin = max((event.end for event in report.trace if event.kind == "computing"), default=begin)
     details = {} if report.outcome.mode == "blend" else {"tokens": report.outcome.usage.prompt_tokens}
     events = [*report.trace, TraceEvent("computing", name, begin, since, details)]
-    if arrived[0][1] > 1:  # handed over as one piece; when the first of them was there nobody knows
+    if arrived[0][1] > 1:  # tokens that arrive as one piece have no times of their own
         events.append(TraceEvent("computing", DECODE, since, since, {"tokens": arrived[0][1] - 1}))
     for until, tokens in arrived[1:]:
         events.append(TraceEvent("computing", DECODE, since, until, {"tokens": tokens}))
@@ -354,8 +356,8 @@ def _logprobs(piece: CompletionOutput, count: int | None) -> list[TokenLogprob]:
         return []
     found = []
     for token, ranked in zip(piece.token_ids, piece.logprobs or (), strict=False):
-        assert ranked is not None  # as it is for a prompt's first token alone
-        # vLLM adds the token itself where it is not among the likeliest.
+        assert ranked is not None  # only a prompt's first token has None
+        # vLLM adds the sampled token if that token is not among the likeliest.
         top = likeliest(((i, p.logprob) for i, p in ranked.items()), count)
         found.append(TokenLogprob(token, ranked[token].logprob, top))
     return found

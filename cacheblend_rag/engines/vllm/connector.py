@@ -1,4 +1,4 @@
-"""Defines the KV connector that vLLM loads by name; each half of its interface is done by another class."""
+"""Defines the KV connector that vLLM loads by name; `SchedulerSide` and `WorkerSide` implement the two halves."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
     """Blends chunks' stored KV into vLLM's paged cache. See docs/internals/vllm.md.
 
     Attributes:
-        scheduler: The scheduler's side, where this is in the scheduler.
-        worker: The worker's side, where this is in a worker.
+        scheduler: The scheduler's half; only set in the scheduler.
+        worker: The worker's half; only set in a worker.
     """
 
     scheduler: SchedulerSide
@@ -68,12 +68,12 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
                 Entries(self._store, fingerprint, header, 0, ranks, writer=written_by),
                 page_groups(kv_cache_config),
                 longest_blendable(vllm_config.model_config.hf_text_config),
-                lambda: getattr(kv_cache_config, "hash_block_size", None),  # set later
+                lambda: getattr(kv_cache_config, "hash_block_size", None),  # vLLM sets the attribute later
             )
         else:
             from vllm.distributed import get_tensor_model_parallel_rank
 
-            # Every rank holds its own heads; the machine's memory is theirs together.
+            # Each rank holds its own heads; all ranks share the machine's memory.
             self._store = open_store(where, extra("ram_budget", None), extra("disk_budget", None), processes=ranks)
             rank = get_tensor_model_parallel_rank()
             steps = vllm_config.scheduler_config
@@ -88,10 +88,10 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nothing waits for KV that this connector saves: a lost save is a miss later."""
+        """Return False: no request waits for KV that this connector saves, and a lost save is a later miss."""
         return False
 
-    # In the scheduler.
+    # Methods that vLLM calls in the scheduler.
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """See :meth:`SchedulerSide.bind`."""
@@ -121,38 +121,38 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See :meth:`SchedulerSide.finished`; blocks may be freed at once."""
+        """See :meth:`SchedulerSide.finished`; vLLM may free the blocks at once."""
         return False, self.scheduler.finished(request)
 
-    # In the workers.
+    # Methods that vLLM and :class:`BlendWorker` call in the workers.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Remember the paged caches, by layer name."""
+        """Store the paged caches, by layer name."""
         self.worker.kv_caches = kv_caches
 
     def bind_worker(self, worker: Worker) -> None:
         """Take the loaded model and run the parity gate; called by :class:`BlendWorker` before the first step."""
         assert worker.device is not None
-        self.bind_connector_metadata(StepMeta())  # without any, vLLM's attention does not call this connector
+        self.bind_connector_metadata(StepMeta())  # without metadata, vLLM's attention does not call this connector
         try:
             self.worker.bind(worker.get_model(), worker.device)
         finally:
             self.clear_connector_metadata()
 
     def step_begins(self, output: SchedulerOutput) -> None:
-        """Called by :class:`BlendWorker` before it computes a step."""
+        """Start to measure a step; :class:`BlendWorker` calls this method before computing the step."""
         self._worker_steps = True
         self.worker.step_begins(output)
 
     def step_ended(self, output: Any) -> Any:
-        """Go on with the blends behind a step: called by :class:`BlendWorker` with what the step gave.
+        """Advance the blends after a step; :class:`BlendWorker` calls this method with the step's ``output``.
 
-        So a blend holds up no token of this step: in runner V1 it would run before they are sampled.
+        Blends that run here delay no token of the step; in runner V1 the blends would otherwise run before sampling.
 
         Returns:
             ``output``, with the requests whose blends ended.
         """
-        self.bind_connector_metadata(StepMeta())  # without any, vLLM's attention does not call this connector
+        self.bind_connector_metadata(StepMeta())  # without metadata, vLLM's attention does not call this connector
         try:
             self.worker.step_ended()
         finally:
@@ -160,8 +160,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         report = connector_output(output)
         if report is None:
             if not isinstance(output, ModelRunnerOutput):
-                return output  # nowhere to report to; behind the next step, then
-            output = copy(output)  # vLLM has one for all empty steps
+                return output  # no place for a report; the next step reports
+            output = copy(output)  # vLLM uses one object for all empty steps
             output.kv_connector_output = report = KVConnectorOutput()
         done, failed = self.worker.take_finished(set())
         report.finished_recving = (report.finished_recving or set()) | done
@@ -172,7 +172,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         return output
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Take in the new blends. They go on behind the step; here only where vLLM does not step through the worker."""
+        """Queue new blends, which run after the step, or here if vLLM does not run its steps through the worker."""
         meta = self._get_connector_metadata()
         assert isinstance(meta, StepMeta)
         self.worker.take(meta)
@@ -180,25 +180,25 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.blend()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Tell a blend's own pass where it is; in an ordinary step there is nothing to wait for."""
+        """Report to a running blend pass which layer the pass has reached; an ordinary step waits for nothing."""
         self.worker.attention_begins(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: prompts are saved whole, once they are complete."""
+        """Do nothing: :meth:`wait_for_save` saves all layers of a prompt together."""
 
     def wait_for_save(self) -> None:
-        """Copy the prompts completed in this step out of the paged cache; they are written in the background."""
+        """Copy the prompts completed in this step out of the paged cache; a thread writes the copies."""
         meta = self._get_connector_metadata()
         assert isinstance(meta, StepMeta)
         self.worker.save(meta.saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Report which blends ended, well or not; most are reported in :meth:`step_ended` already."""
+        """Report which blends ended, and which of them failed; :meth:`step_ended` has already reported most of them."""
         done, failed = self.worker.take_finished(finished_req_ids)
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerMeta | None:
-        """Report what the ended blends did."""
+        """Return the results of the ended blends, if any."""
         return self.worker.take_results()
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs vLLM in process, as a blend engine: an AsyncLLM in an event loop of its own, shared by all callers."""
+"""Runs vLLM in this process as a blend engine: all callers share an AsyncLLM, which has a separate event loop."""
 
 from __future__ import annotations
 
@@ -38,22 +38,30 @@ T = TypeVar("T")
 
 
 class _LLM(AsyncLLM):
-    """vLLM's engine, which is shut down when ours is closed."""
+    """Extends vLLM's engine, which :meth:`VLLMEngine.close` shuts down."""
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Do not shut down once more at the interpreter's end, when vLLM's modules are gone: that would print a traceback."""
+        """Shut down, except at the interpreter's end: without vLLM's modules a shutdown would print a traceback."""
         if not ending():
             self.shutdown()
 
 
 class VLLMEngine(BlendClient, BlendEngine):
-    """Answers prompts of text and chunks with vLLM; requests from all threads are batched by its scheduler.
+    """Answers prompts of text and chunks with vLLM, whose scheduler batches the requests from all threads.
 
-    It is the client of a vLLM of its own, for callers of any thread or event loop.
+    The engine starts its own vLLM. Any thread or event loop may call the engine.
 
     Attributes:
-        store: The store as this process sees it; vLLM's workers read and write the same directory.
-        loop: The event loop that vLLM's client lives in.
+        store: The store, opened in this process; vLLM's workers read and write the same directory.
+        loop: The event loop in which vLLM's client runs.
+
+    Example:
+        Precompute chunks, then answer a question from the chunks::
+
+            with VLLMEngine("smollm2", store="kv") as engine:
+                chunks = split_text(text, engine.tokenizer)
+                engine.precompute(chunks)
+                print(engine.generate(BlendPrompt((*chunks, "Question: Who is the captain? Answer:"))).text)
     """
 
     supports_json_schema: ClassVar[bool] = True
@@ -79,22 +87,24 @@ class VLLMEngine(BlendClient, BlendEngine):
         """Start vLLM and run the parity gate.
 
         Args:
-            model: A directory, a GGUF file, a hub name, ``"smollm2"``, or None for the bundled one.
-            store: Directory of the store, or its tiers by address (:func:`open_store`); None for a directory that goes when the
-                engine is closed.
-            header: What stands before the first chunk in your prompts; None takes :func:`rag_header`'s.
-            ratio: Default recompute ratio; None takes the model profile's.
-            dtype: None takes fp32 on a CPU, the model's own elsewhere.
-            write_back: Precompute chunks that a prompt held but the store did not, after the answer.
-            ranking: As :class:`TransformersEngine` takes it.
-            ram_budget: Bytes of KV that each worker holds in RAM in front of the disk; None for its share of a quarter of the
-                machine's memory.
+            model: Directory, GGUF file, hub name or ``"smollm2"``; None for the bundled model.
+            store: Directory of the store, or addresses of its tiers (:func:`open_store`); None for a temporary
+                directory, which :meth:`close` removes.
+            header: Text or tokens in front of the first chunk of your prompts; None takes the header of
+                :func:`rag_header`.
+            ratio: Default recompute ratio; None takes the ratio of the model's profile.
+            dtype: Dtype of the model; None takes fp32 on a CPU and the model's own dtype elsewhere.
+            write_back: Whether to precompute, after an answer, the chunks of its prompt that the store lacked.
+            ranking: When to measure static deviations, as for :class:`TransformersEngine`.
+            ram_budget: Bytes of KV that each worker holds in RAM in front of the disk; None for the worker's share of a
+                quarter of the machine's memory.
             disk_budget: Bytes of KV on disk.
-            writer: As :class:`TransformersEngine` takes it.
+            writer: KV writer that computes the KV of chunks, as for :class:`TransformersEngine`.
             vllm_arguments: Any other engine argument of vLLM (``tensor_parallel_size``, ``max_model_len``...).
 
         Raises:
-            InputError: An argument is one that the engine sets itself, ``ranking`` is none, or the writer not for this model.
+            InputError: An argument is one that the engine sets itself, ``ranking`` is unknown, or the writer was made
+                for another model.
             ModelError: The model cannot be loaded, or vLLM does not start.
             StoreError: The store cannot be opened.
         """
@@ -117,14 +127,14 @@ class VLLMEngine(BlendClient, BlendEngine):
             raise
 
     def _become(self) -> None:
-        """See :class:`BlendEngine`: what it does in the background is its own."""
+        """Give the view its own background tasks; see :class:`BlendEngine`."""
         self._background = set()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def precompute(self, chunks: Sequence[Chunk], progress: Callable[[int], None] | None = None) -> PrecomputeReport:
-        """See :class:`BlendEngine`; ordinary requests ``[header] + chunk``, batched by vLLM's scheduler."""
+        """See :class:`BlendEngine`; vLLM's scheduler batches ordinary requests of ``[header] + chunk``."""
         self.check_open()
         return self._run(self.register(chunks, progress))
 
@@ -151,7 +161,7 @@ class VLLMEngine(BlendClient, BlendEngine):
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
-        """See :class:`BlendEngine`; a consumer that goes away aborts the request."""
+        """See :class:`BlendEngine`; cancelling the consumer aborts the request."""
         request = await asyncio.to_thread(self.request, prompt, sampling, settings)
         arriving = EventQueue()
         work = asyncio.run_coroutine_threadsafe(_forward(self.events(request), arriving.put), self.loop)
@@ -168,7 +178,7 @@ class VLLMEngine(BlendClient, BlendEngine):
         self._run(self.llm.reset_prefix_cache())
 
     def close(self) -> None:
-        """Stop vLLM, finish what is being written and close the store."""
+        """Stop vLLM, finish pending writes and close the store; closing a view does nothing."""
         if self._closed or self._root is not None:
             return
         self._closed = True
@@ -181,12 +191,12 @@ class VLLMEngine(BlendClient, BlendEngine):
         for each in every:
             await each.drain()
         await _shut_down(self.llm)
-        # It shuts down once more when it is collected, which must not wait for the interpreter's end.
+        # Garbage collection shuts vLLM down once more, and must not wait for the interpreter's end.
         for each in every:
             del each.llm
 
     def _stop(self) -> None:
-        """End the event loop, and remove the store if it was a temporary one."""
+        """Stop the event loop, and remove a temporary store."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
@@ -195,10 +205,10 @@ class VLLMEngine(BlendClient, BlendEngine):
 
 
 def _opened(where: Path | str, disk_budget: int | None) -> KVStore:
-    """Open the store for this process, which reads no KV: only the workers hold any in RAM.
+    """Open the store for this process, which reads no KV: only the workers hold KV in RAM.
 
     Raises:
-        InputError: It is RAM alone.
+        InputError: The store consists of RAM alone.
     """
     store = open_store(where, ram_budget=0, disk_budget=disk_budget)
     if not store.lasts:
@@ -209,7 +219,7 @@ def _opened(where: Path | str, disk_budget: int | None) -> KVStore:
 
 
 async def _start(launch: Launch) -> tuple[AsyncLLM, GateReport]:
-    """Start vLLM in this event loop; return its client and what the parity gate found in its workers."""
+    """Start vLLM in this event loop; return vLLM's client and the report of the parity gate in vLLM's workers."""
     spawn_if_forking_fails()
     try:
         llm = _LLM.from_engine_args(AsyncEngineArgs(**launch.arguments))
@@ -217,13 +227,13 @@ async def _start(launch: Launch) -> tuple[AsyncLLM, GateReport]:
         raise StartError(launch.fingerprint.name, error, str(error)) from error
     try:
         return llm, await ask_gate(llm, launch)
-    except BaseException:  # whoever handles it holds vLLM by it, and with it all memory that its processes have taken
+    except BaseException:  # the traceback refers to vLLM, and would keep the memory of vLLM's processes in use
         await _shut_down(llm)
         raise
 
 
 async def _shut_down(llm: EngineClient) -> None:
-    # Blocks on the processes it stops; nothing else needs the loop any more.
+    # The call blocks until vLLM's processes have stopped; no other task needs the event loop any more.
     llm.shutdown()
     rest = asyncio.all_tasks() - {asyncio.current_task()}
     for task in rest:
@@ -236,7 +246,7 @@ async def _forward(events: AsyncIterator[StreamEvent], put: Callable[[Item], Non
         async for event in events:
             put(event)
         put(None)
-    except BaseException as error:  # handed to the consumer, which re-raises it
+    except BaseException as error:  # passed to the consumer, which raises the error again
         put(error)
         if isinstance(error, asyncio.CancelledError):
             raise

@@ -1,4 +1,4 @@
-"""Shares vLLM's steps between namespaces: what is asked for in one holds up the others as little as may be."""
+"""Shares vLLM's steps between namespaces, so that one namespace's requests delay the others as little as possible."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ if TYPE_CHECKING:
 
     from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
 else:
-    Scheduler = object  # the one that vLLM takes is known when it takes it
+    Scheduler = object  # fair_scheduler adds the base class that vLLM would take
 
 FAIR: Final = f"{__name__}.fair_scheduler"
-"""For vLLM's ``scheduler_cls``."""
+"""Value of vLLM's ``scheduler_cls``."""
 PATIENCE: Final = 8
-"""Steps, one after another, that prompts may be held back for."""
+"""Most consecutive steps for which prompts may be held back."""
 LATELY_S: Final = 10.0
-"""For how long somebody of a namespace counts as one who may come again at any moment."""
-_AT_ONCE: Final = 4  # prompts in a step that is bounded
+"""Seconds for which a namespace counts as active after its last request."""
+_AT_ONCE: Final = 4  # most prompts that share the limit of a step
 
 
 class FairSteps(Scheduler):
-    """Goes before one of vLLM's schedulers. Whose virtual time is least goes first.
+    """Extends one of vLLM's schedulers: the namespace with the least virtual time is served first.
 
-    What is computed in a namespace moves its time on, by one for a token of a prompt, blended or not, and by two for one of an
-    answer; who comes back begins no earlier than where those are who wait (start-time fair queueing; "Fairness in Serving Large
-    Language Models", OSDI 2024, section 4). Where vLLM cuts prompts (``long_prefill_token_threshold``, on a CPU), steps are so
-    long that more is needed: prompts of all others are held back while the first one has something to compute, and all prompts
-    of a step have a quarter of the threshold together, as who comes next waits for it; four times as much where nobody of
-    another namespace has been there lately. What is held back is computed later, to the same tokens.
+    A namespace's virtual time advances by one for each computed token of a prompt, blended or not, and by two for each
+    token of an answer. The time of a returning namespace is raised to the least time of the waiting namespaces
+    (start-time fair queueing; "Fairness in Serving Large Language Models", OSDI 2024, section 4). Where vLLM cuts
+    prompts (``long_prefill_token_threshold``, on a CPU), steps are too long for sorting alone. Prompts of all other
+    namespaces are then held back while the first namespace has something to compute. All prompts of a step together get
+    a quarter of the threshold, since the next request waits for the step, or four times the threshold if no other
+    namespace was active lately. A held-back prompt is computed later, to the same tokens.
     """
 
     def __init__(self, *given: Any, **named: Any):
@@ -49,7 +50,7 @@ class FairSteps(Scheduler):
         self._cut = config.long_prefill_token_threshold if config.enable_chunked_prefill else 0
 
     def schedule(self, *given: Any, **named: Any) -> SchedulerOutput:
-        """Compose a step; see vLLM's method of that name."""
+        """Compose a step; see vLLM's method ``schedule``."""
         connector: Any = self.connector
         side: SchedulerSide = connector.scheduler
         for name, tokens in side.take_promised().items():
@@ -73,13 +74,13 @@ class FairSteps(Scheduler):
         return output
 
     def _shared(self, asking: Collection[str]) -> bool:
-        """Say whether requests of more than one namespace have come lately."""
+        """Return whether vLLM cuts prompts and more than one namespace was active lately; ``asking`` are active now."""
         now = time.monotonic()
         self._seen |= dict.fromkeys(asking, now)
         return bool(self._cut) and sum(now - at < LATELY_S for at in self._seen.values()) > 1
 
     def _shorten(self, held: Collection[str], shared: bool) -> None:
-        """Bound the prompts of the step to come, together and each, so that no long one takes all; answers go on."""
+        """Limit the prompt tokens of the next step, in total and per prompt; answers are computed as before."""
         answers = sum(not each.is_prefill_chunk for each in self.running)
         prompts = len(self.waiting) + sum(each.is_prefill_chunk and _whose(each) not in held for each in self.running)
         most = max(1, self._cut // 4) if shared else 4 * self._cut
@@ -87,7 +88,7 @@ class FairSteps(Scheduler):
         self.scheduler_config.long_prefill_token_threshold = max(1, most // max(1, min(prompts, _AT_ONCE)))
 
     def _in_turn(self, held: Collection[str]) -> list[tuple[Any, Request]]:
-        """Put what waits, and prompts under way, in the order of their namespaces' times; take out what is ``held`` back."""
+        """Sort prompts by virtual time; hold back the prompts of ``held`` namespaces, and return the waiting ones."""
         back = []
         for queue in (self.waiting, self.kv_holding_waiting):
             waiting = sorted(queue, key=self._time)
@@ -101,7 +102,7 @@ class FairSteps(Scheduler):
             self.running.sort(key=lambda request: (request.is_prefill_chunk, self._time(request)))
         for request in self.running:
             if request.is_prefill_chunk and _whose(request) in held:
-                request.next_decode_eligible_step = self.current_step + 2  # the step behind the one to come
+                request.next_decode_eligible_step = self.current_step + 2  # skips the next step
         return back
 
     def _time(self, request: Request) -> float:
@@ -113,7 +114,7 @@ def _whose(request: Request) -> str:
 
 
 def fair_scheduler(vllm_config: Any, **given: Any) -> Any:
-    """Return the scheduler that vLLM would take itself, with :class:`FairSteps` before it."""
+    """Return the scheduler that vLLM would choose itself, extended by :class:`FairSteps`."""
     config = vllm_config.scheduler_config
     config.scheduler_cls = None
     return type("FairScheduler", (FairSteps, config.get_scheduler_cls()), {})(vllm_config=vllm_config, **given)

@@ -1,8 +1,8 @@
-"""Replays a blend's passes in a vLLM worker as CUDA graphs; vLLM's own are for the tokens of its steps.
+"""Replays a blend's passes in a vLLM worker as CUDA graphs; vLLM's own graphs serve only the tokens of vLLM's steps.
 
-A graph is the model's forward, as vLLM compiled it, over so many tokens, with our kernels' attention. It reads from the device
-which tokens they are, where they stand, which pages are the sequence's and where in them fresh KV goes. Before a group of layers
-it waits for their stored KV, by the event that :mod:`cacheblend_rag.blending.bulk` records.
+A graph is the model's forward, as vLLM compiled it, over a fixed number of tokens, with the attention of this package's
+kernels. The graph reads token ids, positions, the sequence's pages and the slots of fresh KV from the device. Before
+each group of layers the graph waits for their stored KV, by the event that :mod:`cacheblend_rag.blending.bulk` records.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from cacheblend_rag.blending.transfer import sent
 from cacheblend_rag.engines.replay import Replays, capture, padded
 from cacheblend_rag.engines.vllm.pages import Pages
 
-# What a question may look at in a graph: of each layer so much is copied out of its pages, however long the prompt is.
+# Most keys that a question in a graph may attend to: a graph copies as many keys of each layer for every prompt.
 _MOST_LOOKED_AT = 16384
 
 
 class Gave(NamedTuple):
-    """Holds what a pass gives: hidden states ``[tokens, hidden]``, and for a question how much it attends to each key.
+    """Holds the result of a pass: hidden states ``[tokens, hidden]`` and, for a question, the attention to each key.
 
-    ``sums``, ``[kv_heads, keys]``, fp32, are over layers; see :meth:`~cacheblend_rag.engines.vllm.attention.Kernels.watch`.
+    ``sums``, ``[kv_heads, keys]``, fp32, is the attention summed over layers; see
+    :meth:`~cacheblend_rag.engines.vllm.attention.Kernels.watch`.
     """
 
     hidden: torch.Tensor
@@ -33,9 +34,9 @@ class Gave(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Holds what a pass is told: token ids and positions, ``[tokens]``, in host memory, and the sequence's pages.
+    """Holds the input of a pass: token ids and positions, ``[tokens]``, in host memory, and the sequence's pages.
 
-    ``shares``, ``[tokens]``, fp32, in host memory, says how much the attention of a question's tokens counts.
+    ``shares``, ``[tokens]``, fp32, in host memory, holds the factor of each token's attention, for a question.
     """
 
     ids: torch.Tensor
@@ -46,10 +47,10 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class _Captured:
-    """Holds what a graph reads, what runs it, and what it leaves.
+    """Holds the input tensors of a graph, its result ``left``, and the function that replays the graph.
 
-    ``tokens`` are ids, positions and slots, ``[3, tokens]``; ``where`` is the sequence's pages, int32, or of a question the slots
-    of all its keys; ``shares`` is ``[tokens]``, fp32.
+    ``tokens`` holds ids, positions and slots, ``[3, tokens]``. ``where`` holds the sequence's pages, int32, or for a
+    question the slots of all keys, int64. ``shares`` is ``[tokens]``, fp32.
     """
 
     tokens: torch.Tensor
@@ -60,7 +61,7 @@ class _Captured:
 
 
 class PagedGraphs:
-    """Keeps the graphs of one worker's model, all of whose layers share one set of pages."""
+    """Holds the graphs of one worker's model, whose layers must all share one set of pages."""
 
     def __init__(
         self,
@@ -71,10 +72,11 @@ class PagedGraphs:
         pages: tuple[int, int],
         device: torch.device,
     ):
-        """Capture nothing yet: a pass (the model's ``scatter`` or ``look``) is captured when one of its width has run twice.
+        """Start without graphs: a pass (``scatter`` or ``look``) is captured once a pass of its width has run twice.
 
-        ``arrived`` lets the stream wait for a layer's stored KV, and is captured along; ``agree`` says whether something holds on
-        every tensor-parallel rank; ``pages`` are how many a sequence has at the most, and the tokens in one.
+        ``arrived`` makes the stream wait for a layer's stored KV, and is captured with the pass. ``agree`` returns
+        whether a condition holds on every tensor-parallel rank. ``pages`` holds the most pages of a sequence and the
+        tokens of a page.
         """
         self._scatter, self._look, self._arrived, self._device = scatter, look, arrived, device
         self._most_pages, self._keys = pages[0], min(pages[0] * pages[1], _MOST_LOOKED_AT)
@@ -82,19 +84,20 @@ class PagedGraphs:
         self._pool: Any = None
 
     def run(self, given: Given) -> Gave | None:
-        """Return what a pass gives, until the next one; None if there is no graph for so many tokens.
+        """Return the result of a pass, valid until the next pass; None if there is no graph for its number of tokens.
 
-        All stored KV must be in the pages or on its way.
+        All stored KV must be in the pages, or its transfer must have begun.
         """
         looks = given.shares is not None
         made = self._replays.serving(len(given.positions), looks) if self._fits(given) else None
         return None if made is None else self._replay(made, given)
 
     def ran(self, given: Given, gave: Gave) -> Callable[[], None] | None:
-        """Take note of a pass that :meth:`run` had no graph for, and of what it gave.
+        """Record a pass that :meth:`run` had no graph for, and its result ``gave``.
 
         Returns:
-            What captures it, if it is due: to be called while its pages are the sequence's. It is computed again, twice.
+            A function that captures the pass, if a capture is due, to be called while the pages still belong to the
+            sequence. The function computes the pass twice more.
         """
         kind = self._replays.due(len(given.positions), given.shares is not None) if self._fits(given) else None
         if kind is None:
@@ -119,7 +122,7 @@ class PagedGraphs:
 
     def _tell(self, tokens: torch.Tensor, where: torch.Tensor, shares: torch.Tensor, given: Given) -> None:
         ids, positions, pages, own_shares = given
-        # A question's tokens may have no pages: nothing is written.
+        # A question's tokens may have no pages, since their KV is not written.
         rows = (ids, positions, pages.at(0, positions) if own_shares is None else positions)
         tokens.copy_(sent(torch.stack([padded(row, tokens.shape[1]) for row in rows]), self._device))
         own = (pages.tables[0][0] if own_shares is None else pages.on_device[0])[: len(where)]
@@ -141,7 +144,7 @@ class PagedGraphs:
             if looks
             else partial(self._scatter, ids, positions, slots, where)
         )
-        # What is compiled and allocated at first use must not be captured.
+        # The first run compiles and allocates; a capture must do neither.
         run(lambda layer: None)
         left, replay, self._pool = capture(lambda: run(self._arrived), self._pool)
         return _Captured(tokens, where, shares, left, replay)

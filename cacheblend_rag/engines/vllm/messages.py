@@ -1,4 +1,4 @@
-"""Defines what travels between the client, the scheduler's connector and the workers' connectors."""
+"""Defines the messages between the client, the scheduler's connector and the workers' connectors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cacheblend_rag.store.files import DEFAULT, Namespace
 from cacheblend_rag.store.kv import KVKey
 
 PARAMS = "cacheblend"
-"""Our key in a request's ``kv_transfer_params``, on the way in and out."""
+"""Key of this package's part of a request's ``kv_transfer_params``, in the input and in the output."""
 
 _KNOWN: Mapping[str, Any] = {"extra": "forbid"}
 _Settings = Annotated[
@@ -41,18 +41,19 @@ _Settings = Annotated[
 
 @dataclass(frozen=True)
 class BlendJob:
-    """Asks for a blend: where the chunks are and how to treat them.
+    """Requests a blend, with the positions of the chunks and the treatment of their KV.
 
     Attributes:
         spans: Start, end and id of each chunk, ascending.
-        settings: How to treat stored KV, nothing left open.
-        widths: Of the set at each check layer, as multiples of the ratio.
-        ratio: The settings' ratio, or the rule that chooses it: workers know no profile.
-        terms: What the loading controller reckons by, where the request leaves the ratio to it.
-        trace: Whether to record what is loaded and computed when.
-        namespace: Where the stored KV is that it uses.
-        turn_ends: Where earlier prompts of the conversation ended: the scheduler knows no template.
-        unasked: How many tokens at the end are no question, but an answer to be scored: their attention selects nothing.
+        settings: Treatment of stored KV, with every option set.
+        widths: Width of the recomputed set at each check layer, as a multiple of the ratio.
+        ratio: Ratio of the settings, or the rule that chooses the ratio; sent along since workers have no profile.
+        terms: Costs and terms for the loading controller; None if the controller decides nothing.
+        trace: Whether to record a trace of loading and computing.
+        namespace: Namespace of the stored KV that the blend uses.
+        turn_ends: Ends of earlier prompts of the conversation; sent along since the scheduler has no chat template.
+        unasked: Number of tokens at the end that are an answer to be scored, not a question; their attention selects no
+            tokens.
     """
 
     __pydantic_config__: ClassVar = _KNOWN
@@ -69,12 +70,12 @@ class BlendJob:
 
     @property
     def options(self) -> FuseOptions:
-        """Return what the fusor is told."""
+        """Return the options for the fusor."""
         schedule = BlendSchedule(self.settings.check_layers, self.widths)
         return FuseOptions(policy(self.settings.policy), self.ratio, schedule)
 
     def check(self, prompt_tokens: int) -> None:
-        """Refuse to belong to a prompt of ``prompt_tokens`` to which it does not fit; raises ValueError."""
+        """Raise ValueError if the job is inconsistent or does not fit a prompt of ``prompt_tokens`` tokens."""
         if len(self.widths) != len(self.settings.check_layers):
             raise ValueError("widths and check_layers differ in number")
         edges = [edge for a, b, _ in self.spans for edge in (a, b)]
@@ -88,7 +89,7 @@ class BlendJob:
             raise ValueError("the ends of turns are not ascending")
 
     def origins(self, token_ids: tuple[int, ...], header_tokens: int) -> tuple[Origin, ...]:
-        """Return how the KV of the prompt will come about, wherever its stored KV is."""
+        """Return the origins of the prompt's approximate KV, which do not depend on the store's contents."""
         return origins(
             [(a, b) for a, b, _ in self.spans],
             token_ids,
@@ -99,7 +100,7 @@ class BlendJob:
         )
 
     def prompt(self, token_ids: tuple[int, ...]) -> TokenizedPrompt:
-        """Return the prompt with the chunks in it."""
+        """Return the tokenized prompt with the spans of its chunks."""
         return TokenizedPrompt(
             token_ids,
             tuple(ChunkSpan(Chunk(id=name, text="", token_ids=token_ids[a:b]), a, b) for a, b, name in self.spans),
@@ -108,11 +109,11 @@ class BlendJob:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """Asks for a prompt of ``header + chunk`` to be stored; a ``start`` of 0 stores the header itself.
+    """Requests storage of the KV of a prompt ``header + chunk`` from ``start`` on; a ``start`` of 0 stores the header.
 
-    With ``ranking`` the prompt is ``header + probe + chunk``, and the chunk's static deviation is added to its stored entry.
-    The entry is in the ``namespace``. With ``written`` the KV writer computes so many tokens, which end with the chunk; vLLM
-    computes the last of those behind them, and of these nothing is stored.
+    With ``ranking`` the prompt is ``header + probe + chunk``, and the chunk's static deviation is added to its stored
+    entry. The entry belongs to ``namespace``. With ``written`` the KV writer computes the prompt, whose first
+    ``written`` tokens end with the chunk; vLLM computes the prompt's last token. No KV behind the chunk is stored.
     """
 
     __pydantic_config__: ClassVar = _KNOWN
@@ -123,7 +124,7 @@ class SaveJob:
     written: int = 0
 
     def check(self, prompt_tokens: int) -> None:
-        """Refuse to belong to a prompt of ``prompt_tokens`` to which it does not fit; raises ValueError."""
+        """Raise ValueError if the job does not fit a prompt of ``prompt_tokens`` tokens."""
         if not 0 <= self.start < prompt_tokens:
             raise ValueError("the start of what is to be saved is outside the prompt")
         if self.written and not self.start <= self.written < prompt_tokens:
@@ -131,12 +132,12 @@ class SaveJob:
 
 
 def receipt(key: KVKey, ranking: bool) -> str:
-    """Return what a worker reports a written entry by; a ranking is another piece of work than the KV itself."""
+    """Return the name under which a worker reports a written entry; a ranking has another name than the KV itself."""
     return f"{key}:ranking" if ranking else str(key)
 
 
 BUSY = "too many entries wait for the disk already; try again"
-"""Receipt of a save that a worker had no room for: the one that is worth trying again."""
+"""Receipt of a save that a worker had no room for; no other failed save is worth a retry."""
 
 
 @cache
@@ -145,16 +146,16 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def to_params(message: BlendJob | SaveJob | FinishReport) -> dict[str, Any]:
-    """Return a message as our part of a request's ``kv_transfer_params``; what has its default is left out."""
+    """Return a message as this package's part of ``kv_transfer_params``, without fields that have their default."""
     kind: Any = type(message)
     return {PARAMS: _adapter(kind).dump_python(message, mode="json", exclude_defaults=True)}
 
 
 def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJob | SaveJob | None:
-    """Read a request's ``kv_transfer_params``; None if they hold nothing of ours.
+    """Return the job in a request's ``kv_transfer_params``; None if there is no part of this package.
 
     Raises:
-        InputError: They are malformed. They may come from anybody on the network.
+        InputError: The part is malformed; requests may come from anybody on the network.
     """
     ours = (params or {}).get(PARAMS)
     if ours is None:
@@ -169,9 +170,9 @@ def read_params(params: Mapping[str, Any] | None, prompt_tokens: int) -> BlendJo
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """Fill the positions ``start`` to ``end`` of a request's pages by blending; ``token_ids`` is the whole prompt.
+    """Orders a blend of the positions ``start`` to ``end`` of a request's pages; ``token_ids`` is the whole prompt.
 
-    Those of a :class:`SaveJob` the KV writer computes. ``choice`` is the loading controller's, for all ranks alike.
+    The KV writer computes the positions of a :class:`SaveJob`. All ranks follow the loading controller's ``choice``.
     """
 
     request_id: str
@@ -184,22 +185,23 @@ class LoadOrder:
 
     @property
     def options(self) -> FuseOptions:
-        """Return what the fusor is told of a blend."""
+        """Return the options for the fusor, within the limits of the loading controller's choice."""
         assert isinstance(self.job, BlendJob)
         return self.job.options if self.choice is None else self.choice.limits(self.job.options)
 
 
 @dataclass(frozen=True)
 class Save:
-    """Do a ``job`` with what a step has computed of a request's prompt.
+    """Orders a ``job`` for the part of a request's prompt that a step has computed.
 
     Attributes:
-        request_id: The request.
-        token_ids: The whole prompt.
-        pages: What holds the positions ``begin`` to ``end`` after this step; of others, layers with a window may have none.
+        request_id: Id of the request.
+        token_ids: Token ids of the whole prompt.
+        pages: Pages of the request, which hold the positions ``begin`` to ``end`` after this step; layers with a window
+            may have no pages for other positions.
         begin: First position of this part; the parts of a prompt follow each other without a gap.
-        end: Behind its last position; the last part ends with the prompt.
-        job: What was asked for.
+        end: Position behind the last position of this part; the last part ends with the prompt.
+        job: Job of the request.
     """
 
     request_id: str
@@ -211,20 +213,20 @@ class Save:
 
     @property
     def complete(self) -> bool:
-        """Return whether this is the last part."""
+        """Return whether this part is the prompt's last part."""
         return self.end == len(self.token_ids)
 
 
 @dataclass
 class StepMeta(KVConnectorMetadata):
-    """Says what the workers are to do in one engine step.
+    """Holds the workers' tasks for one engine step.
 
     Attributes:
         loads: New blends.
-        saves: Prompts that are complete after this step.
-        idle: No request is computed in this step, so that a blend holds up nobody.
-        pace: Seconds per token of each kind of work, as measured; every rank cuts its passes by these same numbers.
-        held: Requests whose blends do not go on in this step.
+        saves: Prompts, or parts of prompts, to copy out after this step.
+        idle: Whether no request is computed in this step, so that a blend delays no request.
+        pace: Measured seconds per token of each kind of work; every rank cuts its passes by the same numbers.
+        held: Requests whose blends pause in this step.
     """
 
     loads: list[LoadOrder] = field(default_factory=list)
@@ -236,13 +238,13 @@ class StepMeta(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class FinishReport:
-    """Holds what a finished request's output says in its ``kv_transfer_params``, as JSON values.
+    """Holds the report of a finished request, which its output's ``kv_transfer_params`` contain as JSON values.
 
     Attributes:
-        outcome: What became of its prompt, as far as scheduler and workers know.
-        measured: What the workers have measured since the last one.
-        out: Of each remote tier, whether it was out by then.
-        trace: What was recorded, where that was asked for.
+        outcome: Outcome of the prompt, as far as scheduler and workers know it.
+        measured: Computations that the workers have measured since the last report.
+        out: Whether each remote tier was skipped at the request's end, by name of the tier.
+        trace: Recorded events, if a trace was requested.
     """
 
     outcome: PromptOutcome
@@ -252,12 +254,12 @@ class FinishReport:
 
     @property
     def cost(self) -> MeasuredCost:
-        """Return what corrects the loading controller's costs."""
+        """Return the measurements that correct the loading controller's costs."""
         return MeasuredCost(self.measured, self.outcome.reads, self.outcome.load_s)
 
 
 def read_report(params: Mapping[str, Any] | None) -> FinishReport | None:
-    """Read what a finished request's ``kv_transfer_params`` say; None if they hold nothing of ours."""
+    """Return the report in a finished request's ``kv_transfer_params``; None if there is no part of this package."""
     ours = (params or {}).get(PARAMS)
     report: FinishReport | None = _adapter(FinishReport).validate_python(ours) if ours else None
     return report
@@ -265,13 +267,13 @@ def read_report(params: Mapping[str, Any] | None) -> FinishReport | None:
 
 @dataclass
 class WorkerMeta(KVConnectorWorkerMetadata):
-    """Says what became of the blends that ended in this step, by request, why others failed, and what work took.
+    """Holds the outcomes and failures of blends that ended in this step, by request, and the workers' measurements.
 
-    The counts of an outcome are within the positions that the blend filled; ``traces`` has what was recorded, where asked for.
+    An outcome counts only the positions that the blend filled. ``traces`` holds the recorded events, if requested.
 
-    ``times`` holds tokens and seconds of each kind of work measured since the last report, ``computed`` the blends and steps of
-    prefill that were measured whole. ``held`` has the bytes of every entry that has come into the first rank's RAM, 0 for one
-    that has left it.
+    ``times`` holds tokens and seconds of each kind of work measured since the last report. ``computed`` holds the
+    blends and prefill steps that were measured as a whole. ``held`` holds the bytes of each entry that has come into
+    the first rank's RAM, and 0 for an entry that has left the RAM.
     """
 
     done: dict[str, PromptOutcome] = field(default_factory=dict)
@@ -285,7 +287,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
         return bool(self.done or self.failed or self.times or self.computed or self.held)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
-        """Take the first rank's results: all ranks choose and compute the same tokens."""
+        """Merge two ranks' results; the first rank's take precedence, since all ranks compute the same tokens."""
         assert isinstance(other, WorkerMeta)
         done, failed = {**other.done, **self.done}, {**other.failed, **self.failed}
         traces, times = {**other.traces, **self.traces}, {**other.times, **self.times}

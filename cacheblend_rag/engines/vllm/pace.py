@@ -1,7 +1,7 @@
-"""Measures how long work takes in the workers, and says how much of it fits into a step while streams run.
+"""Measures the time of the workers' work, and computes how much blending fits into a step while requests stream.
 
-The first rank measures, the scheduler averages and hands the same numbers to all ranks: each cuts a blend's passes by them, and
-ranks that cut differently would wait for each other for ever.
+The first rank measures; the scheduler averages and sends the same numbers to all ranks. Each rank cuts a blend's passes
+by these numbers, and ranks that cut differently would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from cacheblend_rag.blending.costs import Computed
 
 PREFILL: Final = "prefill"
-"""The kind of work that ordinary steps are."""
+"""Kind of work of ordinary steps."""
 LEAST_PREFILL: Final = 256
-"""Steps of fewer tokens do not tell what prefill takes, but what reading the weights takes."""
+"""Least tokens of a step that measures prefill: the time of a shorter step is the time of reading the weights."""
 _NEW: Final = 0.2  # weight of a new measurement in the average
-_LEAST_SEGMENT: Final = 64  # shorter passes read all weights for next to nothing
+_LEAST_SEGMENT: Final = 64  # a shorter pass reads all weights for few tokens
 
 
 class Pace:
@@ -30,7 +30,7 @@ class Pace:
         self.seconds_per_token: dict[str, float] = {}
 
     def take(self, times: Mapping[str, tuple[float, float]]) -> None:
-        """Take in measured tokens and seconds."""
+        """Add measured tokens and seconds to the averages."""
         # A new dictionary: the old one may be on its way to the workers.
         self.seconds_per_token = {**self.seconds_per_token}
         for kind, (tokens, seconds) in times.items():
@@ -41,24 +41,24 @@ class Pace:
 
 
 class Allowance:
-    """Holds what is left, in the workers, of the time that blends may take in one step."""
+    """Holds the rest of the time that a worker's blends may take in one step."""
 
     def __init__(self, pace: Mapping[str, float], step_tokens: float):
-        """Allow what a step of ordinary prefill takes for ``step_tokens`` tokens.
+        """Allow the time that an ordinary prefill of ``step_tokens`` tokens takes.
 
-        Before one has been measured a token of any work counts as one of prefill.
+        Until a prefill has been measured, a token of any kind of work counts as one token of prefill.
         """
         self._pace = pace if PREFILL in pace else {PREFILL: 1.0}
         self._left = step_tokens * self._pace[PREFILL]
 
     def tokens(self, kind: str, share: float) -> int:
-        """Return how many tokens of ``kind`` through that ``share`` of the layers still fit; at least a few, or 0 for none."""
+        """Return how many tokens of ``kind`` through a ``share`` of the layers still fit: 0, or at least 64."""
         if self._left <= 0:
             return 0
         return max(_LEAST_SEGMENT, int(self._left / self._seconds(kind, share)))
 
     def spend(self, kind: str, share: float, tokens: int) -> None:
-        """Count ``tokens`` of ``kind`` as done."""
+        """Subtract the time of ``tokens`` of ``kind`` through a ``share`` of the layers."""
         self._left -= tokens * self._seconds(kind, share)
 
     def _seconds(self, kind: str, share: float) -> float:
@@ -66,14 +66,14 @@ class Allowance:
 
 
 class Stopwatch:
-    """Adds up what several pieces of work took so far, and counts those that the device has not passed yet."""
+    """Adds up the seconds of several pieces of work, and counts the pieces that the device has not finished yet."""
 
     def __init__(self) -> None:
         self.seconds, self.pending = 0.0, 0
 
 
 class StepClock:
-    """Measures tokens and seconds by kind of work in the workers: on a device without waiting for it, on a CPU by the clock."""
+    """Measures tokens and seconds by kind of work: on a device by events, without waiting, on a CPU by the clock."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -83,7 +83,7 @@ class StepClock:
         self.totals: dict[str, tuple[float, float]] = {}
 
     def mark(self) -> Any:
-        """Return a moment: of the clock on a CPU, else an event in the current stream's work."""
+        """Return a time stamp: the clock's time on a CPU, else an event recorded in the current stream."""
         if self._device.type == "cpu":
             return time.perf_counter()
         event = torch.get_device_module(self._device).Event(enable_timing=True)
@@ -91,7 +91,7 @@ class StepClock:
         return event
 
     def add(self, kind: str, tokens: float, begin: Any, watch: Stopwatch | None = None) -> None:
-        """Note that ``tokens`` tokens, times the share of layers, were worked on from ``begin`` to now; add it to ``watch``."""
+        """Record work on ``tokens`` tokens (times the share of layers) from ``begin`` until now, also in ``watch``."""
         watch = watch or Stopwatch()
         if self._device.type == "cpu":
             self._sum(kind, tokens, time.perf_counter() - begin, watch)
@@ -100,11 +100,11 @@ class StepClock:
             self._pending.append((kind, tokens, begin, self.mark(), watch))
 
     def complete(self, watch: Stopwatch, tokens: float, context: float, placed: int = 0, waited_s: float = 0.0) -> None:
-        """Note that what ``watch`` adds up was all of a :class:`Computed`, ``waited_s`` of it waiting for stored KV."""
+        """Record that ``watch`` has timed a whole :class:`Computed`, including ``waited_s`` of waits for stored KV."""
         self._whole.append((watch, tokens, context, placed, waited_s))
 
     def take_computed(self) -> list[Computed]:
-        """Return the computations that were completed and measured since the last call; :meth:`take` looks what has ended."""
+        """Return the computations completed since the last call, as far as :meth:`take` has read their measurements."""
         done = [whole for whole in self._whole if not whole[0].pending]
         self._whole = [whole for whole in self._whole if whole[0].pending]
         found = (
@@ -113,7 +113,7 @@ class StepClock:
         return [took for took in found if took.tokens > 0 and took.seconds > 0]
 
     def take(self) -> dict[str, tuple[float, float]]:
-        """Return tokens and seconds by kind of what has ended since the last call; waits for nothing."""
+        """Return tokens and seconds, by kind, of the work that has ended since the last call, without waiting."""
         while self._pending and self._pending[0][3].query():
             kind, tokens, begin, end, watch = self._pending.popleft()
             watch.pending -= 1

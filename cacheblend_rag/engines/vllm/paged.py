@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# Passes of so few tokens take Python longer than a GPU, even where they are one run, which vLLM's attention would serve better.
+# Most tokens of a pass that takes Python longer than a GPU. A graph suits such a pass even if the tokens are one run,
+# for which vLLM's attention would be better.
 _FEW = 256
 
 
 class PagedModel:
-    """The loaded model and its paged KV cache. A sequence is its pages, for each KV cache group: position ``p`` is slot ``p``."""
+    """Runs the loaded model on its paged KV cache. Position ``p`` of a sequence is slot ``p`` of its pages in order."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class PagedModel:
         kv_caches: dict[str, torch.Tensor],
     ):
         self.model, self.device, self.config = model, device, vllm_config
-        # They come group by group.
+        # vLLM lists the caches group by group.
         self.names = sorted(kv_caches, key=extract_layer_index)
         self.num_layers = len(self.names)
         self._caches = kv_caches
@@ -73,7 +74,8 @@ class PagedModel:
         ]
         scheduler = vllm_config.scheduler_config
         self._max_tokens = int(scheduler.max_num_batched_tokens)
-        # GPU backends have buffers for so many sequences; the CPU's has none, and a second segment reads all weights again.
+        # GPU backends have buffers for max_num_seqs sequences. The CPU's backend has none, and a second segment would
+        # read all weights again.
         self._max_runs = self._max_tokens if current_platform.is_cpu() else int(scheduler.max_num_seqs)
         self._before_layer: Callable[[int], None] | None = None
         self.kernels: Kernels | None = None
@@ -84,20 +86,20 @@ class PagedModel:
 
     @property
     def kernel_block_size(self) -> int:
-        """Tokens in a page as the attention kernel sees it; some kernels split the scheduler's blocks."""
+        """Return the tokens in a page of the attention kernel; some kernels split the scheduler's blocks."""
         return int(self._caches[self.names[0]].shape[2])
 
     @cached_property
     def _pages(self) -> list[LayerKV | TiledPages]:
         on_cpu = bool(current_platform.is_cpu())
-        # vLLM's CPU backend tells each layer what its kernels are made for.
+        # In vLLM's CPU backend each layer names the instruction set of its kernels.
         instructions = (getattr(attention, "isa", None) for attention in self.attention)
         return [pages_of(self._caches[name], on_cpu, isa) for name, isa in zip(self.names, instructions, strict=True)]
 
-    # The paged cache.
+    # Methods for the paged cache.
 
     def window(self, layer: int) -> int | None:
-        """Return how many tokens a token sees in ``layer``, itself included; None if all before it."""
+        """Return how many tokens a token sees in ``layer``, including itself; None for all earlier tokens."""
         return getattr(self.attention[layer], "sliding_window", None)
 
     def slots(self, group: int, block_ids: BlockIds, positions: torch.Tensor) -> torch.Tensor:
@@ -109,15 +111,15 @@ class PagedModel:
         return slots_of(block_ids[group], positions.cpu(), self.block_size)
 
     def write(self, layer: int, kv: LayerKV, slots: torch.Tensor) -> None:
-        """Write ``kv``, ``[kv_heads, tokens, head_dim]``, through the backend's own update, whatever its layout."""
+        """Write ``kv``, ``[kv_heads, tokens, head_dim]``, to ``slots`` with the backend's own update, in any layout."""
         attention = self.attention[layer]
         k, v = (t.transpose(0, 1) for t in kv)
-        if not current_platform.is_cpu():  # whose kernel alone takes strides of its own
+        if not current_platform.is_cpu():  # only the CPU's kernel takes any strides
             k, v = k.contiguous(), v.contiguous()
         attention.impl.do_kv_cache_update(attention, k, v, attention.kv_cache, sent(slots, self.device))
 
     def place(self, layer: int, kv: LayerKV, move: Move | None, slots: torch.Tensor) -> None:
-        """Write stored ``kv``, ``[kv_heads, tokens, head_dim]``, with its keys moved, at ``slots`` on the device."""
+        """Write stored ``kv``, ``[kv_heads, tokens, head_dim]``, with keys rotated by ``move``, to device ``slots``."""
         if self.kernels is None:
             self.write(layer, moved(kv, move), slots)
         else:
@@ -128,11 +130,11 @@ class PagedModel:
         pages, cache = self._pages[layer], self._caches[self.names[layer]]
         _, heads, size, width = cache.shape
         if not current_platform.is_cpu():
-            assert isinstance(pages, LayerKV)  # tiles are a CPU's
+            assert isinstance(pages, LayerKV)  # only a CPU has tiles
             slots = sent(slots, cache.device)
             at_pages, rows = slots // size, slots % size
             return LayerKV(*(x[at_pages, :, rows].transpose(0, 1).contiguous() for x in pages))
-        # Copied run by run: single tokens would be gathered along a strided axis, three times as slowly.
+        # Copied run by run: gathering single tokens along a strided axis takes three times as long.
         copy = LayerKV(*(cache.new_empty(heads, len(slots), width // 2) for _ in range(2)))
         at = 0
         for run in runs_in_pages(slots, size):
@@ -143,7 +145,7 @@ class PagedModel:
         return copy
 
     def layout_is_known(self) -> bool:
-        """Say whether :meth:`read` returns what :meth:`write` wrote, in every layer; overwrites the first blocks."""
+        """Return whether :meth:`read` returns what :meth:`write` wrote, in every layer; overwrites the first blocks."""
         generator = torch.Generator().manual_seed(0)
         count = 3 * self.block_size // 2
         slots = torch.randperm(2 * self.block_size, generator=generator)[:count] + self.block_size
@@ -160,12 +162,12 @@ class PagedModel:
         return True
 
     def find_kernels(self) -> Kernels | None:
-        """Return the kernels if they can serve this model, whose layout must be known; assign them to ``kernels`` to use them."""
+        """Return the kernels if all layers are supported; the layout must be known. The caller assigns ``kernels``."""
         plain = [pages for pages in self._pages if isinstance(pages, LayerKV)]
         return kernels_for(self.attention, plain, self.config) if len(plain) == self.num_layers else None
 
     def find_graphs(self, agree: Callable[[bool], bool]) -> PagedGraphs | None:
-        """Return what replays this model's passes, if its kernels serve them and something may be captured."""
+        """Return graphs for this model's passes; None in eager mode, without CUDA or kernels, or for several groups."""
         eager = self.device.type != "cuda" or self.config.model_config.enforce_eager
         if eager or self.kernels is None or len(self.groups) > 1:
             return None
@@ -173,13 +175,13 @@ class PagedModel:
         return PagedGraphs(self.scatter, self.look, self.kernels.arrivals.wait, agree, pages, self.device)
 
     def graphs_for(self, positions: torch.Tensor) -> PagedGraphs | None:
-        """Return the graphs if they suit a pass over ``positions``, ``[tokens]``, in host memory."""
+        """Return the graphs if graphs suit a pass over ``positions``, ``[tokens]``, in host memory, else None."""
         return self.graphs if len(positions) <= _FEW or self.scatters(positions) else None
 
-    # The model's own forward.
+    # Methods for the model's own forward.
 
     def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
-        """Return the first of ascending ``positions``: no more than ``most``, nor than tokens or sequences of a step."""
+        """Return the first of ascending ``positions``: at most ``most``, within the tokens and sequences of a step."""
         runs = self._max_tokens if self.kernels else self._max_runs
         return first_part(positions, min(self._max_tokens, most or self._max_tokens), runs)
 
@@ -196,8 +198,9 @@ class PagedModel:
     ) -> LayerKV | torch.Tensor:
         """Run tokens ``ids``, ``[tokens]``, at ascending ``positions``, ``[tokens]``, of a sequence; both are in host memory.
 
-        They see the sequence's keys up to their own position. ``before_layer`` is called with each layer's index before it writes
-        or reads KV; ``rotate_by`` is added to the positions for RoPE alone; ``compiled`` code calls no hooks of modules.
+        Each token sees the sequence's keys up to its own position. ``before_layer`` is called with each layer's index
+        before the layer writes or reads KV. ``rotate_by`` is added to the positions for RoPE alone. ``compiled`` runs
+        compiled code, which calls no hooks of modules.
 
         Returns:
             The stop layer's fresh KV (not written to the cache), or the hidden states ``[tokens, hidden]``.
@@ -219,9 +222,10 @@ class PagedModel:
         table: torch.Tensor,
         before_layer: Callable[[int], None],
     ) -> Gave:
-        """Run tokens with the kernels' attention and nothing but what is on the device: this may be captured.
+        """Run tokens with the kernels' attention, from device tensors alone, so that a graph can capture the pass.
 
-        Ids, positions and ``slots``, where KV goes in all layers, are ``[tokens]``; ``table`` is the sequence's pages, int32.
+        ``ids``, ``positions`` and ``slots``, the slots of fresh KV in all layers, are ``[tokens]``; ``table`` holds the
+        block ids of the sequence's pages, int32.
         """
         assert self.kernels is not None
         with self.kernels.attending():
@@ -236,10 +240,11 @@ class PagedModel:
         shares: torch.Tensor,
         before_layer: Callable[[int], None],
     ) -> Gave:
-        """Run a question's tokens over a copy of the sequence's KV and see what they attend to; nothing is written.
+        """Run a question's tokens over a copy of the sequence's KV and sum up their attention, without writing KV.
 
-        ``slots`` say for each group where the KV of the positions from 0 on is, ``[keys]``: anywhere for what no token sees.
-        ``shares``, ``[tokens]``, fp32, say how much each token's attention counts; the rest is as in :meth:`scatter`.
+        ``slots`` holds, for each group, the slots of the positions from 0 on, ``[keys]``; positions that no token sees
+        may have any slot. ``shares``, ``[tokens]``, fp32, holds the factor of each token's attention. The other
+        arguments are as in :meth:`scatter`.
         """
         sums = torch.zeros(max(int(x.num_kv_heads) for x in self.attention), len(slots[0]), device=self.device)
 
@@ -251,7 +256,7 @@ class PagedModel:
             return Gave(self.run_unwritten(ids, positions), sums)
 
     def run_unwritten(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Call the model as :meth:`run` does where vLLM's attention has been replaced: without slots it stores nothing."""
+        """Call the model as :meth:`run` does, with vLLM's attention replaced by the caller, and without storing KV."""
         config, names = self.config, dict.fromkeys(self.names)
         fused = bool(config.compilation_config.pass_config.fuse_attn_quant)
         with set_forward_context(names, config, num_tokens=len(positions), slot_mapping={}, skip_compiled=fused):
@@ -266,7 +271,7 @@ class PagedModel:
         before_layer: Callable[[int], None],
         compiled: bool = True,
     ) -> torch.Tensor:
-        """Run tokens at ``positions`` on the device, with attention as ``metadata`` and KV in ``slots`` of each group."""
+        """Run tokens at ``positions`` on the device, with attention ``metadata`` and each group's ``slots``."""
         with set_forward_context(
             metadata,
             self.config,
@@ -284,7 +289,7 @@ class PagedModel:
     def run(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Call the model with ``ids``, ``[tokens]``, in host memory, at ``positions`` on the device, as vLLM's runner does.
 
-        Models that take images, or prompts as embeddings, are compiled for embeddings, and get them of text, too.
+        Models that take images or prompt embeddings are compiled for embeddings, and get embeddings for text, too.
         """
         given, embeds = sent(ids.int(), self.device), None
         if self._embeds:
@@ -298,15 +303,15 @@ class PagedModel:
         return hidden
 
     def attention_begins(self, name: str) -> None:
-        """Let the pass that runs, if one does, prepare the layer behind ``name``; called in compiled code, too.
+        """Let the running pass, if any, prepare the layer behind ``name``; compiled code calls this method, too.
 
-        This layer has already written its fresh KV: what is placed in it now would overwrite that.
+        The layer ``name`` has already written its fresh KV, and stored KV placed there now would overwrite fresh KV.
         """
         if self._before_layer is not None and (index := self.names.index(name) + 1) < self.num_layers:
             self._before_layer(index)
 
     def scatters(self, positions: torch.Tensor) -> bool:
-        """Say whether the kernels attend in a pass over ``positions``, ``[tokens]``, in host memory."""
+        """Return whether the kernels compute attention for a pass over ``positions``, ``[tokens]``, in host memory."""
         if self.kernels is None:
             return False
         runs = int(gaps(positions).sum()) + 1
@@ -327,7 +332,7 @@ class PagedModel:
     def _attention_at(
         self, positions: torch.Tensor, at: torch.Tensor, pages: Pages, slots: Sequence[torch.Tensor]
     ) -> Iterator[dict[str, Any]]:
-        """Choose the attention of a pass over ``positions``, ``at`` on the device; yield its metadata for each layer."""
+        """Choose the attention of a pass over ``positions`` (``at`` on the device); yield each layer's metadata."""
         if self.scatters(positions):
             assert self.kernels is not None
             scattered = [Scattered(at, table[0]) for table in pages.tables]
@@ -337,7 +342,7 @@ class PagedModel:
             yield self._metadata.build(positions, at, pages.tables, slots)
 
     def _of_layers(self, of_groups: Sequence[Any]) -> dict[str, Any]:
-        """Return by a layer's name what ``of_groups`` holds for its group."""
+        """Return a dict from each layer's name to the item of ``of_groups`` for the layer's group."""
         return {name: of_groups[group] for name, group in zip(self.names, self.group_of, strict=True)}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -347,7 +352,7 @@ class PagedModel:
         logits = self.model.compute_logits(hidden[-1:])
         group = get_tp_group()
         if group.world_size > 1:
-            # On some platforms only the first rank gathers them.
+            # On some platforms only the first rank gathers the logits.
             if logits is None:
                 logits = torch.empty(1, self.vocab_size, dtype=hidden.dtype, device=hidden.device)
             logits = group.broadcast(logits[:, : self.vocab_size].contiguous(), src=0)
@@ -363,13 +368,13 @@ class PagedModel:
 def _stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     key = kwargs["key"] if "key" in kwargs else args[1]
     value = kwargs["value"] if "value" in kwargs else args[2]
-    # A query's heads are on this rank as its KV heads are: [tokens, heads * head_dim].
+    # Each rank has its own share of the query heads and KV heads: key and value are [tokens, heads * head_dim].
     shape = (key.shape[0], module.num_kv_heads, -1)
     raise StopForward(LayerKV(*(t.reshape(shape).transpose(0, 1).clone() for t in (key, value))))
 
 
 def _table(module: Any, device: torch.device) -> CosSin:
-    # The module may keep its table in the model's dtype; rotating stored keys needs it in fp32.
+    # The module may hold its table in the model's dtype; rotating stored keys needs fp32.
     make = getattr(module, "_compute_cos_sin_cache", None)
     table = (make() if make is not None else module.cos_sin_cache).float().to(device)
 

@@ -1,8 +1,9 @@
-"""Tells which pages of a sequence vLLM keeps and where tokens are in them, and lends a blend those that it does not keep.
+"""Computes which pages of a sequence vLLM holds and the slots of its tokens, and lends a blend the missing pages.
 
-Layers with a window lose what lies before it, and get no page before the window of the prompt's end. A blend computes tokens in
-the middle of the prompt, too, and they look back. So it borrows the pages in between from vLLM's pool and gives them back when it
-ends. Workers run one blend at a time, and so one at a time has borrowed.
+Layers with a window lose the pages before the window, and get no pages before the window of the prompt's end. A blend
+also computes tokens in the middle of the prompt, which attend to earlier tokens. The blend therefore borrows the
+missing pages from vLLM's pool and returns the pages at its end. Workers run one blend at a time, so one blend at a time
+borrows pages.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ if TYPE_CHECKING:
 
 
 BlockIds = Sequence[Sequence[int]]
-"""A sequence's pages: for each group of layers the ids of its blocks, in order."""
+"""Pages of a sequence: block ids for each group of layers, in order."""
 NO_PAGE: Final = 0
-"""Stands in vLLM's block tables for a page that is not there."""
-# Chunked-local layers lose no page of a prompt that is blended: it is no longer than their first piece.
+"""Block id of a missing page in vLLM's block tables."""
+# Chunked-local layers lose no page of a blended prompt, since a blended prompt is no longer than their first piece.
 _KNOWN: Final = {FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec}
 
 
 class MissingPageError(Exception):
-    """KV is wanted that vLLM has no page for."""
+    """Reports that a requested position has no page in vLLM's paged cache."""
 
 
 @dataclass(frozen=True)
 class PageGroup:
-    """Says how vLLM keeps the pages of one KV cache group.
+    """Describes the pages that vLLM holds for one KV cache group.
 
     Attributes:
         block_size: Tokens in a page.
-        window: Tokens that its layers see, if vLLM takes back the pages before them; None if it keeps all.
+        window: Tokens that the layers see, if vLLM frees the pages before the window; None if vLLM holds all pages.
     """
 
     block_size: int
@@ -57,7 +58,7 @@ class PageGroup:
         return 0 if self.window is None else max(0, position - self.window + 1)
 
     def first_kept(self, computed: int) -> int:
-        """Return the index of the first page that is kept for the token behind ``computed`` others."""
+        """Return the index of the first page that vLLM still holds once ``computed`` tokens are computed."""
         return self.first_visible(computed) // self.block_size
 
     def keeps(self, start: int, end: int, computed: int) -> bool:
@@ -66,7 +67,7 @@ class PageGroup:
 
 
 def page_groups(config: KVCacheConfig) -> tuple[PageGroup, ...]:
-    """Return the groups in vLLM's order; kinds that :func:`unknown_kinds` names count as keeping all pages."""
+    """Return the groups in vLLM's order; groups of a kind in :func:`unknown_kinds` count as holding all pages."""
     specs = [_spec(group.kv_cache_spec) for group in config.kv_cache_groups]
     return tuple(
         PageGroup(int(spec.block_size), int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else None)
@@ -81,12 +82,12 @@ def unknown_kinds(config: KVCacheConfig) -> list[str]:
 
 
 def _spec(spec: Any) -> Any:
-    """Return what stands for a group: layers of one kind may differ in the size of their heads alone."""
+    """Return the spec that represents a group: layers of one kind may differ only in the size of their heads."""
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 class PageLender:
-    """Knows how many pages a blend needs besides those that vLLM gives it."""
+    """Lends a blend the pages that the blend needs besides the pages that vLLM allocates."""
 
     def __init__(self, groups: Sequence[PageGroup]):
         """Lend to layers of ``groups``, in vLLM's order."""
@@ -95,15 +96,15 @@ class PageLender:
         self._lent: dict[str, list[KVCacheBlock]] = {}
 
     def bind(self, pool: BlockPool) -> None:
-        """Lend from ``pool``."""
+        """Set the pool to lend from."""
         self._pool = pool
 
     def keeps(self, start: int, end: int) -> bool:
-        """Return whether the positions ``start`` to ``end`` all have pages when vLLM has just found or computed them."""
+        """Return whether the positions ``start`` to ``end`` all have pages right after vLLM found or computed them."""
         return all(group.keeps(start, end, computed=end) for group in self._groups)
 
     def sees_back(self, start: int, end: int) -> bool:
-        """Return whether what the token at ``start`` sees before it still has pages while a blend from there to ``end`` runs."""
+        """Return whether all tokens that the token at ``start`` sees have pages during a blend up to ``end``."""
         return all(group.keeps(group.first_visible(start), start, computed=end) for group in self._groups)
 
     @property
@@ -112,11 +113,11 @@ class PageLender:
         return bool(self._lent)
 
     def never(self, start: int, end: int, prompt_tokens: int) -> str | None:
-        """Return why a blend from ``start`` to ``end`` of a prompt can never have its pages, in words; None if it can."""
+        """Return why a blend from ``start`` to ``end`` of a prompt can never get its pages; None if the blend can."""
         if not self._lacking(start, end):
             return None
         assert self._pool is not None
-        total = self._pool.num_gpu_blocks - 1  # one stands for what is not there
+        total = self._pool.num_gpu_blocks - 1  # one block stands for missing pages
         if (wanted := self._wanted(start, end, prompt_tokens)) <= total:
             return None
         return (
@@ -125,16 +126,16 @@ class PageLender:
         )
 
     def ready(self, start: int, end: int, prompt_tokens: int) -> bool:
-        """Return whether a blend from ``start`` to ``end`` can have its pages now."""
+        """Return whether a blend from ``start`` to ``end`` can get its pages now."""
         if not self._lacking(start, end):
             return True
         assert self._pool is not None
         return not self._lent and self._wanted(start, end, prompt_tokens) <= self._pool.get_num_free_blocks()
 
     def complete(self, request_id: str, pages: BlockIds, start: int) -> tuple[tuple[int, ...], ...]:
-        """Return ``pages`` with pages lent for all positions from ``start`` on that have none.
+        """Return ``pages``, with a lent page in place of each missing page from position ``start`` on.
 
-        Where there are not enough, as vLLM's own count may differ, none are lent: the workers then refuse the blend.
+        If the pool has too few pages (vLLM's own count may differ), none are lent, and the workers refuse the blend.
         """
         filled = [list(ids) for ids in pages]
         missing = [
@@ -152,17 +153,17 @@ class PageLender:
         return tuple(tuple(ids) for ids in filled)
 
     def take_back(self, request_ids: Iterable[str]) -> None:
-        """Give the pages of blends that ended back to vLLM."""
+        """Return the pages of ended blends to vLLM's pool."""
         for blocks in [self._lent.pop(name) for name in request_ids if name in self._lent]:
             assert self._pool is not None
             self._pool.free_blocks(blocks)
 
     def _lacking(self, start: int, end: int) -> int:
-        """Return how many pages vLLM does not give for the positions ``start`` to ``end``."""
+        """Return how many pages for the positions ``start`` to ``end`` vLLM does not allocate."""
         return sum(max(0, group.first_kept(end) - start // group.block_size) for group in self._groups)
 
     def _wanted(self, start: int, end: int, prompt_tokens: int) -> int:
-        """Return how many pages that prompt takes while it is blended, with those that vLLM gives it at the most."""
+        """Return the most pages that a prompt takes during its blend: vLLM's own pages and lent pages."""
         given = sum(-(-prompt_tokens // group.block_size) - group.first_kept(end) for group in self._groups)
         return given + self._lacking(start, end)
 
@@ -172,7 +173,7 @@ _PAIR = 2
 
 
 class PagedCache(Protocol):
-    """Says how a model's paged cache is cut, and where it lies."""
+    """Describes a model's paged cache: its groups, its block size and its device."""
 
     groups: Sequence[PageGroup]
     block_size: int
@@ -180,17 +181,17 @@ class PagedCache(Protocol):
 
 
 class Pages:
-    """The pages of one sequence, and with them the slots of its positions: worked out once, for all layers and passes.
+    """Holds the pages of one sequence and the slots of its positions, computed once for all layers and passes.
 
     Attributes:
-        on_device: For each group of layers the slots, ``[positions]``, on the model's device: as many as there are pages for,
-            at most ``tokens``. Those of a position without a page lie in the page that vLLM has in its place: :meth:`check`
-            must have found none where these are written to.
-        tables: For each group the block ids, ``[1, blocks]``, on the model's device.
+        on_device: Slots for each group of layers, ``[positions]``, on the model's device: as many as the pages hold, at
+            most ``tokens``. The slot of a position without a page lies in vLLM's placeholder page: before a write,
+            :meth:`check` must have found no such position.
+        tables: Block ids for each group, ``[1, blocks]``, on the model's device.
     """
 
     def __init__(self, paged: PagedCache, block_ids: BlockIds, tokens: int):
-        """Take the pages ``block_ids`` of a sequence of ``tokens``."""
+        """Compute the slots of a sequence of ``tokens`` in the pages ``block_ids``."""
         self._groups, self._size = paged.groups, paged.block_size
         positions = torch.arange(tokens)
         self._slots = [_slots(ids, positions[: len(ids) * self._size], self._size) for ids in block_ids]
@@ -201,7 +202,7 @@ class Pages:
         """Return the slots of ``positions``, both ``[tokens]``, in host memory.
 
         Raises:
-            MissingPageError: A position has no page: what vLLM keeps in place of one must be neither read nor written.
+            MissingPageError: A position has no page; vLLM's placeholder page must be neither read nor written.
         """
         slots = self._slots[group]
         if len(positions) and int(positions.max()) >= len(slots):
@@ -209,17 +210,17 @@ class Pages:
         return _present(slots[positions], self._size)
 
     def between(self, group: int, start: int, end: int) -> torch.Tensor:
-        """Return the slots of the positions from ``start`` on, up to ``end`` or the last page; raises as :meth:`at`."""
+        """Return the slots of the positions ``start`` to ``end``, or to the last page's end; raises as :meth:`at`."""
         return _present(self._slots[group][start:end], self._size)
 
     def check(self, start: int, end: int) -> None:
-        """Make sure that positions ``start`` to ``end`` have pages, and what the first of them sees; raises as :meth:`at`."""
+        """Check that positions ``start`` to ``end``, and all that ``start`` sees, have pages; raises as :meth:`at`."""
         for index, group in enumerate(self._groups):
             self.at(index, torch.arange(group.first_visible(start), end))
 
 
 def slots_of(block_ids: Sequence[int], positions: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the slots of ``positions``, both ``[tokens]``, in pages of ``size``; raises as :meth:`Pages.at`."""
+    """Return the slots of ``positions``, both ``[tokens]``, in pages of ``size`` tokens; raises as :meth:`Pages.at`."""
     if len(positions) and int(positions.max()) >= len(block_ids) * size:
         raise MissingPageError(f"there are {len(block_ids)} pages, and none for position {int(positions.max())}")
     return _present(_slots(block_ids, positions, size), size)
@@ -244,25 +245,25 @@ def first_part(positions: torch.Tensor, max_tokens: int, max_runs: int) -> torch
 
 
 def runs_in_pages(slots: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
-    """Cut ``slots`` where neighbours end and where a page of ``size`` does."""
+    """Cut ``slots`` into runs of neighbours, each within one page of ``size`` tokens."""
     cuts = torch.nonzero(gaps(slots) | (slots[1:] % size == 0)).flatten() + 1
     return torch.tensor_split(slots, cuts) if len(slots) else ()
 
 
 def gaps(values: torch.Tensor) -> torch.Tensor:
-    """Say of every value but the first whether it does not follow the one before it."""
+    """Return, for every value but the first, whether the value is not one more than the value before it."""
     return values[1:] != values[:-1] + 1
 
 
 class TiledPages:
-    """The pages of vLLM's AMX kernels (bfloat16 on a CPU that has AMX), in tiles as the processor multiplies them.
+    """Reads the tiled pages of vLLM's AMX kernels (bfloat16 on a CPU that has AMX).
 
-    Of a page, K is ``[tokens / 16, head_dim / 2, 16, 2]``, two neighbours of a key together; V behind it is
-    ``[head_dim / 16, tokens / 2, 16, 2]``, two tokens together.
+    K of a page is ``[tokens / 16, head_dim / 2, 16, 2]``, with two neighbours of a key together. V follows K and is
+    ``[head_dim / 16, tokens / 2, 16, 2]``, with two tokens together.
     """
 
     def __init__(self, cache: torch.Tensor):
-        """View ``cache``, ``[pages, kv_heads, page_tokens, 2 * head_dim]``."""
+        """Make views of the tiles in ``cache``, ``[pages, kv_heads, page_tokens, 2 * head_dim]``."""
         pages, heads, size, width = cache.shape
         dim = width // 2
         keys, values = cache.view(pages, heads, 2, size * dim).unbind(2)
@@ -278,7 +279,7 @@ class TiledPages:
 
 
 def read_page(pages: LayerKV | TiledPages, page: int, first: int, end: int) -> LayerKV:
-    """Return the tokens ``first`` to ``end`` of a page, ``[kv_heads, tokens, head_dim]``, of what :func:`pages_of` returned."""
+    """Return the tokens ``first`` to ``end`` of a page of :func:`pages_of`, ``[kv_heads, tokens, head_dim]``."""
     if isinstance(pages, TiledPages):
         return pages.read(page, first, end)
     return LayerKV(*(side[page, :, first:end] for side in pages))
@@ -287,15 +288,17 @@ def read_page(pages: LayerKV | TiledPages, page: int, first: int, end: int) -> L
 def pages_of(cache: torch.Tensor, on_cpu: bool, isa: str | None = None) -> LayerKV | TiledPages:
     """Return views of a layer's paged cache, each ``[pages, kv_heads, page_tokens, head_dim]``, or its tiles.
 
-    The cache is ``[pages, kv_heads, page_tokens, 2 * head_dim]``; CPU kernels keep it by their instruction set ``isa``.
+    The cache is ``[pages, kv_heads, page_tokens, 2 * head_dim]``; on a CPU the kernels' instruction set ``isa`` decides
+    the layout of pages.
     """
     pages, heads, size, width = cache.shape
     dim = width // 2
     if not on_cpu:
-        return LayerKV(cache[..., :dim], cache[..., dim:])  # whatever the order in memory: strides say it
+        return LayerKV(cache[..., :dim], cache[..., dim:])  # strides follow any order in memory
     if isa == "amx":
         return TiledPages(cache)
-    # Inside a page vLLM's other CPU kernels keep K column-major, [head_dim, tokens], and V behind it, [tokens, head_dim].
+    # Inside a page vLLM's other CPU kernels store K column-major, [head_dim, tokens], and V behind K, [tokens,
+    # head_dim].
     halves = cache.view(pages, heads, 2, size * dim)
     keys = halves[:, :, 0].view(pages, heads, dim, size).transpose(2, 3)
     return LayerKV(keys, halves[:, :, 1].view(pages, heads, size, dim))

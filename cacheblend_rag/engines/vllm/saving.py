@@ -1,4 +1,4 @@
-"""Saves precomputed prompts from a worker's paged cache into the store, without holding up an engine step."""
+"""Saves precomputed prompts from a worker's paged cache into the store, without delaying engine steps."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from cacheblend_rag.store.kv import ChunkKV, LayerKV, join_tokens, read_whole
 
 _log = logging.getLogger(__name__)
 
-# Entries that may wait for the disk: no fewer than one client has on the way (`Precompute`), so that it is never refused.
+# Most entries that wait for the disk: no fewer than one client has in flight (`Precompute`), so that a single client is
+# never refused.
 UNWRITTEN = 64
-# Without page-locked memory to copy to, entries wait on the device, which has little to spare.
+# Most bytes of entries that wait on the device, where memory is scarce, if page-locked memory is full.
 _UNCOPIED_BYTES = 256 << 20
 
 
 class Saver:
-    """Saves entries, each with a receipt: empty, or why it is not stored. Steps wait for neither copy nor disk.
+    """Saves entries and issues a receipt for each: an empty string, or the reason why the entry is not stored.
 
-    Called from the worker's thread alone; one more thread writes.
+    Engine steps wait for neither copies nor the disk. Only the worker's thread calls this class; a thread writes.
     """
 
     def __init__(self, entries: Entries, paged: PagedModel | None = None, rope: Rope | None = None):
-        """Save what ``paged`` holds; None for a model that is not blended, whose saves are refused."""
+        """Save KV from the cache of ``paged``; None for a model that is not blended, whose saves are refused."""
         self._entries, self._paged, self._rope = entries, paged, rope
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store")
         self._lock = Lock()
@@ -44,13 +45,13 @@ class Saver:
         self._parts: dict[str, list[tuple[Save, list[LayerKV]]]] = {}
 
     def bind(self, paged: PagedModel, rope: Rope) -> None:
-        """Take the model, once it has passed the parity gate."""
+        """Set the model, once it has passed the parity gate."""
         self._paged, self._rope = paged, rope
 
     def save(self, saves: Sequence[Save], refusal: str) -> None:
-        """Begin to copy prompts, or parts of them, out of the paged cache; hand those to the writer whose last part it is.
+        """Start to copy prompts, or parts of prompts, out of the paged cache; queue complete prompts for writing.
 
-        ``refusal`` says why this model's KV is not stored; it is empty if it is.
+        ``refusal`` is the reason why this model's KV is not stored, or an empty string.
         """
         for save in saves:
             tokens = save.token_ids[save.job.start :] if save.job.start or not self._entries.header_ids else ()
@@ -59,7 +60,7 @@ class Saver:
                 self._written[name] = f"not blended: {refusal}"
                 continue
             room = not save.complete or (self._unwritten < UNWRITTEN and self._uncopied_bytes < _UNCOPIED_BYTES)
-            # A ranking is added up over the ranks, so that all do it or none.
+            # A ranking is summed over the ranks, so either all ranks compute it or none.
             if not (all_ranks(room) if save.job.ranking else room):
                 self._written[name] = BUSY
                 self.drop(save.request_id)
@@ -69,7 +70,7 @@ class Saver:
                     self._parts.setdefault(save.request_id, []).append((save, self._part(save)))
                     continue
                 kv = self._ranked(tokens, save) if save.job.ranking else self._copied(save)
-            except Exception as error:  # the engine and the other saves go on
+            except Exception as error:  # must not end the engine or the other saves
                 _log.exception("KV cannot be copied out")
                 self._written[name] = f"it cannot be copied out ({type(error).__name__}: {error})"
                 continue
@@ -81,12 +82,12 @@ class Saver:
             self._writer.submit(self._write, name, tokens, kv, save)
 
     def _hand(self, save: Save) -> Entries:
-        """Return the entries of who has computed a prompt: the KV writer, if there is one, or the model itself."""
+        """Return the KV writer's entries if the KV writer has computed the prompt, else the model's own entries."""
         entries = self._entries.within(save.job.namespace)
         return entries if save.job.written else entries.by(None)
 
     def drop(self, request_id: str) -> None:
-        """Forget the parts of a prompt that will not be complete."""
+        """Drop the copied parts of a prompt that will not be completed."""
         self._parts.pop(request_id, None)
 
     def _part(self, save: Save) -> list[LayerKV]:
@@ -97,7 +98,7 @@ class Saver:
         return [self._paged.read(layer, slots[group]) for layer, group in enumerate(self._paged.group_of)]
 
     def _layers(self, save: Save) -> list[LayerKV]:
-        """Return the KV of a complete prompt from ``start`` on, with the parts that earlier steps copied out."""
+        """Return the KV of a complete prompt from the job's ``start`` on, with the parts that earlier steps copied."""
         parts = [*self._parts.pop(save.request_id, ()), (save, self._part(save))]
         edges = [save.job.start, *(part.end for part, _ in parts)]
         if [part.begin for part, _ in parts] != edges[:-1]:
@@ -105,7 +106,7 @@ class Saver:
         return [join_tokens(layer) for layer in zip(*(layers for _, layers in parts), strict=True)]
 
     def _copied(self, save: Save) -> Callable[[], ChunkKV]:
-        """Begin to copy a prompt out; return what waits for it, in the writer."""
+        """Start to copy a prompt out; return a function that waits for the copy, for the writing thread."""
         uncopied = 0
 
         def room(nbytes: int) -> torch.Tensor | None:
@@ -128,7 +129,7 @@ class Saver:
         return kv
 
     def _ranked(self, tokens: tuple[int, ...], save: Save) -> Callable[[], ChunkKV] | None:
-        """Return a chunk's stored KV with its static deviation; None where a rank has not all of it."""
+        """Return a function that returns a chunk's stored KV with static deviation; None if a rank lacks some KV."""
         assert self._paged is not None
         assert self._rope is not None
         alone, parts = None, None
@@ -137,7 +138,7 @@ class Saver:
             alone = None if stored is None else read_whole(stored)
             if alone is not None:
                 parts = static_parts(alone, self._layers(save), save.job.start, self._rope)
-        except Exception:  # the other ranks wait for this one's vote
+        except Exception:  # not raised, since the other ranks wait for this rank's vote
             _log.exception("A chunk's tokens cannot be ranked")
         if not all_ranks(parts is not None):
             return None
@@ -152,7 +153,7 @@ class Saver:
             self._written[name] = "" if stored else "it does not fit the store's budget"
         except StoreError as error:
             self._written[name] = str(error)
-        except Exception as error:  # a chunk without a receipt would be waited for in vain
+        except Exception as error:  # without a receipt, the client would wait in vain
             _log.exception("Stored KV cannot be written")
             self._written[name] = f"it cannot be written ({type(error).__name__}: {error})"
         finally:
@@ -164,5 +165,5 @@ class Saver:
         return {name: self._written.pop(name) for name in list(self._written)}
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Wait until pending entries are written."""
         self._writer.shutdown(wait=True)

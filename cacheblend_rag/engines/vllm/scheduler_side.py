@@ -1,4 +1,4 @@
-"""Decides in vLLM's scheduler which requests are blended, and how many of their tokens that provides."""
+"""Decides in vLLM's scheduler which requests are blended, and how many tokens each blend provides."""
 
 from __future__ import annotations
 
@@ -45,19 +45,20 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _log = logging.getLogger(__name__)
-_PRESENT = ChunkKV((), 0)  # stands for an entry that only the workers will read
-# Looks at a request, about one in each engine step, after which it waits for pages no longer.
+_PRESENT = ChunkKV((), 0)  # placeholder for an entry that only the workers read
+# Most checks of a request, about one in each engine step, while the request waits for pages.
 _PATIENCE = 1000
-# Static deviations that the scheduler keeps.
+# Most static deviations that the scheduler caches.
 _MOST_STATIC = 4096
-# Computations whose measurements wait for a request's end to travel with; the oldest tell least.
+# Most measured computations that wait for the report of a finished request; the oldest are dropped first.
 _MEASURED = 64
 
 
 class Whereabouts:
-    """Finds, in the scheduler, an entry's tier and size as the first rank's worker would, without reading it.
+    """Finds, in the scheduler, an entry's tier and size as the first rank's worker would, without reading the entry.
 
-    What a worker has taken into its RAM is known from its next report on; of what has left it meanwhile another tier is read.
+    An entry in a worker's RAM is known from the worker's next report on. If the entry has left the RAM meanwhile, the
+    worker reads another tier.
     """
 
     def __init__(self) -> None:
@@ -66,15 +67,15 @@ class Whereabouts:
         self._static: OrderedDict[tuple[KVKey, int], torch.Tensor] = OrderedDict()
 
     def take(self, changes: Mapping[KVKey, int]) -> None:
-        """Take in what :meth:`RAMLog.take` reported."""
+        """Apply the changes that :meth:`RAMLog.take` reported."""
         self._held |= changes
         for key in [key for key, nbytes in changes.items() if not nbytes]:
             del self._held[key]
 
     def find(self, entries: Entries, token_ids: Sequence[int], static: bool = False) -> StoredKV | None:
-        """Return what stands for one of ``entries``, of its size and tier and without layers; their store has no RAM.
+        """Return a placeholder for one of ``entries``, with size and tier but without layers; their store has no RAM.
 
-        With ``static`` it has the entry's static deviation. None where not every rank will find it.
+        With ``static``, the placeholder has the entry's static deviation. Return None if a rank would find no entry.
         """
         found = entries.entry(token_ids)
         if found is None:
@@ -86,8 +87,8 @@ class Whereabouts:
         return kv
 
     def _static_of(self, found: EntryInfo, entries: Entries, token_ids: Sequence[int]) -> torch.Tensor | None:
-        """Return the static deviation of the entry that was found, read once for as long as prompts ask for it."""
-        key = found.key, found.nbytes  # the same entry without it is smaller
+        """Return the static deviation of the entry ``found``, from a cache of the most recently used if possible."""
+        key = found.key, found.nbytes  # an entry without static deviation is smaller
         with self._lock:
             known = self._static.pop(key, None)
         if known is None and token_ids:
@@ -101,7 +102,7 @@ class Whereabouts:
 
 
 class _Tracked:
-    """A request of ours until it ends."""
+    """Holds the state of a request that asked for a blend or a save, until the request ends."""
 
     def __init__(self, job: BlendJob | SaveJob | None, reason: str = ""):
         self.job, self.reason = job, reason
@@ -115,13 +116,13 @@ class _Tracked:
         self.blended: PromptOutcome | None = None
         self.end = 0
         self.waited = 0
-        self.saved = job.start if isinstance(job, SaveJob) else 0  # how far its KV was copied out
+        self.saved = job.start if isinstance(job, SaveJob) else 0  # end of the part copied out
 
     def outcome(self, prompt_tokens: int) -> PromptOutcome:
-        """Return what is known of the prompt at its end, but for what was in vLLM's prefix cache behind the plan."""
+        """Return the prompt's outcome at its end, without the tokens that vLLM's prefix cache held behind the plan."""
         plan = self.plan or BlendPlan(prompt_tokens, (), (), (), self.reason)
         found = self.blended or plan.outcome()
-        # Without a plan, what vLLM finds in its prefix cache counts as kept, however much it is.
+        # Without a plan, all tokens that vLLM finds in its prefix cache count as prefix cache tokens, however many.
         kept = self.chosen_behind if self.chosen_behind >= 0 else prompt_tokens
         decided = self.choice if not self.failed else None
         return replace(
@@ -134,7 +135,7 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """Runs in the scheduler's thread; reads no KV."""
+    """Implements the scheduler's half of the connector. Runs in the scheduler's thread, and reads no KV."""
 
     def __init__(
         self,
@@ -143,9 +144,9 @@ class SchedulerSide:
         longest: int | None = None,
         hash_block_size: Callable[[], int | None] = lambda: None,
     ):
-        """Look for chunks in ``entries``; the KV cache consists of ``groups``; prompts longer than ``longest`` are computed.
+        """Look up chunks in ``entries`` for a KV cache of ``groups``; prompts longer than ``longest`` are not blended.
 
-        ``hash_block_size`` says how many tokens each of a request's block hashes stands for; None: this vLLM does not say.
+        ``hash_block_size`` returns the tokens per block hash of a request, or None if this vLLM reports no number.
         """
         self._entries, self._longest, self._hash_block_size = entries, longest, hash_block_size
         self._lender = PageLender(groups)
@@ -159,18 +160,18 @@ class SchedulerSide:
         self._under_way: dict[str, float] = {}
         self._uncached: list[Request] = []
         self._promised = Counter[str]()
-        self.held: Collection[str] = ()  # namespaces whose blends wait while others' requests are computed
-        self.shared = False  # whether somebody of another namespace may come at any moment
-        # A look-up on another machine takes a round trip, or a deadline: meanwhile the engine goes on with its steps.
+        self.held: Collection[str] = ()  # namespaces whose blends pause while other namespaces' requests are computed
+        self.shared = False  # whether another namespace may send a request at any moment
+        # A look-up on another machine takes a round trip, or until a deadline; the engine's steps go on meanwhile.
         remote = entries.store.remote
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-lookup") if remote else None
 
     def bind(self, pool: BlockPool) -> None:
-        """Take vLLM's blocks, to lend some of them."""
+        """Set vLLM's block pool, to lend pages from."""
         self._lender.bind(pool)
 
     def new_request(self, request: Request) -> None:
-        """Note what the client wants. Malformed options make an ordinary prefill."""
+        """Read the job of a request; a request with a malformed job is served by ordinary prefill."""
         try:
             job = read_params(request.kv_transfer_params, request.num_prompt_tokens)
         except InputError as error:
@@ -180,7 +181,7 @@ class SchedulerSide:
         if job is None:
             return
         if isinstance(job, BlendJob):
-            # Blended KV is approximate: vLLM's prefix cache must serve it to prompts alone that are blended alike up to there.
+            # Blended KV is approximate: vLLM's prefix cache may serve it only to prompts that are blended alike so far.
             found = job.origins(tuple(request.prompt_token_ids or ()), len(self._entries.header_ids))
             if not key_blocks(request, [(origin.start, origin.key) for origin in found], self._hash_block_size()):
                 self._tracked[request.request_id] = _Tracked(
@@ -189,15 +190,16 @@ class SchedulerSide:
                 return
         tracked = self._tracked[request.request_id] = _Tracked(job)
         if isinstance(job, SaveJob) and job.written:
-            # Its KV serves no prompt, and where layers lose pages nothing at all: some would be missing.
+            # A KV writer's KV must serve no prompt from vLLM's prefix cache. Where layers lose pages, the KV must serve
+            # no other request at all: some pages would be missing.
             own = request.request_id if self._loses_pages else "written by the KV writer"
             if not key_blocks(request, [(0, own)], self._hash_block_size()):
                 tracked.failed, tracked.reason = True, "this vLLM's prefix cache cannot hold what is written apart"
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens behind the first ``computed`` a blend provides, and that it runs between steps.
+        """Return how many tokens behind the first ``computed`` a blend provides, and if the blend runs between steps.
 
-        None means that vLLM shall ask again in its next step.
+        A count of None makes vLLM ask again in its next step.
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.failed:
@@ -205,7 +207,7 @@ class SchedulerSide:
         if isinstance(tracked.job, SaveJob):
             tracked.end = request.num_prompt_tokens - 1 if tracked.job.written else computed
             if not self._lender.keeps(tracked.saved, computed):
-                # What the prefix cache has lacks pages that are to be copied out: this prompt is computed anew.
+                # The prefix cache lacks pages that must be copied out: vLLM computes this prompt again.
                 self._uncached.append(request)
                 return None, False
             return self._behind(tracked, computed, request.num_prompt_tokens)
@@ -219,20 +221,20 @@ class SchedulerSide:
             self._choose(tracked, tracked.found, tracked.job, computed)
         assert tracked.plan is not None
         spans = (*tracked.plan.exact, *tracked.plan.stale)
-        # vLLM computes the last token itself, also in front of an answer to be scored: it wants its logits.
+        # vLLM computes the last token itself, also in front of an answer to be scored, since vLLM needs its logits.
         asked = request.num_prompt_tokens - tracked.job.unasked
         tracked.end = min(max((span.end for span in spans), default=0), asked - 1)
         return self._behind(tracked, computed, request.num_prompt_tokens)
 
     def _behind(self, tracked: _Tracked, computed: int, prompt_tokens: int) -> tuple[int | None, bool]:
-        """Return what :meth:`matched_tokens` does, once it is known where the worker's part of a prompt ends."""
+        """Return the result of :meth:`matched_tokens`; the worker's part of the prompt ends at ``tracked.end``."""
         count = max(0, tracked.end - computed)
         if count and (waits := self._without_pages(tracked, computed, prompt_tokens)) is not None:
             return (None if waits else 0), False
         return count, count > 0
 
     def _choose(self, tracked: _Tracked, found: BlendPlan, job: BlendJob, computed: int) -> None:
-        """Let the loading controller decide about what is stored behind the first ``computed`` tokens, if it is asked to."""
+        """Let the loading controller, if requested, decide about the stored KV behind the first ``computed`` tokens."""
         tracked.plan, tracked.choice, tracked.chosen_behind = found, None, computed
         rest = found.within(computed, found.num_tokens)
         if job.terms is not None and rest.uses_stored_kv:
@@ -243,7 +245,7 @@ class SchedulerSide:
         tracked.reason = tracked.plan.reason
 
     def _without_pages(self, tracked: _Tracked, start: int, prompt_tokens: int) -> bool | None:
-        """Return whether to wait for the pages of a blend from ``start`` on, or not to blend; None if there are enough."""
+        """Return True to wait for pages of a blend from ``start`` on, False not to blend, None if pages are free."""
         if not self._lender.sees_back(start, tracked.end):
             tracked.reason = (
                 "the beginning of the prompt was in vLLM's prefix cache; the rest was computed, behind its windows"
@@ -253,7 +255,7 @@ class SchedulerSide:
         if reason is None:
             if self._lender.ready(start, tracked.end, prompt_tokens):
                 return None
-            # A blend that has borrowed gives back before long; for other requests' pages there is no knowing.
+            # A blend soon returns its borrowed pages; the time when other requests free pages is unknown.
             tracked.waited += not self._lender.lends
             if tracked.waited < _PATIENCE:
                 return True
@@ -262,7 +264,7 @@ class SchedulerSide:
         return False
 
     def _planned(self, request: Request, tracked: _Tracked, job: BlendJob) -> BlendPlan | None:
-        """Return the plan of a request; None while it is made beside the engine's steps."""
+        """Return the plan of a request; None while a thread makes the plan beside the engine's steps."""
         if self._lookups is None:
             return self._plan(request, job, tracked.trace)
         if tracked.looking is None:
@@ -286,7 +288,7 @@ class SchedulerSide:
         return plan
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Take note of the blocks that a blend is to fill, or that a precompute will be read from."""
+        """Record the blocks that a blend fills, or that a precomputed prompt is read from."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -303,7 +305,7 @@ class SchedulerSide:
                 self._under_way[request.request_id] = tracked.blend_s
 
     def step(self, output: SchedulerOutput, blocks: KVCacheManager) -> StepMeta:
-        """Return the workers' tasks: new blends, and precomputed prompts that this step completes, or whose pages may go."""
+        """Return the workers' tasks: new blends, and prompts to copy that this step completes or whose pages may go."""
         idle = output.total_num_scheduled_tokens == 0 and not self.shared
         held = {name for name, each in self._tracked.items() if each.job and each.job.namespace.name in self.held}
         meta = StepMeta(self._loads, idle=idle, pace=self._pace.seconds_per_token, held=held)
@@ -316,7 +318,7 @@ class SchedulerSide:
                 continue
             ids, begin = tuple(request.prompt_token_ids or ()), self._tracked[request_id].saved
             end = min(computed[request_id] + output.num_scheduled_tokens.get(request_id, 0), len(ids))
-            # Layers with a window lose pages while the prompt is computed: then each step's part is copied out.
+            # Layers with a window lose pages while vLLM computes the prompt: each step's part is then copied out.
             if begin < end and (end == len(ids) or self._loses_pages):
                 pages = tuple(map(tuple, blocks.get_block_ids(request_id)))
                 meta.saves.append(Save(request_id, ids, pages, begin, end, job))
@@ -329,7 +331,7 @@ class SchedulerSide:
         return meta
 
     def worker_output(self, output: KVConnectorOutput) -> None:
-        """Take the workers' results. A blend that failed is not tried again: vLLM prefills that request itself."""
+        """Process the workers' results. A failed blend is not tried again: vLLM prefills the request."""
         self._lender.take_back(output.finished_recving or ())
         for request_id in output.finished_recving or ():
             self._under_way.pop(request_id, None)
@@ -349,17 +351,17 @@ class SchedulerSide:
                 tracked.failed, tracked.reason = True, reason
 
     def take_promised(self) -> Counter[str]:
-        """Return how many tokens blends are to provide, of those ordered since the last call, by namespace."""
+        """Return, by namespace, how many deferred tokens the blends ordered since the last call will provide."""
         promised, self._promised = self._promised, Counter()
         return promised
 
     def close(self) -> None:
-        """Look nothing up any more."""
+        """Stop looking up entries."""
         if self._lookups is not None:
             self._lookups.shutdown(wait=False, cancel_futures=True)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Forget a request; return what its output shall say."""
+        """Drop the state of a request; return the ``kv_transfer_params`` of its output."""
         self._saving.pop(request.request_id, None)
         self._under_way.pop(request.request_id, None)
         if any(load.request_id == request.request_id for load in self._loads):
@@ -369,7 +371,7 @@ class SchedulerSide:
         if tracked is None:
             return None
         if isinstance(tracked.job, SaveJob):
-            # What the KV writer was to compute vLLM may have computed itself: then nothing was saved.
+            # If vLLM itself computed the KV writer's tokens, no KV was saved.
             refused = tracked.job.written and tracked.blended is None
             return (
                 {PARAMS: {"refused": tracked.reason or "vLLM did not leave it to the KV writer"}} if refused else None

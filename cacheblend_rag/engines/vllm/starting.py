@@ -1,7 +1,7 @@
-"""Keeps what vLLM writes while it starts in a file, off the terminal, and words the cause of a failure.
+"""Writes a starting vLLM's output to a file, hides errors from the terminal, and reports why a start failed.
 
-Where vLLM cannot start, each of its processes writes the same traceback once or twice, a hundred lines and more, with the cause
-somewhere in the middle.
+If vLLM cannot start, each of its processes writes the same traceback once or twice, a hundred lines or more, with the
+cause somewhere in the middle.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from cacheblend_rag.errors import ModelError
 from cacheblend_rag.printable import hide_values, in_one_line
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-# "(EngineCore pid=12) ERROR 11-22 05:44:41 [core.py:12] " in front of every line of a record.
+# Prefix of every line of a log record, such as "(EngineCore pid=12) ERROR 11-22 05:44:41 [core.py:12] ".
 _PREFIX = re.compile(r"^(?:\([^()]+\) ?)?(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d: ,.-]+\[[^\]]+\] ?)?")
 _BEGINS = re.compile(r"^(?:Traceback \(most recent call last\)|Process \S+:$)")
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Expired): .")
-# What one process says when another has failed.
+# Messages of a process when another process has failed.
 _ECHO = re.compile(r"initialization failed|[Ss]ee root cause|failed to start|Failed core proc|cancelled")
 _NOISE = re.compile(r" \[type=\w+, input_value=.*|^ *For further information visit .*|^\d+ validation errors? for \w+$")
 _MOST_LINES: Final = 8
-_NOT_INITIALIZED: Final = 3  # as the CUDA driver numbers its errors
+_NOT_INITIALIZED: Final = 3  # error number of the CUDA driver
 _DRAIN_S: Final = 2.0
 _COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
 _LINKED_S: Final = 60.0
-"""Age at which nobody is writing a library any more."""
+"""Age in seconds from which no process writes a library any more."""
 _ADVICE: Final = (
     (r"greater than the derived max_model_len", "Give a smaller --max-model-len."),
     (
@@ -59,7 +59,7 @@ _ADVICE: Final = (
 
 
 def log_as_vllm() -> None:
-    """Have this library's lines go where vLLM's go, in their format: for processes that are vLLM's, not a user's program."""
+    """Send this package's log lines to vLLM's log handlers, in vLLM's processes but not in a user's program."""
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("cacheblend_rag")
     ours.handlers, ours.propagate = list(theirs.handlers), False
     ours.setLevel(theirs.level)
@@ -69,55 +69,56 @@ def log_as_vllm() -> None:
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:
-    """Keep what a client named, such as its request, from forging lines of ours; vLLM's are vLLM's."""
+    """Put clients' text, such as request names, on one line, so that the text cannot forge this package's log lines."""
     if record.name.startswith(("cacheblend_rag", "vllm.cacheblend")) and isinstance(record.args, tuple):
         record.args = tuple(in_one_line(str(a)) if isinstance(a, str | Exception) else a for a in record.args)
     return True
 
 
 def _without_schemas(record: logging.LogRecord) -> bool:
-    """Keep what a schema that a client sent says out of the engine's lines about it."""
+    """Hide the contents of clients' JSON schemas in vLLM's log lines about schemas."""
     if record.name.startswith("vllm.v1.structured_output"):
         hide_values(record)
     return True
 
 
 def spawn_if_forking_fails() -> None:
-    """Have vLLM spawn its processes where this one has asked the CUDA driver for anything: one that is forked cannot use a GPU.
+    """Make vLLM spawn its processes if this process has initialised the CUDA driver: a fork cannot use a GPU then.
 
-    vLLM sees to that itself where torch knows of it. But torch asks for some things without taking notice, and transformers asks
-    for one of them in every forward pass, of a model on the CPU, too.
+    vLLM itself does so if torch knows of the initialisation. But some calls of torch initialise the driver without a
+    record, and transformers makes such a call in every forward pass, even of a model on the CPU.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # there is none
+    except OSError:  # no CUDA driver
         return
     if driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _NOT_INITIALIZED:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
 def keep_what_is_compiled() -> None:
-    """Have vLLM's processes on a CPU find what an earlier start compiled, which is most of what a start would compute.
+    """Make vLLM's processes on a CPU reuse the graphs that an earlier start compiled: compiling is most of the work.
 
-    The CPU build of vLLM 0.32 cannot read the ahead-of-time artifacts that it has written, and compiles anew at each start.
-    Without them torch itself keeps compiled graphs, by all that they depend on: here beside vLLM's, not in ``/tmp``.
+    The CPU build of vLLM 0.32 cannot read the ahead-of-time artifacts that it has written, and compiles again at each
+    start. Without these artifacts torch itself caches compiled graphs, keyed by everything that the graphs depend on.
+    This function puts torch's cache beside vLLM's cache, not into ``/tmp``.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
     from vllm import envs
 
     os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
-    # Torch notes its default there when it is imported.
+    # Torch sets the variable to its default when torch is imported.
     if os.environ.get(_COMPILED, default_cache_dir()) == default_cache_dir():
         folder = Path(envs.VLLM_CACHE_ROOT) / "torch_compile_cache" / "inductor"
         os.environ[_COMPILED] = str(folder)
-        for library in folder.rglob("*.so"):  # torch makes one anew that is gone, and fails on one cut short
+        for library in folder.rglob("*.so"):  # torch rebuilds a missing library, but fails on a truncated one
             with suppress(OSError):
                 if time.time() - library.stat().st_mtime > _LINKED_S and _is_cut_short(library):
                     library.unlink()
 
 
 def _is_cut_short(library: Path) -> bool:
-    """Say whether a shared library (ELF) lacks its end, where its table of sections stands: its linker was killed."""
+    """Return whether a shared library (ELF) lacks its end, which holds the section table: its linker was killed."""
     with library.open("rb") as file:
         head = file.read(64)
     if len(head) < 64 or not head.startswith(b"\x7fELF\x02\x01"):
@@ -127,35 +128,35 @@ def _is_cut_short(library: Path) -> bool:
 
 
 def end_with_parent() -> None:
-    """Have this process end once the one that has started it is gone, however it ended: vLLM's would stay, with all they hold.
+    """End this process once its parent is gone, however the parent ended.
 
-    Where this is a user's own process, nothing happens.
+    vLLM's processes would otherwise stay, with all their memory. In a user's own process nothing happens.
     """
     if (parent := multiprocessing.parent_process()) is None:
         return
     gone: list[int] = [parent.sentinel]
-    with suppress(AttributeError, OSError):  # of Linux alone: what the parent has forked since holds the pipe open, too
+    with suppress(AttributeError, OSError):  # Linux only; the parent's later forks also hold the sentinel's pipe open
         gone.append(os.pidfd_open(parent.pid or 0))
     _end_after(gone)
 
 
 class Tie:
-    """Ties a process that is spawned with it to the one that spawns it, as :func:`end_with_parent`, from its first moment on.
+    """Ends a spawned process with its parent, as :func:`end_with_parent` does, from the process's first moment on.
 
-    The connector is made after minutes of importing, of waiting for a parent that may be gone, and of loading the model.
+    The connector is created after minutes of importing, of waiting for a parent that may be gone, and of model loading.
     """
 
     def __reduce__(self) -> tuple[object, tuple[int, ...]]:
-        """Tie nothing by a mere copy."""
+        """Return a function that ties a process to this one if a process is being spawned; a mere copy ties nothing."""
         return (Tie, ()) if multiprocessing.context.get_spawning_popen() is None else (_tied, (os.getpid(),))
 
 
 def _tied(parent: int) -> Tie:
     try:
         _end_after([os.pidfd_open(parent)])
-    except ProcessLookupError:  # gone already
+    except ProcessLookupError:  # the parent is gone already
         os._exit(1)
-    except (AttributeError, OSError):  # a system without
+    except (AttributeError, OSError):  # no pidfd on this system
         pass
     return Tie()
 
@@ -169,25 +170,26 @@ def _end_after(gone: Sequence[int]) -> None:
 
 
 def end_at_once() -> None:
-    """Have this process of vLLM's end when its work has, as a forked one does: taking all of torch apart takes it seconds more.
+    """Make this process of vLLM exit when its work has ended, as a forked process does, without torch's teardown.
 
-    vLLM waits for that, and on a busy machine loses patience. Where this is a user's own process, nothing happens.
+    The teardown takes seconds. vLLM waits for the exit, and times out on a busy machine. In a user's own process
+    nothing happens.
     """
     if multiprocessing.parent_process() is not None and multiprocessing.get_start_method(allow_none=True) == "spawn":
-        # The last thing that a process of multiprocessing does by itself, after its own children have ended.
+        # The last action of a multiprocessing process, after its own children have ended.
         Finalize(None, _end, exitpriority=-1000)
 
 
 def _end() -> None:
     error = sys.exc_info()[1]
-    if error is None or (isinstance(error, SystemExit) and not error.code):  # else it is told the ordinary way
+    if error is None or (isinstance(error, SystemExit) and not error.code):  # other errors are reported as usual
         end_now()
 
 
 def end_now() -> NoReturn:
-    """End this process with exit code 0, with what is registered for its end done, and without taking all of torch apart.
+    """End this process with exit code 0, after the registered exit functions, and without the teardown of torch.
 
-    Taking torch apart lasts seconds, and Triton would list hundreds of its own objects as leaked.
+    The teardown takes seconds, and Triton would list hundreds of its own objects as leaked.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -196,7 +198,7 @@ def end_now() -> NoReturn:
 
 
 class StartError(ModelError):
-    """vLLM did not start with a model; ``cause`` is what it raised."""
+    """Reports that vLLM did not start with a model; ``cause`` is the exception that vLLM raised."""
 
     def __init__(self, model: str, cause: BaseException, why: str):
         super().__init__(f"vLLM does not start with {model!r}: {why}")
@@ -204,14 +206,14 @@ class StartError(ModelError):
 
 
 class StartLog:
-    """Stands between vLLM's processes and the terminal while they start; a context manager.
+    """Records and filters the output of vLLM's processes while they start; a context manager.
 
     Attributes:
-        file: All that was written; kept if the start fails.
+        file: Log file with all output; deleted unless the start fails.
     """
 
     def __init__(self, verbose: bool = False):
-        """Hide errors and tracebacks from the terminal unless ``verbose``; they are shown if vLLM starts in spite of them."""
+        """Hide errors and tracebacks from the terminal unless ``verbose``; a successful start shows them afterwards."""
         self._verbose, self._starting = verbose, True
         self._terminal: dict[int, int] = {}
         self._hidden: list[tuple[int, bytes]] = []
@@ -222,7 +224,7 @@ class StartLog:
         self.file = Path()
 
     def __enter__(self) -> StartLog:
-        """Take stdout and stderr, which the processes that are started inherit."""
+        """Redirect stdout and stderr, which started processes inherit."""
         descriptor, name = tempfile.mkstemp(prefix="cacheblend-vllm-", suffix=".log")
         self.file = Path(name)
         if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
@@ -242,7 +244,7 @@ class StartLog:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Give them back; vLLM's processes keep theirs, and all they write is shown from now on."""
+        """Restore stdout and stderr; vLLM's processes keep the redirected streams, whose output is now shown."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for number, terminal in self._terminal.items():
@@ -252,25 +254,25 @@ class StartLog:
             os.write(self._end, b"\n")
         os.close(self._end)
         if error is not None:
-            # Until the last of its processes is gone; a helper of multiprocessing may outlive them.
+            # Wait until vLLM's last process is gone; a helper of multiprocessing may outlive vLLM's processes.
             self._thread.join(timeout=_DRAIN_S)
             return
-        # Our process may end right after this, and the thread with it.
+        # This process, and with it the thread, may end right after the context.
         self._shown.wait(timeout=_DRAIN_S)
         self.file.unlink(missing_ok=True)
 
     def why(self, error: BaseException, further: str = "") -> str:
-        """Return why the start failed and what to do about it: the cause in the log, else ``error``; call it afterwards.
+        """Return why the start failed, by the log or else by ``error``, with advice; for use after the context.
 
-        ``further`` ends the sentence that says where the whole log is.
+        ``further`` ends the sentence that names the log file.
         """
         lines = self.file.read_text(encoding="utf-8", errors="replace").splitlines()
         return f"{explain(lines, str(error))}\nvLLM's whole log is in {self.file}{further}."
 
     def _forward(self, ends: dict[int, int], asked: int, descriptor: int) -> None:
-        """Hand on, line by line, what arrives from vLLM's processes, until the last of them is gone.
+        """Forward the output of vLLM's processes, line by line, until the last process is gone.
 
-        ``asked`` says that the start is over, by a byte if it succeeded; what was written before that comes first.
+        ``asked`` signals the end of the start, with a byte if the start succeeded. Earlier output is forwarded first.
         """
         unfinished = dict.fromkeys(ends.values(), b"")
         with selectors.DefaultSelector() as arriving, os.fdopen(descriptor, "wb", buffering=0) as file:
@@ -296,7 +298,7 @@ class StartLog:
                         self._show(number, line)
 
     def _show_all(self) -> None:
-        """Show what was hidden, and hide nothing from now on."""
+        """Show the hidden lines, and hide no lines from now on."""
         self._starting = False
         for number, line in self._hidden:
             os.write(self._terminal[number], line)
@@ -319,7 +321,7 @@ class StartLog:
 
 
 def explain(lines: Sequence[str], error: str) -> str:
-    """Return what vLLM's log ``lines`` give as the cause of a failed start, else ``error``, with advice, in a few lines."""
+    """Return the cause of a failed start from vLLM's log ``lines``, else ``error``, with advice, in a few lines."""
     said = error
     for index, line in enumerate(lines):
         _, text = _parsed(line)
@@ -344,7 +346,7 @@ def _continuation(lines: Sequence[str]) -> list[str]:
 
 
 def _parsed(line: str) -> tuple[str | None, str]:
-    """Return a log line's level, None for lines that are no record's, and its text."""
+    """Return a log line's level (None for lines outside log records) and its text."""
     plain = _ANSI.sub("", line).rstrip()
     match = _PREFIX.match(plain)
     assert match is not None

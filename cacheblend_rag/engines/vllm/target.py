@@ -1,7 +1,7 @@
-"""Drives the model in vLLM's worker for the fusor, a request in the paged cache at a time, and for the parity gate.
+"""Runs the model in vLLM's worker for the fusor, one request in the paged cache at a time, and for the parity gate.
 
-A watched pass has attention of our own, since vLLM's shows no weights. It writes nothing into the paged cache, so it may run
-tokens that have no pages yet, as the question has none while a blend runs.
+A watched pass uses this package's own attention, since vLLM's attention returns no weights. The pass writes nothing
+into the paged cache, so the pass may run tokens without pages; the question has none while a blend runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 
 class PagedWatch(Watch):
-    """Runs a question, by a graph if there is one; keeps nothing from one part of it to the next."""
+    """Watches a question's attention, by a graph if there is one; stores no KV between the parts of the question."""
 
     def __init__(self, target: PagedTarget, paged: PagedModel, watch_from: int, before_layer: Callable[[int], None]):
         self._target, self._paged, self._watch_from, self._before_layer = target, paged, watch_from, before_layer
@@ -34,7 +34,7 @@ class PagedWatch(Watch):
 
     @torch.inference_mode()
     def run(self, positions: torch.Tensor) -> None:
-        """Run the tokens at ascending ``positions``, ``[tokens]``, in host memory, and those before them, uncounted."""
+        """Run the tokens at ascending ``positions``, ``[tokens]``, in host memory, and all earlier parts, uncounted."""
         target, device = self._target, self._paged.device
         self._asked = asked = torch.cat([self._asked, positions])
         shares = (asked >= max(self._watch_from, int(positions[0]))).float()
@@ -51,7 +51,7 @@ class PagedWatch(Watch):
         self._total[:seen] += gave.sums.sum(0)[:seen]
 
     def mean(self) -> torch.Tensor:
-        """Attention to each token of the prompt, ``[prompt tokens]``, fp32, mean over layers, heads and watched tokens."""
+        """Return the attention to each token, ``[prompt tokens]``, fp32, mean over layers, heads and watched tokens."""
         watched = int((self._asked >= self._watch_from).sum())
         return self._total / (len(self._paged.attention) * watched)
 
@@ -73,10 +73,10 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 class PagedTarget(BlendTarget):
-    """One prompt being blended into its blocks.
+    """Blends one prompt into the prompt's pages.
 
     Attributes:
-        due: Captures the last pass, if that is due.
+        due: Function that captures the last pass; None if no capture is due.
     """
 
     def __init__(self, paged: PagedModel, rope: Rope, token_ids: Sequence[int], pages: Pages):
@@ -93,7 +93,7 @@ class PagedTarget(BlendTarget):
 
     def place_layers(self, stored: StoredLayers) -> Callable[[int], None] | None:
         kernels = self._paged.kernels
-        if kernels is None or len(self.pages.on_device) > 1:  # groups of layers have pages of their own
+        if kernels is None or len(self.pages.on_device) > 1:  # each group of layers has separate pages
             return None
         return kernels.place_layers(stored, self.pages.on_device[0][stored.positions])
 
@@ -114,18 +114,18 @@ class PagedTarget(BlendTarget):
 
     @property
     def shows_attention(self) -> bool:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`: attention by distance alone (ALiBi) is not watched."""
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`; attention with ALiBi slopes cannot be watched."""
         return all(getattr(each.impl, "alibi_slopes", None) is None for each in self._paged.attention)
 
     def attention(self, watch_from: int, before_layer: Callable[[int], None]) -> PagedWatch:
-        """See :class:`~cacheblend_rag.blending.target.BlendTarget`. Nothing is written: positions without blocks may be run."""
+        """See :class:`~cacheblend_rag.blending.target.BlendTarget`; no KV is written, so positions need no pages."""
         return PagedWatch(self, self._paged, watch_from, before_layer)
 
     def segment(self, positions: torch.Tensor, most: int | None = None) -> torch.Tensor:
         return self._paged.segment(positions, most)
 
     def all_reduce(self, deviation: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks; each holds its own KV heads."""
+        """Sum ``deviation`` over ranks, each of which holds its own KV heads."""
         return sum_over_ranks(deviation)
 
     def agree(self, ok: bool) -> bool:
@@ -133,7 +133,7 @@ class PagedTarget(BlendTarget):
 
 
 class PagedSubject(GateSubject):
-    """Lets the gate drive the worker's model. Uses the cache's first blocks: only while no request runs."""
+    """Gives the gate access to the worker's model. Uses the cache's first blocks, so no request may run meanwhile."""
 
     def __init__(self, paged: PagedModel):
         self._paged = paged
@@ -152,7 +152,7 @@ class PagedSubject(GateSubject):
         return -(-tokens // self._paged.block_size)
 
     def _pages(self, tokens: int) -> Pages:
-        """Return pages of its own for each group of layers: groups share the memory of a block."""
+        """Return separate pages for each group of layers, since groups share the memory of a block."""
         if not self.fits(tokens):
             raise MissingPageError(f"vLLM's KV cache has no room for a prompt of {tokens} tokens")
         count = self._blocks(tokens)

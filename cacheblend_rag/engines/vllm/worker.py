@@ -1,4 +1,4 @@
-"""Extends vLLM's worker: it shows its model to the connector. Loaded by vLLM as ``worker_cls``."""
+"""Extends vLLM's worker by calls of the connector; vLLM loads the class as ``worker_cls``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ else:
 
 
 class BlendWorker(BaseWorker):
-    """The platform's worker with a blend connector."""
+    """Extends the platform's worker, and calls the blend connector before and after each step."""
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Allocate the KV cache as ever, then let the connector see the model and run its parity gate."""
+        """Allocate the KV cache, then pass the model to the connector, which runs the parity gate."""
         super().initialize_from_config(kv_cache_config)
         if (connector := _connector()) is not None:
             connector.bind_worker(self)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up; where steps are shared, too, what vLLM compiles at the first log-probabilities: all would wait for it."""
+        """Warm up; if tenants share steps, also compile log-probabilities, whose first use would delay all tenants."""
         gather = getattr(getattr(self.model_runner, "sampler", None), "gather_logprobs", None)
         if gather is not None and self.vllm_config.scheduler_config.scheduler_cls == FAIR:
             with torch.inference_mode():
@@ -39,7 +39,7 @@ class BlendWorker(BaseWorker):
         return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Compute a step; where it has no tokens it ends here, and blends go on."""
+        """Compute a step; if the step ends here, without tokens to sample, advance the blends."""
         if (connector := _connector()) is None:
             return super().execute_model(scheduler_output)
         connector.step_begins(scheduler_output)
@@ -47,14 +47,14 @@ class BlendWorker(BaseWorker):
         return output if output is None else connector.step_ended(output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample a step's tokens; then blends go on."""
+        """Sample a step's tokens, then advance the blends."""
         output = super().sample_tokens(grammar_output)
         return output if (connector := _connector()) is None else connector.step_ended(output)
 
-    # Reached from the client by `collective_rpc`.
+    # Methods that the client calls by `collective_rpc`.
 
     def cacheblend_gate(self) -> dict[str, Any]:
-        """Return what the parity gate found."""
+        """Return the report of the parity gate."""
         return asdict(_worker_side().gate)
 
     def cacheblend_backend(self) -> dict[str, str]:
@@ -72,7 +72,7 @@ class BlendWorker(BaseWorker):
         return _worker_side().measured()
 
     def cacheblend_written(self) -> dict[str, str]:
-        """Return the entries written since the last call, with why one is not in the store."""
+        """Return the receipts since the last call: an empty string, or why the entry is not in the store."""
         return _worker_side().saver.take_written()
 
 

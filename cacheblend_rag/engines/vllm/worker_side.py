@@ -1,4 +1,4 @@
-"""Does the connector's work in vLLM's workers: blends go on between engine steps, precomputed prompts are stored."""
+"""Implements the connector's half in vLLM's workers, which runs blends between steps and saves precomputed prompts."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 class RAMLog:
-    """Records in the first rank's worker what came into its RAM and what left it, until it is reported."""
+    """Records which entries come into the RAM of the first rank's worker and which leave, until the next report."""
 
     def __init__(self, store: TieredStore):
-        """Take note of what changes in the RAM tiers of ``store``."""
+        """Record the changes in the RAM tiers of ``store``."""
         self._lock = threading.Lock()
         self._changes: dict[KVKey, int] = {}
         for tier in store.tiers:
@@ -53,14 +53,14 @@ class RAMLog:
             self._changes[key] = nbytes
 
     def take(self) -> dict[KVKey, int]:
-        """Return the bytes that are held of every key that has changed since the last call, 0 for none."""
+        """Return the bytes in RAM of every key that has changed since the last call, 0 for a key that has left."""
         with self._lock:
             changes, self._changes = self._changes, {}
         return changes
 
 
 class WorkerSide:
-    """Owned by the connector of one worker; called from its thread alone."""
+    """Runs the blends and saves of one worker; only the worker's thread calls this class."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class WorkerSide:
         step_tokens: float,
         ram: RAMLog | None = None,
     ):
-        """Wait for :meth:`bind`. In a step in which streams run, blends take the time that ``step_tokens`` of prefill take.
+        """Prepare for :meth:`bind`; while requests stream, blends take per step the time of ``step_tokens`` of prefill.
 
-        What ``ram`` notes is reported; the first rank has one.
+        ``ram`` records the changes to report; only the first rank has one.
         """
         self.kv_caches: dict[str, torch.Tensor] = {}
         self._entries, self._step_tokens, self._ram = entries, step_tokens, ram
@@ -88,7 +88,7 @@ class WorkerSide:
         self.saver = Saver(entries)
 
     def bind(self, model: Any, device: torch.device) -> None:
-        """Take the model and run the parity gate. Whatever goes wrong is a refusal: vLLM then prefills as ever."""
+        """Set the model and run the parity gate. Any error refuses the model: vLLM then prefills all prompts."""
         refusal = _refusal(partial(self._wrap, model, device))
         if refusal is None:
             refusal = _refusal(self._pass_gate)
@@ -137,9 +137,9 @@ class WorkerSide:
             self._paged.attention_begins(layer_name)
 
     def take(self, step: StepMeta) -> None:
-        """Take in what this step brings: its blends go on when it has been computed (:meth:`blend`)."""
+        """Queue the new blends of ``step``; :meth:`blend` runs them once the step has been computed."""
         self._step = step
-        if self._page_lock is not None:  # a thread that page-locks while vLLM captures its graphs would break them
+        if self._page_lock is not None:  # page-locking during vLLM's graph captures breaks the captures
             page_lock, self._page_lock = self._page_lock, None
             page_lock()
         for load in step.loads:
@@ -149,13 +149,13 @@ class WorkerSide:
                 self._refused[load.request_id] = f"this model is not blended: {self.gate.reason}"
 
     def step_begins(self, output: SchedulerOutput) -> None:
-        """Measure the step that follows, if it says what ordinary prefill takes."""
+        """Start to measure the next step if the step has enough tokens to measure ordinary prefill."""
         tokens, self._prefill = output.total_num_scheduled_tokens, None
         if self._blends is not None and tokens >= min(LEAST_PREFILL, self._step_tokens):
             self._prefill = tokens, _context(output), self._blends.clock.mark()
 
     def step_ended(self) -> None:
-        """Go on with the blends behind a step; its tokens are sampled and on their way."""
+        """End the measurement of a step, whose tokens are already sampled, and advance the blends."""
         if self._blends is not None and self._prefill is not None:
             (tokens, context, begin), watch = self._prefill, Stopwatch()
             self._blends.clock.add(PREFILL, tokens, begin, watch)
@@ -164,13 +164,13 @@ class WorkerSide:
         self.blend()
 
     def blend(self) -> None:
-        """Go on with the waiting blends: while streams run as long as a step of prefill takes, else until one is complete."""
+        """Advance the blends, for the time of a prefill step while requests stream, else until one blend completes."""
         if self._blends is not None:
             allowance = None if self._step.idle else Allowance(self._step.pace, self._step_tokens)
             self._blends.advance(allowance, self._step.held)
 
     def take_finished(self, aborted: set[str]) -> tuple[set[str], set[str]]:
-        """Return the requests whose blends ended since the last call, and those of them that failed.
+        """Return the requests whose blends ended since the last call, and the requests whose blends failed.
 
         The blends of ``aborted`` requests end at once.
         """
@@ -183,7 +183,7 @@ class WorkerSide:
         return self._blends.take_ended()
 
     def take_results(self) -> WorkerMeta | None:
-        """Return what the ended blends did, once, and what came into RAM and left it."""
+        """Return the results of blends that ended since the last call, and the changes in RAM; None without results."""
         if self._blends is not None:
             results = self._blends.take_results()
         else:
@@ -198,20 +198,21 @@ class WorkerSide:
         self.saver.save(saves, "" if self.gate.passed else self.gate.reason)
 
     def measured(self) -> dict[str, tuple[float, float]]:
-        """Return tokens and seconds of each kind of work, from the start on."""
+        """Return tokens and seconds of each kind of work since the start."""
         return {} if self._blends is None else self._blends.clock.totals
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Wait until ended blends are finished and pending entries are written."""
         if self._blends is not None:
             self._blends.close()
         self.saver.close()
 
 
 def _context(output: SchedulerOutput) -> float:
-    """Return the mean length that the tokens of a step stand in, as :class:`~cacheblend_rag.blending.costs.Computed` has it.
+    """Return the mean context of a step's tokens, as :class:`~cacheblend_rag.blending.costs.Computed` defines it.
 
-    Tokens from ``begin`` to ``end`` look at ``(begin + end) / 2`` others, those of a whole prompt at half its length.
+    Tokens from ``begin`` to ``end`` attend to ``(begin + end) / 2`` tokens on average, tokens of a whole prompt to half
+    the prompt's length.
     """
     begins = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
@@ -222,7 +223,7 @@ def _context(output: SchedulerOutput) -> float:
 
 
 def why_not_in_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Return why this model, run this way, cannot be blended, in words for a user; None if nothing speaks against it."""
+    """Return, in words for a user, why this model in this configuration cannot be blended; None without a reason."""
     model, parallel = config.model_config, config.parallel_config
     text = model.hf_text_config
     kinds = unknown_kinds(kv_cache_config)
@@ -231,7 +232,7 @@ def why_not_in_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str |
         "pipeline parallelism is on": parallel.pipeline_parallel_size > 1,
         "context parallelism is on": getattr(parallel, "decode_context_parallel_size", 1) > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        # All ranks of such a model must run every pass; a blend runs on one.
+        # All ranks of a mixture of experts must run every pass; a blend runs on one rank.
         "it is a mixture of experts and data parallelism is on": parallel.data_parallel_size > 1 and bool(model.is_moe),
         "LoRA adapters are enabled": config.lora_config is not None,
         "speculative decoding is on": config.speculative_config is not None,
@@ -247,7 +248,7 @@ def why_not_in_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str |
 
 
 def _moves() -> bool:
-    """Say whether the model's forward moves its weights: a pass that ends at a layer would leave the next one those of others."""
+    """Return whether the model's forward moves weights: a pass that stops early leaves wrong weights behind."""
     from vllm.model_executor.offloader import NoopOffloader, UVAOffloader, get_offloader
 
     offloader = get_offloader()
@@ -257,17 +258,17 @@ def _moves() -> bool:
 
 
 def _refusal(step: Callable[[], str | None]) -> str | None:
-    """Take a step of binding, as all ranks do; return why one of them cannot: what it said, or what it raised."""
+    """Run one step of binding, as all ranks do; return why this rank or another rank failed, or None."""
     try:
         refusal = step()
-    except Exception as error:  # of a foreign model, vLLM's metadata, a driver: none of it may end the engine
+    except Exception as error:  # of a foreign model, vLLM's metadata or a driver; no error may end the engine
         refusal = f"it cannot be prepared for blending ({type(error).__name__}: {error})"
         _log.warning("This model is not blended: %s", refusal, exc_info=_log.isEnabledFor(logging.DEBUG))
     return refusal if all_ranks(refusal is None) or refusal is not None else "another rank cannot blend it"
 
 
 def _gate(paged: PagedModel, codecs: Sequence[str]) -> tuple[GateReport, Rope | None]:
-    """Run the parity gate with the kernels, where every rank has them; without, if the model does not pass it with them."""
+    """Run the parity gate with the kernels if every rank has kernels; if the gate fails, run it without the kernels."""
     kernels = _kernels(paged)
     for chosen in (kernels, None) if all_ranks(kernels is not None) else (None,):
         paged.kernels = chosen
@@ -285,6 +286,6 @@ def _gate(paged: PagedModel, codecs: Sequence[str]) -> tuple[GateReport, Rope | 
 def _kernels(paged: PagedModel) -> Kernels | None:
     try:
         return paged.find_kernels()
-    except Exception as error:  # of a compiler or a driver
+    except Exception as error:  # an error of a compiler or a driver
         _log.warning("Blends do without the kernels for the GPU: %s: %s", type(error).__name__, error)
         return None

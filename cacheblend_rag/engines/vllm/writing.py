@@ -1,4 +1,4 @@
-"""Makes a KV writer act on the modules of vLLM's models, which hold several linear modules in one, and of each a rank's share."""
+"""Applies a KV writer to vLLM's modules, each of which joins a rank's shares of several linear modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cacheblend_rag.store.kv import WrittenBy
 
 @dataclass(frozen=True)
 class _Rows:
-    """Says which of the output's rows of a linear module, ``total`` of them, a rank computes."""
+    """Holds which of the ``total`` output rows of a linear module a rank computes: ``count`` rows from ``first`` on."""
 
     total: int
     first: int
@@ -25,10 +25,10 @@ class _Rows:
 
 
 def writing_on(model: Any, name: WrittenBy, dtype: torch.dtype, device: torch.device) -> Writing:
-    """Return what makes the writer of that name act on this rank's share of a model.
+    """Return the context manager that applies the KV writer ``name`` to this rank's share of a model.
 
     Raises:
-        InputError: It cannot be read, has changed, or adds to a module that the model has not.
+        InputError: The writer cannot be read, has changed, or adds to a module that the model lacks.
     """
     writer = KVWriter.read(name.directory)
     if writer.name != name:
@@ -52,9 +52,10 @@ def writing_on(model: Any, name: WrittenBy, dtype: torch.dtype, device: torch.de
 
 
 def _joined(module: Any, parts: Sequence[Part | None]) -> Part | None:
-    """Return what is to be added to this rank's share of vLLM's module, with ``b`` turned; None where the sizes do not fit.
+    """Return the part to add to this rank's share of vLLM's module, with ``b`` transposed; None if sizes do not fit.
 
-    ``parts`` go to each of the modules that it consists of; one in transformers may be several here.
+    ``parts`` holds a part, or None, for each of the joined modules; one module in transformers may be several modules
+    here.
     """
     rows = _rows(module)
     if len(parts) == 1 and len(rows) > 1 and parts[0] is not None and len(parts[0].b) == sum(r.total for r in rows):
@@ -76,10 +77,10 @@ def _joined(module: Any, parts: Sequence[Part | None]) -> Part | None:
 
 
 def _rows(module: Any) -> list[_Rows]:
-    """Return the rows of each linear module that vLLM's module consists of."""
+    """Return this rank's rows of each linear module that vLLM's module joins."""
     rank, ranks = module.tp_rank, module.tp_size
     if isinstance(module, QKVParallelLinear):
-        key_rank = rank // module.num_kv_head_replicas  # with fewer heads than ranks neighbours have the same
+        key_rank = rank // module.num_kv_head_replicas  # with fewer KV heads than ranks, neighbours share one
         heads, keys, size = module.num_heads, module.num_kv_heads, module.head_size
         sections = [(module.total_num_heads, heads, rank, size)]
         sections += [(module.total_num_kv_heads, keys, key_rank, each) for each in (size, module.v_head_size)]
@@ -91,6 +92,6 @@ def _rows(module: Any) -> list[_Rows]:
 
 
 def _over_ranks(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what adds up over the ranks where each has a share of the input, and the output is summed already."""
+    """Return the sum over ranks if each rank has a share of the input and the output is already summed; else None."""
     adds_up = isinstance(module, RowParallelLinear) and module.tp_size > 1 and module.reduce_results
     return sum_over_ranks if adds_up else None

@@ -1,4 +1,4 @@
-"""Runs LangChain on CacheBlend engines: the chains stay as they are, the chunks' KV is reused."""
+"""Runs LangChain on CacheBlend engines: chains stay unchanged and reuse the stored KV of retrieved chunks."""
 
 from langchain_cacheblend.chains import create_blended_documents_chain
 from langchain_cacheblend.chat import ChatCacheBlend

@@ -1,4 +1,4 @@
-"""Stuffs documents into a prompt by a chain that hands the chunks over one by one."""
+"""Stuffs documents into a prompt as separate content blocks, one for each chunk."""
 
 from __future__ import annotations
 
@@ -30,20 +30,28 @@ def create_blended_documents_chain(
 ) -> Runnable[dict[str, Any], Any]:
     """Return a chain like ``create_stuff_documents_chain``, with each document a content block of its own.
 
-    The model sees the same text. The blocks carry the chunks' ids, so nothing depends on finding them by content: documents
-    the engine has never seen, or that hold one another's text, are reused as well. With a string prompt, or a prompt that
-    changes the documents, this is the stuff chain.
+    The model sees the same text. The blocks carry the chunks' ids, so no search by content is needed: documents that
+    are unknown to the engine, or that contain one another's text, are reused as well. With a string prompt, or a prompt
+    that changes the documents, the chain works like the stuff chain.
 
     Args:
         llm: :class:`~langchain_cacheblend.ChatCacheBlend`, or any other model that takes text blocks.
-        prompt: Takes ``document_variable_name``, and whatever else the chain's input holds.
-        output_parser: None takes the answer's text.
-        document_prompt: Formats one document, from ``page_content`` and its metadata; None takes ``page_content`` alone.
-        document_separator: What stands between two documents.
+        prompt: Prompt template with the variable ``document_variable_name``; its other variables come from the chain's
+            input.
+        output_parser: Parser of the answer; None returns the answer's text.
+        document_prompt: Formats one document, from ``page_content`` and its metadata; None takes ``page_content``
+            alone.
+        document_separator: Text between two documents.
         document_variable_name: Key of the documents in the chain's input.
 
     Raises:
         InputError: ``prompt`` has no such variable.
+
+    Example:
+        Answer from retrieved documents::
+
+            chain = create_blended_documents_chain(ChatCacheBlend(engine=engine), prompt)
+            answer = chain.invoke({"context": documents, "input": "Who is the captain?"})
     """
     if document_variable_name not in prompt.input_variables:
         raise InputError(
@@ -81,12 +89,12 @@ def create_blended_documents_chain(
 
 
 def _new_mark() -> str:
-    # Drawn anew for each call and gone before the model is asked, so that no document can spell it.
+    # A new random mark for each call, which is gone before the model is called, so that no document can contain it.
     return f"documents-{uuid4().hex}"
 
 
 class _Formatted(NamedTuple):
-    """A document as its template formats it: the document's text, and what the template puts before and after."""
+    """Holds a document as its template formats it: the document's text, and the template's text before and after."""
 
     before: str
     text: str
@@ -105,7 +113,7 @@ def _formatted(document: Document, template: BasePromptTemplate[str]) -> _Format
 
 
 def _put(whole: PromptValue, marked: PromptValue, mark: str, blocks: list[dict[str, Any]]) -> PromptValue:
-    """Return the prompt with blocks in the place of the mark, where that says the same as it does with their text."""
+    """Return the prompt with ``blocks`` at the mark if its text is then the same as ``whole``; else ``whole``."""
     if not isinstance(marked, ChatPromptValue):
         return whole
     put = ChatPromptValue(messages=[_put_message(message, mark, blocks) for message in marked.messages])

@@ -30,19 +30,26 @@ _OWN_ARGUMENTS = ("chunk_ids", "tools", "tool_choice", "response_format")
 
 
 class ChatCacheBlend(EngineFields, BaseChatModel):
-    """A chat model that reuses the KV of every chunk in its messages.
+    """Answers chats, reusing the stored KV of every chunk in the messages.
 
-    Chunks are resolved here, where the messages are final: explicit references first (a text block whose ``id`` is the
-    chunk's, the documents in a ``ToolMessage``'s artifact, ``chunk_ids=`` of a call), then registered chunks found by
-    content, then ordinary prefill. Every answer says what was reused: ``usage_metadata["input_token_details"]`` and
-    ``response_metadata["cacheblend"]``.
+    Chunks are resolved in the final messages. First come explicit references: a text block whose ``id`` is the chunk's,
+    the documents in a ``ToolMessage``'s artifact, and ``chunk_ids=`` of a call. Then come registered chunks found by
+    content. All other text is prefilled. Every answer reports the reused KV: ``usage_metadata["input_token_details"]``
+    and ``response_metadata["cacheblend"]``.
 
     Safe to use from several threads.
 
     Attributes:
-        streaming: Whether ``invoke`` streams inside, for callbacks that listen to tokens.
-        chat_template_kwargs: What else the model's chat template reads: ``{"enable_thinking": False}`` has Qwen3 answer without
-            thinking first.
+        streaming: Whether ``invoke`` streams internally, for callbacks that listen to tokens.
+        chat_template_kwargs: Additional variables of the model's chat template: with ``{"enable_thinking": False}``
+            Qwen3 answers without thinking first.
+
+    Example:
+        Ask a question and print the reused tokens::
+
+            llm = ChatCacheBlend(engine=engine, max_tokens=64)
+            answer = llm.invoke(f"{chunk.text} Who is the captain?")
+            print(answer.text, answer.usage_metadata["input_token_details"])
     """
 
     streaming: bool = False
@@ -63,7 +70,7 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
 
     @property
     def engine(self) -> BlendEngine:
-        """See :class:`EngineFields`; what the model can do is known once it is open."""
+        """Return the engine that answers (see :class:`EngineFields`); sets the model's profile once it is open."""
         engine = super().engine
         if self.profile is None:
             self.profile = self._profile_of(engine)
@@ -86,9 +93,10 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         }
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Return the number of tokens the model sees for these messages, rendered with its chat template.
+        """Return the number of prompt tokens for these messages, rendered with the model's chat template.
 
-        Where the template refuses them, as many do parts of a history (``trim_messages`` asks about such), each counts alone.
+        If the template refuses the messages, as many templates refuse parts of a history (which ``trim_messages``
+        counts), each message is counted alone.
         """
         specs = [convert_to_openai_tool(tool) for tool in tools or ()]
         try:
@@ -102,7 +110,7 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
     def _length_alone(self, message: BaseMessage, tools: Sequence[Mapping[str, Any]]) -> int:
         try:
             return self._length([message], tools)
-        except InputError:  # no template refuses what a user says first
+        except InputError:  # no template refuses a user's first message
             return self._length([HumanMessage(message.content)], tools)
 
     def _prompt(
@@ -122,7 +130,7 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
     def _call(
         self, messages: Sequence[BaseMessage], run: UUID | None, stop: Sequence[str] | None, kwargs: dict[str, Any]
     ) -> Asked:
-        """Resolve a call of ``run``."""
+        """Return the engine call for ``messages`` as a part of ``run``."""
         choice = kwargs.get("tool_choice")
         tools = tools_asked([convert_to_openai_tool(tool) for tool in kwargs.get("tools") or ()], choice)
         schema = schema_of(kwargs.get("response_format")) or kwargs.get("json_schema")
@@ -230,16 +238,17 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
         tool_choice: Any = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Return this model with tools: its chat template shows them, and calls are read off its answers.
+        """Return this model with tools: the chat template shows the tools, and calls are parsed from the answers.
 
         Args:
-            tools: Anything LangChain makes a tool of.
-            tool_choice: ``"auto"``; ``"any"`` or a tool's name, which takes an engine with guided decoding; ``"none"``.
+            tools: Anything LangChain converts to a tool.
+            tool_choice: ``"auto"`` or ``"none"``; ``"any"`` or a tool's name, which require an engine with guided
+                decoding.
             **kwargs: Further arguments of every call.
 
         Raises:
-            InputError: ``tool_choice`` names no bound tool. Calls raise it where the template does not show tools, or the
-                engine cannot enforce the choice.
+            InputError: ``tool_choice`` names no bound tool. Calls raise it if the template does not show tools, or if
+                the engine cannot enforce the choice.
         """
         formatted = [convert_to_openai_tool(tool) for tool in tools]
         required_tool(tool_choice, formatted)
@@ -260,14 +269,14 @@ class ChatCacheBlend(EngineFields, BaseChatModel):
 
         Args:
             schema: A pydantic class, a ``TypedDict`` or a JSON schema.
-            method: ``"json_schema"``: the answer is the JSON text. ``"function_calling"``: it is a call of a tool with that
-                schema. ``"json_mode"``: it is some JSON object, which the prompt must describe.
+            method: ``"json_schema"``: the answer is the JSON text. ``"function_calling"``: the answer is a call of a
+                tool with that schema. ``"json_mode"``: the answer is any JSON object, which the prompt must describe.
             include_raw: Return ``raw``, ``parsed`` and ``parsing_error`` instead of raising when parsing fails.
-            strict: Accepted for other models' sake; guided decoding is always strict.
+            strict: Accepted for compatibility with other models; guided decoding is always strict.
             **kwargs: Further arguments of every call.
 
         Raises:
-            InputError: The engine has no guided decoding, or there is no such method.
+            InputError: The engine has no guided decoding, or ``method`` is unknown.
         """
         if method not in METHODS:
             raise InputError(f"method is {method!r}; give one of {', '.join(METHODS)}.")

@@ -1,4 +1,4 @@
-"""Turns documents into chunks, and chunks into vectors, with what the engine and `cacheblend-rag` bring along."""
+"""Splits documents into chunks, and embeds texts, with the engine's tokenizer and the model in `cacheblend-rag`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from cacheblend_rag.frameworks import DEFAULT_CHUNK_TOKENS, DEFAULT_EMBEDDING, E
 
 
 class ChunkSplitter(BaseDocumentTransformer):
-    """Splits documents at sentence and paragraph edges, by the tokens of the engine's own model.
+    """Splits documents at sentence and paragraph ends, by the tokens of the engine's own model.
 
-    Any other splitter will do as well; this one knows how many tokens a chunk costs.
+    Any other splitter works, too; this splitter counts the tokens that a chunk costs.
+
+    Example:
+        Split documents into chunks of at most 512 tokens::
+
+            splitter = ChunkSplitter(engine, max_tokens=512)
+            chunks = splitter.split_documents(documents)
     """
 
     def __init__(self, engine: BlendEngine, max_tokens: int = DEFAULT_CHUNK_TOKENS, overlap: int = 0):
-        """Split with ``engine``'s tokenizer into chunks of at most ``max_tokens``, about ``overlap`` of them repeated."""
+        """Split with ``engine``'s tokenizer into chunks of at most ``max_tokens``, with about ``overlap`` repeated."""
         self.engine, self.max_tokens, self.overlap = engine, max_tokens, overlap
 
     def split_documents(self, documents: Sequence[Document]) -> list[Document]:
@@ -38,31 +44,38 @@ class ChunkSplitter(BaseDocumentTransformer):
         return split
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> list[Document]:
-        """See :meth:`split_documents`."""
+        """Return the chunks as documents; see :meth:`split_documents`."""
         return self.split_documents(documents)
 
 
 class BundledEmbeddings(Embeddings):
-    """A sentence-transformers model, by default the one whose weights come with a package (all-MiniLM-L6-v2).
+    """Embeds with a sentence-transformers model, by default the bundled all-MiniLM-L6-v2.
 
-    A text longer than the model reads gets the mean of its windows' vectors. The model is loaded on first use.
+    A text longer than the model's limit gets the mean of its windows' vectors. The model is loaded on first use.
+
+    Example:
+        Fill a vector store in memory::
+
+            store = InMemoryVectorStore(BundledEmbeddings())
+            store.add_documents(chunks)
     """
 
     def __init__(self, name: str = DEFAULT_EMBEDDING, query_encoder: str | Path | None = None):
         """Use the default, a directory, or a sentence-transformers model of the hub.
 
-        ``query_encoder``: directory of a model that `cacheblend tune-retriever` has made; it embeds the questions.
+        ``query_encoder`` is the directory of a model made by `cacheblend tune-retriever`; that model embeds the
+        questions.
         """
         self.name, self.query_encoder = name, query_encoder
         self._embedder: Embedder | None = None
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what names the model: who unpickles it loads its own."""
+        """Return the names of the models; an unpickled copy loads its own models."""
         return {"name": self.name, "query_encoder": self.query_encoder}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set it up from that."""
+        """Set up the object from the names of its models."""
         self.__init__(**state)  # type: ignore[misc]
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:

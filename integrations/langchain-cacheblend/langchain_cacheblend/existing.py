@@ -1,4 +1,4 @@
-"""Reads what a vector store holds already, document by document."""
+"""Reads the documents that a vector store already holds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _PAGE = 256
 
 
 def existing_documents(base: VectorStore) -> Iterator[Document]:
-    """Return the documents of a vector store, a page at a time; LangChain's interface has no way to ask for all of them.
+    """Return the documents of a vector store, a page at a time; LangChain's interface cannot list all documents.
 
     Raises:
-        InputError: It is none of those whose documents can be listed here.
+        InputError: The documents of this kind of vector store cannot be listed.
     """
     if isinstance(base, InMemoryVectorStore):
         return _in_memory(base)
-    # By what they have: none of these packages is needed for another one's store.
+    # Recognised by attributes, not by class: none of these packages is needed for another package's store.
     if hasattr(base, "_collection") and hasattr(base, "get"):
         return _chroma(base)
     if hasattr(base, "index_to_docstore_id") and hasattr(base, "docstore"):
@@ -62,7 +62,7 @@ def _chroma(base: Any) -> Iterator[Document]:
 def _faiss(base: Any) -> Iterator[Document]:
     for name in list(base.index_to_docstore_id.values()):
         found = base.docstore.search(name)
-        if isinstance(found, Document):  # a message says that there is none
+        if isinstance(found, Document):  # the result for a missing document is a message
             yield Document(id=name, page_content=found.page_content, metadata=found.metadata)
 
 
@@ -81,7 +81,7 @@ def _qdrant(base: Any) -> Iterator[Document]:
 
 
 def _pgvector(base: Any) -> Iterator[Document]:
-    """Those of `langchain_postgres.PGVector`, in the order of their ids: rows in no order may come twice, or not at all."""
+    """Yield the documents of `langchain_postgres.PGVector`, ordered by id: unordered pages may repeat or miss rows."""
     row = base.EmbeddingStore
     behind = ""
     while True:
@@ -97,7 +97,7 @@ def _pgvector(base: Any) -> Iterator[Document]:
 
 
 def _pgvector_table(base: Any) -> Iterator[Document]:
-    """Those of `langchain_postgres.PGVectorStore`, whose pages come in no order: first all ids, then what they name."""
+    """Yield the documents of `langchain_postgres.PGVectorStore`: first list all ids, as its pages have no order."""
     names = base.get(include=[])["ids"]
     for first in range(0, len(names), _PAGE):
         yield from base.get_by_ids(names[first : first + _PAGE])

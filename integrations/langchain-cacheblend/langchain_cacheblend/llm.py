@@ -27,9 +27,15 @@ _options: ContextVar[Mapping[str, Any]] = ContextVar("options of the call", defa
 
 
 class CacheBlendLLM(EngineFields, BaseLLM):
-    """The text twin of :class:`ChatCacheBlend`: the prompt goes to the model as it is, without a chat template.
+    """Completes text; sends the prompt to the model as it is, without the chat template of :class:`ChatCacheBlend`.
 
-    Chunks named by ``chunk_ids=`` are looked for first, then all registered ones, by content.
+    The prompt is searched first for the chunks named by ``chunk_ids=``, then for all registered chunks, by content.
+
+    Example:
+        Complete a prompt that contains a registered chunk::
+
+            llm = CacheBlendLLM(engine=engine, max_tokens=64)
+            print(llm.invoke(chunk.text + " Question: Who is the captain? Answer:"))
     """
 
     @property
@@ -38,16 +44,16 @@ class CacheBlendLLM(EngineFields, BaseLLM):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """Return what decides the answer, the call's options too: LangChain keys its cache of text models by these alone."""
+        """Return all parameters that determine the answer, the call's too: LangChain keys its cache by them alone."""
         return {**super()._identifying_params, **_options.get()}
 
     def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
-        """See :class:`BaseLLM`."""
+        """Return LangChain's result for ``prompts``; see :class:`BaseLLM`."""
         with _identified_by(kwargs):
             return super().generate(prompts, *args, **kwargs)
 
     async def agenerate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
-        """See :class:`BaseLLM`."""
+        """Generate asynchronously; see :meth:`generate`."""
         with _identified_by(kwargs):
             return await super().agenerate(prompts, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Turns LangChain's messages into what `cacheblend_rag.chat_prompt` takes."""
+"""Converts LangChain's messages to the messages that `cacheblend_rag.chat_prompt` takes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from langchain_core.messages import (
 from cacheblend_rag import BlendEngine, Chunk, InputError
 from cacheblend_rag.frameworks import chunk_of
 
-# Where LangChain's own packages put what a model thought, and `AIMessage.content_blocks` looks for it; templates, too.
+# Key for a model's reasoning in LangChain's own packages, in `AIMessage.content_blocks` and in chat templates.
 _THOUGHTS = "reasoning_content"
-# Blocks of an answer that say what its `tool_calls` say too, or that templates leave out of the history.
+# Blocks of an answer that repeat its `tool_calls`, or that templates leave out of the history.
 _SILENT_BLOCKS = {
     "tool_use",
     "tool_call",
@@ -36,16 +36,16 @@ _SILENT_BLOCKS = {
 
 
 def chat_messages(messages: Sequence[BaseMessage], engine: BlendEngine) -> list[dict[str, Any]]:
-    """Return role, content, thoughts and tool calls of each message, with the chunks its artifact names.
+    """Return role, content, reasoning and tool calls of each message, with the chunks in its artifact.
 
     Raises:
-        InputError: A message of a kind that models cannot read.
+        InputError: Models cannot read a message of this kind.
     """
     return [_convert(message, engine) for message in messages]
 
 
 def thoughts(reasoning: str) -> dict[str, str]:
-    """Return the additional fields of an answer's message, or of a piece of it, that was thought before."""
+    """Return the additional fields for the message, or message chunk, of an answer with ``reasoning``."""
     return {_THOUGHTS: reasoning} if reasoning else {}
 
 
@@ -93,7 +93,7 @@ def _content(message: BaseMessage) -> str | list[Any]:
 
 
 def _artifact_chunks(artifact: Any, engine: BlendEngine) -> list[Chunk]:
-    """Return the chunks of the documents a retriever tool returned beside its text."""
+    """Return the chunks of the documents that a retriever tool returned beside its text."""
     documents: Iterable[Any] = [artifact] if isinstance(artifact, Document) else artifact
     if not isinstance(documents, (list, tuple)):
         return []

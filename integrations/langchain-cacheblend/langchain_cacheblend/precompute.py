@@ -1,4 +1,4 @@
-"""Computes KV beforehand."""
+"""Precomputes the KV of chunks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cacheblend_rag import BlendEngine, CacheBlendError, Chunk, PrecomputeReport
 
 
 def precompute(engine: BlendEngine, chunks: list[Chunk]) -> PrecomputeReport:
-    """Compute and store KV; what cannot be stored is a warning, because a prompt computes it when it needs it."""
+    """Compute and store the chunks' KV; warn if KV cannot be stored, because a prompt computes missing KV itself."""
     try:
         report = engine.precompute(chunks)
     except CacheBlendError as error:

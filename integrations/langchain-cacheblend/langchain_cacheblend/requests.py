@@ -1,4 +1,4 @@
-"""Shares between chat model and text LLM their fields, a call's parameters, and what a call reports."""
+"""Holds the code that chat model and text LLM share: their fields, a call's parameters, and an answer's metadata."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ from cacheblend_rag.frameworks import (
 )
 from langchain_cacheblend.runs import RETRIEVALS
 
-# Passed by LangChain to every provider; they ask for nothing that a model run in-process could do otherwise.
+# LangChain passes these arguments to every provider; they have no effect on a model in this process.
 _IGNORED = {"strict", "parallel_tool_calls", "stream", "streaming"}
-# What names an engine: with one that is given it would say nothing, or something else.
+# Fields that name an engine; they are refused beside a given engine.
 _NAMING = ("model", "store", "device", "dtype", "writer", "threads", "base_url")
 _KEY_VARIABLE = "CACHEBLEND_API_KEY"
-# LangChain gives these to every model; an engine that is given has its own, or no connection at all.
+# LangChain gives these fields to every model; a given engine has its own connection, or none.
 _CONNECTION = ("api_key", "timeout", "max_retries")
 
 
 class PromptTooLong(PromptTooLongError, ContextOverflowError):  # noqa: N818 - named like its base
-    """The prompt exceeds the context window, in the terms of both libraries (LangChain's middleware catches its own)."""
+    """Says that the prompt exceeds the context window, as an error of both libraries, for LangChain's middleware."""
 
 
 @contextmanager
 def langchain_errors() -> Iterator[None]:
-    """Turn a prompt that is too long into the error LangChain looks for."""
+    """Raise :class:`PromptTooLong` in place of PromptTooLongError, for LangChain."""
     try:
         yield
     except PromptTooLongError as error:
@@ -68,49 +68,51 @@ def langchain_errors() -> Iterator[None]:
 
 
 class EngineFields(Serializable):
-    """The fields of both models. Those from ``max_tokens`` on may be given per call, too: ``llm.invoke(x, ratio=0.3)``.
+    """Holds the fields of both models. A call may override those from ``max_tokens`` on: ``llm.invoke(x, ratio=0.3)``.
 
-    ``engine=`` takes an engine of yours: it is held, not owned, so close it yourself; it is never serialised, printed or traced,
-    and a model that has one is written by ``langchain_core.load.dumps`` as one that cannot be read back.
-    Without one the next fields name it; it is opened when it is first needed, shared by all that name it alike, and closed when
-    the process ends. With neither, the environment does: ``CACHEBLEND_BASE_URL``, or ``CACHEBLEND_MODEL`` and
-    ``CACHEBLEND_STORE``. ``engine="vllm"`` runs a model that is named on vLLM.
+    The model does not own an engine given as ``engine=``: close the engine yourself. A given engine is never
+    serialised, printed or traced, and ``langchain_core.load.dumps`` writes its model as one that cannot be read back.
+    Without a given engine, the next fields name the engine. A named engine is opened at its first use, shared by all
+    models with the same names, and closed when the process ends. Without ``model`` and ``base_url``, the environment
+    names the engine: ``CACHEBLEND_BASE_URL``, or ``CACHEBLEND_MODEL`` and ``CACHEBLEND_STORE``. ``engine="vllm"`` runs
+    a named model on vLLM.
 
     Attributes:
-        given_engine: What was given as ``engine=``; :attr:`engine` is what answers.
-        model: A directory, a GGUF file, a hub name, ``"smollm2"`` or ``"bundled"``; with ``base_url`` the name that the server
-            must serve.
-        store: Where stored KV is: a directory, or tiers by address. None keeps it in RAM.
+        given_engine: The argument ``engine=``; :attr:`engine` is the engine that answers.
+        model: Directory, GGUF file, hub name, ``"smollm2"`` or ``"bundled"``; with ``base_url`` the name that the
+            server must serve.
+        store: Location of stored KV: a directory, or tiers by address. None stores KV in RAM.
         device: ``"cpu"``, ``"cuda"``... None takes CUDA if there is one.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes fp32 on a CPU, the model's own elsewhere.
-        writer: What computes the KV of chunks: the directory of a KV writer, ``"probe"`` or ``"none"``; None takes the one that
-            the model comes with, as ``"smollm2"`` does.
-        threads: CPU threads of torch, in the whole process: of several models that name them the one asked last counts.
-        base_url: Address of a `cacheblend serve`, which has the model.
-        api_key: Its key; None takes ``CACHEBLEND_API_KEY`` from the environment.
-        timeout: Longest wait for the next piece of its answer, in seconds.
-        max_retries: How often a request is sent to it again.
-        max_tokens: Most tokens to generate; exceeding the context window with it is an error. None takes 512, or what the
-            window leaves.
+        writer: KV writer of the chunks: its directory, ``"probe"`` or ``"none"``; None takes the writer that the model
+            comes with, as ``"smollm2"`` does.
+        threads: CPU threads of torch, in the whole process; of several models with a number, the model asked last
+            decides.
+        base_url: Address of a `cacheblend serve`, which runs the model.
+        api_key: Key for the server; None takes ``CACHEBLEND_API_KEY`` from the environment.
+        timeout: Longest wait for the next piece of the server's answer, in seconds.
+        max_retries: Number of times that a request is sent to the server again.
+        max_tokens: Most tokens to generate; it is an error if prompt and answer exceed the context window. None takes
+            512, or the tokens left in the window.
         temperature: 0 is greedy.
         top_p: Nucleus mass in (0, 1].
-        top_k: Sample from so many of the likeliest tokens; 0 for all.
+        top_k: Number of likeliest tokens to sample from; 0 for all.
         seed: Makes sampling repeatable.
-        presence_penalty: Taken off the logit of every token that the answer has already, -2 to 2.
-        frequency_penalty: The same, times how often it has it.
+        presence_penalty: Subtracted from the logit of every token that the answer already contains, -2 to 2.
+        frequency_penalty: Subtracted from the logit of a token for each time that the answer contains it, -2 to 2.
         stop_repeating: End an answer that says 16 to 128 tokens twice, one behind the other.
-        logprobs: Return the log-probability of every token of the answer and of so many alternatives, in
+        logprobs: Return the log-probability of every token of the answer, and of this number of alternatives, in
             ``response_metadata["logprobs"]``.
         stop: Strings that end the answer; they are not part of it.
-        ratio: Recompute ratio in [0, 1], or ``"auto"``: the model profile's, and more for text unlike that of its calibration.
-            None takes the profile's, as with the next three.
+        ratio: Recompute ratio in [0, 1], or ``"auto"``: the model profile's, and more for text unlike the calibration's
+            text. None takes the profile's ratio, and likewise for the next three fields.
         policy: Token-selection policy.
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
-        quality: In place of the three: ``"high"`` (the profile's blend), ``"fast"`` (recomputes less), ``"exact"`` (only what a
-            prefix cache could reuse) or ``"full"`` (full prefill).
-        on_miss: What to do where a formatter has altered retrieved chunks, so that their stored KV is of no use: ``"warn"`` (a
-            log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``. Answers say it in any case. With
-            ``"error"`` it is one, too, where the policy that is given gave way to another.
+        quality: Replaces the three fields above: ``"high"`` (the profile's blend), ``"fast"`` (recomputes less),
+            ``"exact"`` (reuses only the KV that a prefix cache could reuse) or ``"full"`` (full prefill).
+        on_miss: Reaction to retrieved chunks that a formatter has altered, so that their stored KV is useless:
+            ``"warn"`` (a log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``. Answers report
+            altered chunks in any case. ``"error"`` also raises if the given policy fell back to another policy.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -145,38 +147,38 @@ class EngineFields(Serializable):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, values: Any) -> Any:
-        """Refuse misspelt fields: pydantic would drop them, and the model would answer with other settings than asked."""
+        """Refuse misspelt fields: pydantic would drop them, and the model would answer with unintended settings."""
         if not isinstance(values, Mapping):
             return values
         given = with_usual_names(values)
-        # A copy that LangChain makes (`configurable_fields`) gives fields by their own names.
+        # Copies that LangChain makes (`configurable_fields`) give the fields by their own names.
         engine = given["given_engine"] = given.pop("engine", given.get("given_engine"))
         names = {field.alias or name for name, field in cls.model_fields.items()} | set(cls.model_fields)
         if unknown := sorted(set(given) - names):
             known = ", ".join(sorted({"engine", *EngineFields.model_fields} - {"given_engine"}))
             raise InputError(f"{cls.__name__} has no field {unknown[0]!r}; it has {known}.")
         _check_named(engine, given)
-        # Before pydantic coerces the values: what is wrong is said as in a call.
+        # Check before pydantic coerces the values, so that the error messages are the same as a call's.
         check_given(given)
         check_run_options(given.get("dtype"), given.get("threads"))
         return given
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Refuse values outside their range when the model is made, not at its first call."""
+        """Refuse values outside their range when the model is created, not at its first call."""
         sampling_of(options_of(self), room=1)
         return self
 
     @property
     def engine(self) -> BlendEngine:
-        """Return the engine that answers; opened now if it was named and is not open.
+        """Return the engine that answers; open a named engine if it is not open.
 
         Raises:
-            InputError, ModelError, ServerError, StoreError: As :func:`cacheblend_rag.frameworks.shared_engine`.
+            InputError, ModelError, ServerError, StoreError: See :func:`cacheblend_rag.frameworks.shared_engine`.
         """
         if isinstance(self.given_engine, BlendEngine):
             return self.given_engine
-        # Not kept: once it is closed, the next use opens another.
+        # Not stored in a field: after the engine is closed, the next use opens another.
         return shared_engine(
             self.model,
             engine=self.given_engine or "transformers",
@@ -197,11 +199,11 @@ class EngineFields(Serializable):
         return {"api_key": _KEY_VARIABLE}
 
     def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
-        """Return what ``dumps`` writes: the fields that are set; of a model that holds an engine, that it cannot be made of them.
+        """Return the set fields for ``dumps``; for a model with a given engine, a record that it cannot be rebuilt.
 
-        ``loads(text, allowed_objects=[ChatCacheBlend], valid_namespaces=["langchain_cacheblend"], secrets_from_env=True)`` reads
-        it back, the key from ``CACHEBLEND_API_KEY``. ``is_lc_serializable`` stays False: else LangChain's cache would take models
-        that hold different engines for one.
+        ``loads(text, allowed_objects=[ChatCacheBlend], valid_namespaces=["langchain_cacheblend"], secrets_from_env=True)``
+        reads the record back, with the key from ``CACHEBLEND_API_KEY``. ``is_lc_serializable`` stays False: otherwise
+        LangChain's cache would treat models with different engines as one model.
         """
         if isinstance(self.given_engine, BlendEngine):
             return self.to_json_not_implemented()
@@ -218,18 +220,18 @@ class EngineFields(Serializable):
 
     @property
     def model_name(self) -> str:
-        """Return what the user called the engine's model."""
+        """Return the user's name for the engine's model."""
         return self.engine.fingerprint.name
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """Return what decides the answer: the key of LangChain's LLM cache, and what tracers see."""
-        # LangChain puts the call's `stop`, None as well, in the place of ours.
+        """Return all parameters that determine the answer: the key of LangChain's LLM cache, also shown in traces."""
+        # LangChain overwrites `stop` with the call's value, even with None; hence the second name `stop_sequences`.
         own = {"fingerprint": self.engine.fingerprint.digest, "stop_sequences": self.stop, **options_of(self)}
         return {"model_name": self.model_name, **own}
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Return the model's own tokens of ``text``, without any that a template adds."""
+        """Return the model's own tokens of ``text``, without the tokens that a template adds."""
         return encoder_for(self.engine.tokenizer).document(text)
 
     def request(
@@ -245,18 +247,19 @@ class EngineFields(Serializable):
         """Return the engine call for a prompt.
 
         Args:
-            build: Makes the prompt, of the chunks that the engine knows then.
-            run: The run that this call is a part of.
+            build: Builds the prompt from the chunks that the engine knows at that time.
+            run: Run that this call is a part of.
             stop: Stop strings of this call; None takes the field's.
-            kwargs: The other arguments of this call; they go before the fields.
-            known: Names in ``kwargs`` that the caller has dealt with.
-            tools: The tools that the prompt shows.
-            chat: Whether thoughts are told from the answer.
+            kwargs: Other arguments of this call; they override the fields.
+            known: Names in ``kwargs`` that the caller has handled.
+            tools: Tools that the prompt shows.
+            chat: Whether to separate the model's reasoning from the answer.
 
         Raises:
-            InputError: An argument that nothing reads, a value out of range, or another model than the engine's.
+            InputError: An argument is unknown, a value is out of range, or the call names another model than the
+                engine's.
             PromptTooLongError: Prompt and answer exceed the context window.
-            AlteredChunkError: As ``on_miss`` wants it.
+            AlteredChunkError: A retrieved chunk was altered, and ``on_miss`` is ``"error"``.
         """
         kwargs = with_usual_names(kwargs)
         allowed = {*CALL_OPTIONS, *_IGNORED, *known, "json_schema", "model", "on_miss"}
@@ -274,7 +277,7 @@ class EngineFields(Serializable):
         return ask(self.engine, build, options, log=RETRIEVALS, run=run, tools=tools, chat=chat)
 
     def answer_metadata(self, done: Generation, asked: Asked) -> dict[str, Any]:
-        """Return the response metadata of an answer: which model, why it ended, how its KV came about."""
+        """Return the response metadata of an answer: the model, the finish reason, and the outcome of the prompt."""
         return {
             **asked.logprobs(done),
             "model_name": self.model_name,
@@ -284,7 +287,7 @@ class EngineFields(Serializable):
 
 
 def _check_named(engine: Any, given: Mapping[str, Any]) -> None:
-    """Refuse what is no engine, and names of one beside it."""
+    """Refuse an invalid ``engine``, and fields that name an engine beside a given one."""
     if not isinstance(engine, BlendEngine):
         if engine not in (None, *get_args(EngineName)):
             raise InputError(
@@ -302,8 +305,9 @@ def _check_named(engine: Any, given: Mapping[str, Any]) -> None:
 def usage_metadata(done: Generation, request: Request) -> UsageMetadata:
     """Return the token counts of an answer. The input details are disjoint and add up to at most ``input_tokens``.
 
-    ``cache_read``: stored KV used as it is. ``recomputed``: had stored KV, and the selection policy chose to recompute it.
-    ``cache_creation``: tokens of chunks without stored KV, computed in place and handed to the store for the next prompt.
+    ``cache_read``: tokens whose stored KV was used as it is. ``recomputed``: tokens with stored KV that the selection
+    policy chose to recompute. ``cache_creation``: tokens of chunks without stored KV, computed in place and stored for
+    the next prompt.
     """
     usage = done.usage
     chunks = {span.chunk.id: span.chunk for span in request.prompt.spans}

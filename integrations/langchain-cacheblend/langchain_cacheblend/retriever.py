@@ -1,4 +1,4 @@
-"""Wraps a retriever so that the engine knows what it found."""
+"""Wraps a retriever so that the engine knows the documents it returns."""
 
 from __future__ import annotations
 
@@ -21,21 +21,27 @@ from langchain_cacheblend.documents import BundledEmbeddings
 from langchain_cacheblend.precompute import precompute
 
 _RUNS = ("invoke", "ainvoke")
-"""Where a retriever has these of its own, they do more than ask it."""
+"""Methods that, if a retriever overrides them, do more than call the retriever's search."""
 
 
 class CacheBlendRetriever(BaseRetriever):
-    """Wraps any retriever: the same documents, and the engine can find them in the prompt that follows.
+    """Wraps any retriever: returns the same documents, and the engine can find them in the prompt that follows.
 
-    What is found is registered with the engine, so that the LLM recognises it by content wherever it stands whole, and its
-    stored KV is read ahead. Chunks without stored KV are computed in the prompt and stored for the next one;
-    :meth:`precompute` does that beforehand.
+    Returned documents are registered with the engine, so that the LLM recognises them by content wherever they stand
+    whole, and their stored KV is read ahead. Chunks without stored KV are computed in the prompt and stored for the
+    next prompt; :meth:`precompute` computes them beforehand.
 
     Attributes:
         base_retriever: Any retriever, or other runnable from a question to documents.
-        engine: The engine that answers. Held, not owned; never serialised.
-        k: Most documents to return; None: as many as the base returns. ``invoke(question, k=...)`` goes before it.
-        prefetch: Whether to read the stored KV of what was found ahead, in the background.
+        engine: The engine that answers; not closed and never serialised by the retriever.
+        k: Most documents to return; None returns as many as the base. ``invoke(question, k=...)`` overrides it.
+        prefetch: Whether to read the stored KV of returned documents ahead, in the background.
+
+    Example:
+        Wrap an existing retriever::
+
+            retriever = CacheBlendRetriever(base_retriever=your_retriever, engine=engine)
+            documents = retriever.invoke("Who is the captain?")
     """
 
     base_retriever: RetrieverLike
@@ -55,17 +61,18 @@ class CacheBlendRetriever(BaseRetriever):
         query_encoder: str | Path | None = None,
         k: int = 6,
     ) -> CacheBlendRetriever:
-        """Return a retriever over ``documents``, their KV precomputed. Each is one chunk: split them before.
+        """Return a retriever over ``documents``, each one chunk (split long documents first), and precompute their KV.
 
         Args:
-            documents: Chunks, for instance of :class:`~langchain_cacheblend.ChunkSplitter`.
+            documents: Chunks, for instance from :class:`~langchain_cacheblend.ChunkSplitter`.
             engine: The engine that answers.
-            embedding: How to compare them with a question; None takes the model that comes with ``cacheblend-rag``.
+            embedding: Embedding of documents and questions; None takes the model that comes with ``cacheblend-rag``.
             query_encoder: Directory that `cacheblend tune-retriever` has made for that model: it embeds the questions.
             k: Most documents to return.
 
         Raises:
-            InputError: Both ``embedding`` and ``query_encoder``: give the embedding its own, as ``BundledEmbeddings`` takes it.
+            InputError: Both ``embedding`` and ``query_encoder`` are given; give the query encoder to
+                ``BundledEmbeddings`` instead.
         """
         if embedding is not None and query_encoder is not None:
             raise InputError("Give the query encoder to the embedding: BundledEmbeddings(name, query_encoder=DIR).")
@@ -79,14 +86,14 @@ class CacheBlendRetriever(BaseRetriever):
     def from_vectorstore(
         cls, vectorstore: VectorStore, engine: BlendEngine, *, k: int | None = None, **kwargs: Any
     ) -> CacheBlendRetriever:
-        """Return a retriever over a vector store that is filled already; ``kwargs`` as for ``as_retriever``."""
+        """Return a retriever over a filled vector store; ``kwargs`` are passed to ``as_retriever``."""
         return cls(base_retriever=vectorstore.as_retriever(**kwargs), engine=engine, k=k)
 
     def precompute(self, documents: Sequence[Document]) -> PrecomputeReport:
-        """Compute and store the KV of documents that will be retrieved, whole as they are.
+        """Compute and store the KV of documents that will be retrieved, unchanged.
 
-        Documents longer than the context window are left out. A store that refuses is a warning: the prompt computes
-        what is missing.
+        Documents longer than the context window are left out. If the store fails, a warning is issued, and prompts
+        compute the missing KV.
         """
         return precompute(self.engine, uses_of(self.engine).register(self.engine, _texts(documents)))
 
@@ -111,18 +118,18 @@ class CacheBlendRetriever(BaseRetriever):
         return await asyncio.to_thread(self._register, found, kwargs)
 
     def _same_run(self) -> BaseRetriever | None:
-        """Return the base where it can work within this retriever's run: as one of its own, callbacks would see it twice."""
+        """Return the base if it can run within this retriever's run; two runs would appear twice in callbacks."""
         base = self.base_retriever
         if not isinstance(base, BaseRetriever) or not base._new_arg_supported:
             return None
         return base if all(getattr(type(base), name) is getattr(BaseRetriever, name) for name in _RUNS) else None
 
     def _get_ls_params(self, **kwargs: Any) -> LangSmithRetrieverParams:
-        base = self._same_run()  # a trace that has one run for both says which store was searched
+        base = self._same_run()  # with one run for both, the trace shows which store was searched
         return super()._get_ls_params(**kwargs) if base is None else base._get_ls_params(**kwargs)
 
     def _base_arguments(self, kwargs: dict[str, Any], method: str) -> dict[str, Any]:
-        """Return what to pass on: everything, and ``k`` where the base has use for it."""
+        """Return the arguments for the base: all of them, and ``k`` if the base takes it."""
         rest = {name: value for name, value in kwargs.items() if name != "k"}
         k = kwargs.get("k", self.k)
         return rest if k is None or not _takes_k(self.base_retriever, method) else {**rest, "k": k}
@@ -144,7 +151,7 @@ def _texts(documents: Sequence[Document]) -> list[str]:
 
 
 def _takes_k(retriever: RetrieverLike, method: str) -> bool:
-    # Asked of the method that will run: a retriever's sync and async methods need not take the same arguments.
+    # Check the method that will run: a retriever's sync and async methods need not take the same arguments.
     if not isinstance(retriever, BaseRetriever):
         return False
     parameters = inspect.signature(getattr(type(retriever), method)).parameters.values()

@@ -1,4 +1,4 @@
-"""Gives structured output by guided decoding."""
+"""Adds structured output by guided decoding."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ METHODS = ("json_schema", "function_calling", "json_mode")
 
 
 def schema_of(response_format: Any) -> Mapping[str, Any] | None:
-    """Return the JSON schema that OpenAI's ``response_format`` asks for; None for plain text.
+    """Return the JSON schema that OpenAI's ``response_format`` requests; None for plain text.
 
     Raises:
-        InputError: A format of no known form.
+        InputError: The format is of an unknown kind.
     """
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if response_format is None or kind == "text":
@@ -47,14 +47,14 @@ def bound_arguments(schema: Any, method: str) -> dict[str, Any]:
 
 
 def tool_name(schema: Any) -> str:
-    """Return the name of the tool that ``schema`` becomes."""
+    """Return the name of the tool that LangChain makes of ``schema``."""
     return str(convert_to_openai_tool(schema)["function"]["name"])
 
 
 def parser_for(schema: Any, method: str) -> Runnable[Any, Any]:
-    """Return what makes an instance of ``schema`` (a dictionary where it is no pydantic class) of an answer.
+    """Return the parser from an answer to an instance of ``schema``; to a dictionary if it is no pydantic class.
 
-    An answer that was cut off is an `OutputParserException`: LangChain's parsers mend half an object, and would return it.
+    A truncated answer raises `OutputParserException`; LangChain's parsers would repair and return half an object.
     """
     pydantic = isinstance(schema, type) and is_basemodel_subclass(schema)
     parser: Runnable[Any, Any]
@@ -84,7 +84,7 @@ async def _auncut(pieces: AsyncIterator[BaseMessage]) -> AsyncIterator[BaseMessa
 
 
 def _check_whole(last: BaseMessage, said: str) -> None:
-    """Refuse an answer that ``max_tokens`` has cut off, given its last piece and its text."""
+    """Refuse an answer that ``max_tokens`` has truncated, given its last piece and its text."""
     if last.response_metadata.get("finish_reason") != "length" or getattr(last, "tool_calls", None):
         return
     try:
@@ -97,7 +97,7 @@ def _check_whole(last: BaseMessage, said: str) -> None:
 
 
 def parsed(llm: Runnable[Any, Any], parser: Runnable[Any, Any], include_raw: bool) -> Runnable[Any, Any]:
-    """Return ``llm`` with its answers parsed, as LangChain's own models do: see ``with_structured_output``."""
+    """Return ``llm`` with its answers parsed, as LangChain's own models do; see ``with_structured_output``."""
     if not include_raw:
         return llm | parser
     attempt = RunnablePassthrough.assign(parsed=RunnablePick("raw") | parser, parsing_error=lambda _: None)

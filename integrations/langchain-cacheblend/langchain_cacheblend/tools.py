@@ -1,4 +1,4 @@
-"""Turns tool calls that were read off an answer into LangChain's form."""
+"""Converts the tool calls parsed from an answer to LangChain's format."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cacheblend_rag.frameworks import CallsRead, new_call_id
 
 
 def tool_calls(read: CallsRead) -> tuple[list[ToolCall], list[InvalidToolCall]]:
-    """Return the calls of an answer, and those that cannot be read."""
+    """Return the valid and the invalid calls of an answer."""
     calls = [tool_call(name=call.name, args=call.arguments, id=new_call_id()) for call in read.calls]
     return calls, [invalid_tool_call(name=None, args=text, id=new_call_id(), error=read.error) for text in read.invalid]
 
 
 def tool_call_chunks(read: CallsRead) -> list[ToolCallChunk]:
-    """Return both as the last piece of a stream has them."""
+    """Return the valid and invalid calls in the format of a stream's last chunk."""
     calls, invalid = tool_calls(read)
     spelled = [(one["name"], json.dumps(one["args"], ensure_ascii=False), one["id"]) for one in calls]
     spelled += [(one["name"] or "", _unreadable(one["args"] or ""), one["id"]) for one in invalid]
@@ -26,7 +26,7 @@ def tool_call_chunks(read: CallsRead) -> list[ToolCallChunk]:
 
 
 def _unreadable(arguments: str) -> str:
-    """Return the arguments of an invalid call so that LangChain, which mends half-written JSON, does not take them for valid."""
+    """Return the arguments of an invalid call in a form that LangChain, which repairs partial JSON, does not accept."""
     try:
         mended = parse_partial_json(arguments)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Wraps a vector store and keeps KV in step with its documents."""
+"""Wraps a vector store so that the stored KV follows the store's documents."""
 
 from __future__ import annotations
 
@@ -21,17 +21,25 @@ _Item = TypeVar("_Item", Document, tuple[Document, float])
 
 
 class CacheBlendVectorStore(VectorStore):
-    """Wraps any vector store: documents that go in have their KV precomputed, and what comes out is known to the engine.
+    """Wraps any vector store: precomputes the KV of added documents, and registers found documents with the engine.
 
-    Works with LangChain's ``index()``. KV belongs to a chunk's text, not to a document's id: the same text is computed once,
-    and deleting a document drops its KV only if no other document uses that text. What the base holds from before this
-    process started is not known until it is retrieved; should its KV be dropped with a copy, the next prompt computes it.
+    Works with LangChain's ``index()``. KV belongs to a chunk's text, not to a document's id: the same text is computed
+    once, and deleting a document drops its KV only if no other document uses that text. Documents that the base held
+    before this process started are unknown until they are retrieved. If their KV is dropped together with a copy, the
+    next prompt computes it.
 
-    Everything this class does not define is the base's.
+    All other attributes and methods are the base's.
 
     Attributes:
-        base: The vector store that does the work.
-        engine: The engine that answers. Held, not owned.
+        base: The wrapped vector store.
+        engine: The engine that answers; the vector store does not close it.
+
+    Example:
+        Add documents with their KV, then search::
+
+            store = CacheBlendVectorStore(base=your_vector_store, engine=engine)
+            store.add_documents(chunks)
+            documents = store.similarity_search("Who is the captain?")
     """
 
     def __init__(self, base: VectorStore, engine: BlendEngine):
@@ -56,16 +64,16 @@ class CacheBlendVectorStore(VectorStore):
         base: VectorStore | None = None,
         **kwargs: Any,
     ) -> CacheBlendVectorStore:
-        """Return a filled store.
+        """Return a store filled with ``texts``.
 
         Args:
             texts: One chunk each.
-            embedding: For the base that is made when none is given.
+            embedding: Embedding of the store in memory that is made if ``base`` is None.
             metadatas: One for each text.
             ids: One for each text.
             engine: The engine that answers.
             base: The store to fill; None makes one in memory.
-            **kwargs: For the base's ``add_documents``.
+            **kwargs: Passed to the base's ``add_documents``.
 
         Raises:
             InputError: No engine is given.
@@ -77,7 +85,7 @@ class CacheBlendVectorStore(VectorStore):
         return store
 
     def estimate_existing(self, documents: Iterable[Document] | None = None) -> ExistingEstimate:
-        """Return what :meth:`precompute_existing` will take: chunks, room and time. A few documents are computed to tell.
+        """Return the chunks, bytes and time of :meth:`precompute_existing`, measured by computing a few documents.
 
         Raises:
             InputError: The base cannot list its documents, and they are not given.
@@ -89,17 +97,17 @@ class CacheBlendVectorStore(VectorStore):
     def precompute_existing(
         self, documents: Iterable[Document] | None = None, progress: Callable[[int], None] | None = None
     ) -> PrecomputeReport:
-        """Compute the KV of what the base holds from before. What is stored is skipped: call it again after a stop.
+        """Compute the KV of documents already in the base. Stored KV is skipped: call again after an interruption.
 
-        From then on deleting one of these documents drops its KV, too.
+        Afterwards, deleting one of these documents drops its KV, too.
 
         Args:
-            documents: All of them, with their ids, where the base cannot list them.
+            documents: All documents of the base, with their ids, if the base cannot list them.
             progress: Called with the number of documents finished since its last call.
 
         Raises:
             InputError: The base cannot list its documents, and they are not given.
-            StoreError: The KV store cannot be written. What was stored before stays.
+            StoreError: The KV store cannot be written. KV stored before the error stays.
         """
         existing = existing_documents(self.base) if documents is None else documents
         return precompute_existing(existing, self._compute, progress)
@@ -107,8 +115,8 @@ class CacheBlendVectorStore(VectorStore):
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add documents to the base, then precompute their KV; return their ids.
 
-        A document that replaces another one under its id lets go of the former text. A KV store that refuses is a warning:
-        the prompt computes what is missing.
+        A document that replaces another document under its id releases the former text. If the KV store fails, a
+        warning is issued, and prompts compute the missing KV.
         """
         self._learn(_given_ids(documents, kwargs))
         ids = self.base.add_documents(documents, **kwargs)
@@ -116,14 +124,14 @@ class CacheBlendVectorStore(VectorStore):
         return ids
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """Async twin of :meth:`add_documents`."""
+        """Add documents asynchronously; see :meth:`add_documents`."""
         await self._alearn(_given_ids(documents, kwargs))
         ids = await self.base.aadd_documents(documents, **kwargs)
         await asyncio.to_thread(self._take_in, documents, ids)
         return ids
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete from the base, and the KV of texts no other document uses; return what the base says."""
+        """Delete documents from the base, and the KV of texts no other document uses; return the base's result."""
         names = ids if ids is not None else self._chunks.names()
         self._learn(names)
         done = self.base.delete(ids, **kwargs)
@@ -135,7 +143,7 @@ class CacheBlendVectorStore(VectorStore):
         return done
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Async twin of :meth:`delete`."""
+        """Delete documents asynchronously; see :meth:`delete`."""
         names = ids if ids is not None else self._chunks.names()
         await self._alearn(names)
         done = await self.base.adelete(ids, **kwargs)
@@ -147,29 +155,29 @@ class CacheBlendVectorStore(VectorStore):
         return done
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Return the base's documents of those ids; missing ones are left out."""
+        """Return the base's documents with these ids; missing documents are left out."""
         return self._found(self.base.get_by_ids(ids))
 
     async def aget_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Async twin of :meth:`get_by_ids`."""
+        """Return documents asynchronously; see :meth:`get_by_ids`."""
         return await asyncio.to_thread(self._found, await self.base.aget_by_ids(ids))
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """Return the base's documents nearest to ``query``; they are registered with the engine."""
+        """Return the base's documents nearest to ``query``, and register them with the engine."""
         return self._found(self.base.similarity_search(query, k=k, **kwargs))
 
     async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """Async twin of :meth:`similarity_search`."""
+        """Search asynchronously; see :meth:`similarity_search`."""
         return await asyncio.to_thread(self._found, await self.base.asimilarity_search(query, k=k, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
-        """Look in the base for what is not here: ``save_local``, ``client``..."""
+        """Return the base's attribute for any name not defined here: ``save_local``, ``client``..."""
         if name in ("base", "engine") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.base, name)
 
     def _found(self, found: Sequence[_Item]) -> list[_Item]:
-        """Register documents, or pairs of a document and its score, and note who holds their text."""
+        """Register documents, or pairs of a document and its score, and record which documents hold their text."""
         documents = [item[0] if isinstance(item, tuple) else item for item in found]
         self._hold(documents)
         RETRIEVALS.note(None, retrieved(documents))
@@ -179,7 +187,7 @@ class CacheBlendVectorStore(VectorStore):
         return self._chunks.hold((document.id, [document.page_content]) for document in documents)
 
     def _learn(self, names: Sequence[str]) -> None:
-        """Note what the base holds under those ids, before it changes: it may be from before this process."""
+        """Record the base's documents with these ids before they change: they may predate this process."""
         if names:
             with suppress(NotImplementedError):
                 self._hold(self.base.get_by_ids(names))
@@ -193,13 +201,13 @@ class CacheBlendVectorStore(VectorStore):
         return self.engine.precompute(self._hold(documents))
 
     def _take_in(self, documents: Sequence[Document], ids: Sequence[str]) -> None:
-        # Not every base returns an id for each.
+        # Some bases return fewer ids than documents.
         named = zip([*ids, *(None for _ in documents)], documents, strict=False)
         precompute(self.engine, self._chunks.hold((name, [document.page_content]) for name, document in named))
 
     def _let_go(self, names: Sequence[str], left: Sequence[Document] | None, *, named: bool) -> None:
-        """Let go of what was deleted; ``left`` is what the base still has of it, None where it cannot say."""
-        # Where it cannot, it is taken at its word for ids, and nothing is known of other deletions.
+        """Release deleted documents, except those ``left`` in the base; None if the base cannot list them."""
+        # If it cannot, deletions by ids count as done, and other deletions as not done.
         kept = set(() if named else names) if left is None else {document.id or "" for document in left}
         self._chunks.release([name for name in names if name not in kept])
 
@@ -224,7 +232,7 @@ def _asearching(name: str) -> Callable[..., Any]:
     return search
 
 
-# Every way to search finds documents that the engine must know: the base's own method, and what it finds is registered.
+# Wrap every search method of the base, so that the found documents are registered with the engine.
 for _kind in (
     "search",
     "similarity_search_with_score",

@@ -1,4 +1,4 @@
-"""Runs LlamaIndex on CacheBlend engines: retrieved chunks bring their KV, and the first token comes sooner."""
+"""Runs LlamaIndex on CacheBlend engines: prompts reuse the stored KV of retrieved chunks."""
 
 from llama_index_cacheblend.defaults import use_engine
 from llama_index_cacheblend.embedding import BundledEmbedding

@@ -1,4 +1,4 @@
-"""Says which LLM answers where it is left open: `llm_for`, and `use_engine`, which sets LlamaIndex's global settings."""
+"""Chooses the LLM if none is given: `llm_for`, and `use_engine`, which sets LlamaIndex's global settings."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from llama_index_cacheblend.prompt_helper import ChunkPreservingPromptHelper
 def use_engine(engine: BlendEngine, **options: Any) -> CacheBlendLLM:
     """Set `Settings.llm`, `Settings.tokenizer` and `Settings.prompt_helper` for ``engine``.
 
-    ``Settings.llm = CacheBlendLLM(engine=engine)`` is enough as long as retrieved chunks fit into one prompt; with this, a prompt
-    over the context window is divided between chunks instead of through them, whatever engine or synthesizer makes it.
+    ``Settings.llm = CacheBlendLLM(engine=engine)`` is enough as long as retrieved chunks fit into one prompt. With
+    `use_engine`, a prompt over the context window is divided between chunks and not inside them, by any engine or
+    synthesizer.
 
     Args:
-        engine: The model.
-        options: As of :class:`CacheBlendLLM`; our query and chat engines and synthesizers that are given the same ``engine=``
-            have them, too.
+        engine: The engine that answers.
+        options: Options of :class:`CacheBlendLLM`; query engines, chat engines and synthesizers of this package with
+            the same ``engine=`` use them, too.
 
     Returns:
         The LLM that is now `Settings.llm`.
+
+    Example:
+        Query an index with the engine::
+
+            use_engine(engine, max_tokens=64)
+            response = index.as_query_engine().query("Who is the captain?")
     """
     llm = CacheBlendLLM(engine=engine, **options)
     Settings.llm = llm
@@ -37,17 +44,18 @@ def use_engine(engine: BlendEngine, **options: Any) -> CacheBlendLLM:
 def llm_for(
     engine: BlendEngine | None, llm: CacheBlendLLM | None, owner: str, options: Mapping[str, Any], *, watch: bool = True
 ) -> CacheBlendLLM:
-    """Return ``llm``, else `Settings.llm` where it has this engine or none is given, else a new one of ``engine``.
+    """Return ``llm``, else `Settings.llm` if it has this engine or none is given, else a new LLM of ``engine``.
 
     Args:
-        engine: The model.
-        llm: An LLM of it.
-        owner: Whose LLM it will be, for the message.
-        options: Those of them that are the LLM's go before what the LLM has; see :func:`other_options`.
-        watch: Whether it must learn of what retrievers return; its owner may tell it.
+        engine: The engine that answers.
+        llm: An LLM with this engine.
+        owner: Class that will use the LLM, for error messages.
+        options: Options of the LLM override the LLM's own values; other options are ignored (see
+            :func:`other_options`).
+        watch: Whether a new LLM registers the chunks that retrievers return; False if the owner registers them.
 
     Raises:
-        InputError: There is none of them, the LLM has another engine, or an option is out of range.
+        InputError: No engine is found, the LLM has another engine, or an option is out of range.
     """
     if llm is not None and engine is not None and llm.engine is not engine:
         raise InputError("The LLM has another engine; give the engine or the LLM, not two that differ.")
@@ -61,5 +69,5 @@ def llm_for(
 
 
 def other_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``options`` that :func:`llm_for` leaves to others."""
+    """Return the ``options`` that :func:`llm_for` ignores."""
     return {name: value for name, value in options.items() if name not in LLM_OPTIONS}

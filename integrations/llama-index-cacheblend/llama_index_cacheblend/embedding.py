@@ -1,4 +1,4 @@
-"""Embeds by the retrieval model that comes with cacheblend-rag: `BundledEmbedding`. No download, no account."""
+"""Embeds with the retrieval model that comes with cacheblend-rag, without download or account: `BundledEmbedding`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from cacheblend_rag.frameworks import DEFAULT_EMBEDDING, Embedder, open_embedder
 
 
 class BundledEmbedding(BaseEmbedding):
-    """all-MiniLM-L6-v2, or another sentence-transformers model by directory or name.
+    """Embeds with all-MiniLM-L6-v2, or with another sentence-transformers model by directory or name.
 
-    A text longer than the model reads (256 word pieces, half a chunk) is embedded window by window, and the mean of the windows
-    is its vector.
+    A text longer than the model's limit (256 word pieces, half a chunk) is embedded window by window; its vector is the
+    mean of the windows' vectors.
+
+    Example:
+        Embed an index's nodes with the bundled model::
+
+            index = VectorStoreIndex(nodes, embed_model=BundledEmbedding())
     """
 
     _embedder: Embedder = PrivateAttr()
@@ -32,12 +37,12 @@ class BundledEmbedding(BaseEmbedding):
 
         Args:
             model_name: Directory or name.
-            device: As torch names it.
+            device: Device in torch's notation, such as ``"cuda:0"``.
             query_encoder: Directory that `cacheblend tune-retriever` has made for this model: it embeds the questions.
-            kwargs: Of LlamaIndex's base class.
+            kwargs: Arguments of LlamaIndex's base class.
 
         Raises:
-            ModelError: It cannot be loaded.
+            ModelError: The model cannot be loaded.
             StoreMismatchError: The query encoder was tuned for another model.
         """
         super().__init__(model_name=model_name, **kwargs)
@@ -45,7 +50,7 @@ class BundledEmbedding(BaseEmbedding):
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the name LlamaIndex knows the class by."""
+        """Return LlamaIndex's name for the class."""
         return "CacheBlendBundledEmbedding"
 
     def _get_query_embedding(self, query: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Finds the engine and the tokenizer that are meant, and checks what may be pickled: a handle to a server, never a model."""
+"""Finds the engine and tokenizer to use, and checks that pickles hold only connections to a server, never a model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class _Discard:
 
 
 def refuse_unpicklable(engine: BlendEngine, owner: str) -> None:
-    """Raise unless ``engine`` can be sent to another process; LlamaIndex would drop it without a word.
+    """Raise unless ``engine`` can be sent to another process; LlamaIndex would drop it silently.
 
     Raises:
-        InputError: It holds a model.
+        InputError: The engine holds a model.
     """
     try:
-        pickle.Pickler(_Discard()).dump(engine)  # whether it can be done, without holding a model's bytes
+        pickle.Pickler(_Discard()).dump(engine)  # tries to pickle without storing the bytes of a model
     except Exception as error:
         raise InputError(
             f"{owner} holds a {type(engine).__name__}, which lives in this process and cannot be sent to another. "
@@ -36,10 +36,10 @@ def refuse_unpicklable(engine: BlendEngine, owner: str) -> None:
 
 
 def named_engine(engine: BlendEngine | EngineName | None, named: Mapping[str, Any]) -> BlendEngine:
-    """Return the engine that is given, or the shared one that ``named``, the arguments of `shared_engine`, names.
+    """Return the given engine, or the shared engine of the `shared_engine` arguments ``named``.
 
     Raises:
-        InputError: There are both.
+        InputError: Both an engine and arguments are given.
     """
     if not isinstance(engine, BlendEngine):
         return shared_engine(engine=engine or "transformers", **named)
@@ -52,10 +52,10 @@ def named_engine(engine: BlendEngine | EngineName | None, named: Mapping[str, An
 
 
 def check_window(llm: Any) -> None:
-    """Refuse an LLM that packs prompts for more than its engine reads.
+    """Refuse an LLM whose packed prompts can exceed its engine's context window.
 
     Raises:
-        InputError: Its ``context_window`` is larger than the engine's, or not positive.
+        InputError: The LLM's ``context_window`` is larger than the engine's, or not positive.
     """
     window: int | None = llm.context_window
     if window is not None and not 0 < window <= llm.engine.context_window:
@@ -66,16 +66,16 @@ def check_window(llm: Any) -> None:
 
 
 def engine_in_settings() -> BlendEngine | None:
-    """Return the engine of `Settings.llm`, or None if that is no CacheBlendLLM (nothing is resolved or downloaded)."""
+    """Return the engine of `Settings.llm`, or None if it is no CacheBlendLLM (nothing is resolved or downloaded)."""
     engine = getattr(Settings._llm, "engine", None)
     return engine if isinstance(engine, BlendEngine) else None
 
 
 def engine_for(engine: BlendEngine | None, owner: str) -> BlendEngine:
-    """Return ``engine``, else that of `Settings.llm`.
+    """Return ``engine``, else the engine of `Settings.llm`.
 
     Raises:
-        InputError: There is neither.
+        InputError: Neither exists.
     """
     found = engine or engine_in_settings()
     if found is None:
@@ -84,7 +84,10 @@ def engine_for(engine: BlendEngine | None, owner: str) -> BlendEngine:
 
 
 def count_with(tokenizer: Callable[[str], list[int]]) -> None:
-    """Make ``tokenizer`` LlamaIndex's global one, unless somebody chose that; GPT-2's, set when first used, nobody chose."""
+    """Make ``tokenizer`` LlamaIndex's global tokenizer, unless the user has set one.
+
+    GPT-2's tokenizer, which LlamaIndex sets at its first use, does not count as set by the user.
+    """
     present: Any = llama_index.core.global_tokenizer
     own = present.func if isinstance(present, partial) else None
     if present is None or type(getattr(own, "__self__", None)).__module__.startswith("tiktoken"):

@@ -49,49 +49,51 @@ if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
 
 LLM_OPTIONS = (*CALL_OPTIONS, "on_miss", "context_window", "is_chat_model")
-"""Names of the options that our query and chat engines and synthesizers take for their LLM."""
+"""Names of the LLM options that this package's query engines, chat engines and synthesizers accept."""
 
 _Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 _Make = Callable[[str, str | None, dict[str, Any] | None], _Response]
 
 
 class CacheBlendLLM(FunctionCallingLLM):
-    """Answers chats and completions; chunks found in them bring their stored KV.
+    """Answers chats and completions, and reuses the stored KV of the chunks in them.
 
-    Chunks are found in this order: named by ``chunk_ids=`` or by a message's ``additional_kwargs["chunk_ids"]``, then by exact
-    content match against the engine's registry. What is neither is prefilled as usual. Every finished response says what was
-    reused in ``raw["usage"]``, and why in ``raw["reason"]``.
-
-    Calls take all attributes but ``engine``, ``is_chat_model`` and ``chat_template_kwargs``, and ``json_schema`` and
-    ``chunk_ids``, for that call alone.
+    Chunks named by ``chunk_ids=`` or by a message's ``additional_kwargs["chunk_ids"]`` are found first, then chunks of
+    the engine's registry by exact content. Responses report reuse in ``raw["usage"]`` and ``raw["reason"]``. A call may
+    override all attributes except ``engine``, ``is_chat_model`` and ``chat_template_kwargs``, and takes ``json_schema``.
 
     Attributes:
-        engine: The model; the LLM does not close it.
-        max_tokens: Most tokens to generate; exceeding the context window with it is an error. None takes 512, or what the
-            window leaves; prompts are then packed so that 512 are left, or a quarter of a window below 2048.
+        engine: The engine that answers; the LLM does not close it.
+        max_tokens: Most tokens to generate. None takes 512, or the tokens left in the context window; prompts are packed
+            to leave 512 tokens, or a quarter of a window below 2048.
         temperature: 0 is greedy.
         top_p: Nucleus mass in (0, 1].
-        top_k: Sample from so many of the likeliest tokens; 0 for all.
+        top_k: Number of likeliest tokens to sample from; 0 for all.
         seed: Makes sampling repeatable.
-        presence_penalty: Taken off the logit of every token that the answer has already, -2 to 2.
-        frequency_penalty: The same, times how often it has it.
+        presence_penalty: Subtracted from the logit of every token that the answer already contains, -2 to 2.
+        frequency_penalty: Subtracted from the logit of a token for each time that the answer contains it, -2 to 2.
         stop_repeating: End an answer that says 16 to 128 tokens twice, one behind the other.
-        logprobs: Return the log-probability of every token of the answer and of so many alternatives, in the response's
-            ``logprobs``.
+        logprobs: Return the log-probability of every token of the answer, and of this number of alternatives, in the
+            response's ``logprobs``.
         stop: Strings that end the answer; they are not part of it.
-        ratio: Recompute ratio in [0, 1], or ``"auto"``: the model profile's, and more for text unlike that of its calibration.
-            None takes the profile's, as with the next three.
+        ratio: Recompute ratio in [0, 1], or ``"auto"``: the model profile's, and more for text unlike the calibration's
+            text. None takes the profile's ratio, and likewise for the next three attributes.
         policy: Token-selection policy.
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
-        quality: In place of the three: ``"high"`` (the profile's blend), ``"fast"`` (recomputes less), ``"exact"`` (only what a
-            prefix cache could reuse) or ``"full"`` (full prefill).
-        on_miss: What to do where retrieved chunks have been altered on their way to the prompt, so that their stored KV is of no
-            use: ``"warn"`` (a log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``. Responses say it in
-            any case: ``raw["retrieved"]``. With ``"error"`` it is one, too, where the policy that is given gave way to another.
-        context_window: Of the prompts that LlamaIndex packs; None takes the engine's, and it cannot be more.
-        is_chat_model: False makes LlamaIndex format prompts to text itself instead of leaving that to the chat template.
-        chat_template_kwargs: What else that template reads: ``{"enable_thinking": False}`` has Qwen3 answer without thinking
-            first.
+        quality: Replaces the three attributes above: ``"high"`` (the profile's blend), ``"fast"`` (recomputes less),
+            ``"exact"`` (reuses only the KV that a prefix cache could reuse) or ``"full"`` (full prefill).
+        on_miss: Reaction to retrieved chunks that were altered before the prompt, so that their stored KV is useless:
+            ``"warn"``, ``"ignore"`` or ``"error"``, which also raises if the policy fell back to another one.
+            Responses report altered chunks in ``raw["retrieved"]`` in any case.
+        context_window: Context window for the prompts that LlamaIndex packs; at most the engine's, which None takes.
+        is_chat_model: False makes LlamaIndex format prompts to text itself, without the chat template.
+        chat_template_kwargs: Additional variables of the chat template: with ``{"enable_thinking": False}`` Qwen3
+            answers without thinking first.
+
+    Example::
+
+        Settings.llm = CacheBlendLLM(engine=engine, max_tokens=64)
+        response = index.as_query_engine().query("Who is the captain?")
     """
 
     engine: BlendEngine = Field(exclude=True)
@@ -137,31 +139,33 @@ class CacheBlendLLM(FunctionCallingLLM):
         set_tokenizer: bool = True,
         **data: Any,
     ) -> None:
-        """Wrap an engine: one that is given, or one that is named, which is shared by all that name it alike.
+        """Use a given engine, or open a named engine, which all LLMs with the same names share.
 
         Args:
-            engine: The model, which the LLM does not close; or ``"vllm"``, to run on vLLM the one that is named.
-            model: A directory, a GGUF file, a hub name, ``"smollm2"`` or ``"bundled"``; with ``base_url`` the name that
-                the server must serve. Where neither is given, the environment says: ``CACHEBLEND_BASE_URL``, or
+            engine: The engine that answers, which the LLM does not close; or ``"vllm"``, to run the named model on
+                vLLM.
+            model: Directory, GGUF file, hub name, ``"smollm2"`` or ``"bundled"``; with ``base_url`` the name that the
+                server must serve. Without both, the environment names the engine: ``CACHEBLEND_BASE_URL``, or
                 ``CACHEBLEND_MODEL`` and ``CACHEBLEND_STORE``.
-            store: Where stored KV is: a directory, or tiers by address. None keeps it in RAM.
-            device: ``"cpu"``, ``"cuda"``... None takes CUDA if there is one.
+            store: Location of stored KV: a directory, or tiers by address. None stores KV in RAM.
+            device: ``"cpu"``, ``"cuda"``... None takes CUDA if available.
             dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes fp32 on a CPU, the model's own elsewhere.
-            writer: The KV writer of chunks: its directory, ``"probe"`` or ``"none"``; None takes the one a model comes with.
-            threads: CPU threads of torch in the whole process, as the LLM that was made last names them.
-            base_url: Address of a `cacheblend serve`, which has the model.
-            api_key: Its key; None takes ``CACHEBLEND_API_KEY`` from the environment.
-            timeout: Longest wait for the next piece of its answer, in seconds.
-            max_retries: How often a request is sent to it again.
-            watch_retrieval: Register what LlamaIndex's retrievers return, so that unchanged query engines reuse KV. Without
-                it chunks must be made known by :class:`CacheBlendRetriever`, :class:`CacheBlendPrecompute` or the like.
-            set_tokenizer: Make the model's tokenizer LlamaIndex's global one, unless you have set another: splitters and
-                prompt helpers would count with GPT-2's otherwise, and prompts would overflow.
-            data: The attributes above, and those of every LlamaIndex LLM (`system_prompt`, `callback_manager`...).
+            writer: KV writer of the chunks: its directory, ``"probe"`` or ``"none"``; None takes the model's own.
+            threads: CPU threads of torch in the whole process; the last LLM with a number decides.
+            base_url: Address of a `cacheblend serve`, which runs the model.
+            api_key: Key for the server; None takes ``CACHEBLEND_API_KEY`` from the environment.
+            timeout: Longest wait for the next piece of the server's answer, in seconds.
+            max_retries: Number of times that a request is sent to the server again.
+            watch_retrieval: Register the chunks that LlamaIndex's retrievers return, so that unchanged query engines
+                reuse KV. Otherwise :class:`CacheBlendRetriever` or :class:`CacheBlendPrecompute` must register them.
+            set_tokenizer: Make the model's tokenizer LlamaIndex's global tokenizer, unless you have set another. Without
+                it, LlamaIndex counts with GPT-2's tokenizer, and prompts overflow.
+            data: The attributes above, and the attributes of every LlamaIndex LLM (`system_prompt`,
+                `callback_manager`...).
 
         Raises:
-            InputError: An attribute that does not exist, an option out of range, or both an engine and the name of one.
-            ModelError, ServerError, StoreError: The engine that is named cannot be opened.
+            InputError: An attribute does not exist, an option is out of range, or engine and names are both given.
+            ModelError, ServerError, StoreError: The named engine cannot be opened.
         """
         data = with_usual_names({**data, "timeout": timeout})
         named: dict[str, Any] = {"model": model, "store": store, "device": device, "dtype": dtype, "writer": writer}
@@ -169,7 +173,7 @@ class CacheBlendLLM(FunctionCallingLLM):
         named["timeout_s"] = data.pop("timeout")
         if unknown := set(data) - set(type(self).model_fields) - {"class_name"}:
             raise InputError(f"{type(self).__name__} has no {listed(unknown)}.")
-        # Before pydantic coerces the values: what is wrong is said as in a call.
+        # Check before pydantic coerces the values, so that the error messages are the same as a call's.
         check_given(data)
         super().__init__(**{**data, "engine": named_engine(engine, named)})
         sampling_of(options_of(self), room=1)
@@ -182,12 +186,12 @@ class CacheBlendLLM(FunctionCallingLLM):
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the name LlamaIndex knows the class by."""
+        """Return LlamaIndex's name for the class."""
         return "CacheBlendLLM"
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Context window, room for the answer and model name."""
+        """Return context window, room for the answer and model name."""
         window = self.context_window or self.engine.context_window
         return LLMMetadata(
             context_window=window,
@@ -199,21 +203,21 @@ class CacheBlendLLM(FunctionCallingLLM):
 
     @property
     def calls_tools(self) -> bool:
-        """Return whether the chat template shows tools, and guided decoding can make the model call them."""
+        """Return whether the chat template shows tools and the engine's guided decoding can force calls."""
         if self._calls_tools is None:
             self._calls_tools = self.engine.supports_json_schema and reads_tools(self.engine.tokenizer)
         return self._calls_tools
 
     @property
     def tokenizer(self) -> Callable[[str], list[int]]:
-        """Return the model's tokenizer as LlamaIndex wants one: text to token ids, none special. Thread-safe."""
+        """Return the model's tokenizer in LlamaIndex's form: text to token ids, without special tokens. Thread-safe."""
         return encoder_for(self.engine.tokenizer).document
 
     def with_options(self, **options: Any) -> Self:
-        """Return a copy with these in place of its own :data:`LLM_OPTIONS`; the others stay.
+        """Return a copy with ``options`` from :data:`LLM_OPTIONS` replaced; the other options stay.
 
         Raises:
-            InputError: A value of a wrong type or outside its range.
+            InputError: A value is of a wrong type or out of range.
         """
         options = options_of(self, with_usual_names(options))
         check_given({"on_miss": self.on_miss, **options})
@@ -223,11 +227,11 @@ class CacheBlendLLM(FunctionCallingLLM):
         return copy
 
     def holding(self, chunks: Sequence[Chunk], record: list[dict[str, Any]] | None = None) -> Self:
-        """Return a copy for prompts that hold exactly these chunks: they are looked for before all others.
+        """Return a copy for prompts that hold exactly ``chunks``; the copy searches for them before all other chunks.
 
         Args:
             chunks: Chunks registered with this engine.
-            record: Gets the `raw` of every call of the copy.
+            record: List to append the `raw` of every call of the copy to.
         """
         copy = self.model_copy()
         copy._explicit, copy._record = tuple(chunks), record
@@ -240,12 +244,12 @@ class CacheBlendLLM(FunctionCallingLLM):
 
     @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Complete a prompt; see :meth:`_of_text` for how it is formatted."""
+        """Complete a prompt; see :meth:`_of_text` for its formatting."""
         return self._answer(self._request(self._of_text(prompt, formatted), kwargs), completion_response)
 
     @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Answer a chat piece by piece; the last piece has the usage. Closing the generator ends the work."""
+        """Answer a chat piece by piece; the last piece has the usage. Closing the generator stops the computation."""
         return self._pieces(self._chat(messages, kwargs), chat_response)
 
     @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
@@ -255,40 +259,40 @@ class CacheBlendLLM(FunctionCallingLLM):
 
     @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Async twin of :meth:`chat`; prompt building, too, is off the event loop."""
+        """Answer a chat asynchronously; see :meth:`chat`. The prompt, too, is built off the event loop."""
         return await self._aanswer(await asyncio.to_thread(self._chat, messages, kwargs), chat_response)
 
     @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Async twin of :meth:`complete`."""
+        """Complete a prompt asynchronously; see :meth:`complete`."""
         asked = await asyncio.to_thread(self._request, self._of_text(prompt, formatted), kwargs)
         return await self._aanswer(asked, completion_response)
 
     @llm_chat_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        """Async twin of :meth:`stream_chat`; a cancelled consumer stops the work at its next token."""
+        """Answer a chat asynchronously; see :meth:`stream_chat`. A cancelled consumer stops it at the next token."""
         return self._apieces(await asyncio.to_thread(self._chat, messages, kwargs), chat_response)
 
     @llm_completion_callback()  # type: ignore[untyped-decorator, unused-ignore]
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        """Async twin of :meth:`stream_complete`."""
+        """Complete a prompt asynchronously; see :meth:`stream_complete`."""
         asked = await asyncio.to_thread(self._request, self._of_text(prompt, formatted), kwargs)
         return self._apieces(asked, completion_response)
 
     def structured_predict(
         self, output_cls: type[BaseModel], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **args: Any
     ) -> Any:
-        """Predict an object: by guided decoding where the engine has it, else LlamaIndex asks in words and parses."""
+        """Predict an object: by guided decoding if the engine has it, else LlamaIndex prompts for it and parses it."""
         return super().structured_predict(output_cls, prompt, self._guided(output_cls, llm_kwargs), **args)
 
     async def astructured_predict(
         self, output_cls: type[BaseModel], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **args: Any
     ) -> Any:
-        """Async twin of :meth:`structured_predict`."""
+        """Predict an object asynchronously; see :meth:`structured_predict`."""
         return await super().astructured_predict(output_cls, prompt, self._guided(output_cls, llm_kwargs), **args)
 
     def _guided(self, output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        # Of a model that calls tools LlamaIndex forces a call with the object as its arguments.
+        # If the model calls tools, LlamaIndex forces a tool call with the object as its arguments.
         guided = self.engine.supports_json_schema and not self.calls_tools
         return {**({"json_schema": output_cls.model_json_schema()} if guided else {}), **(llm_kwargs or {})}
 
@@ -307,25 +311,25 @@ class CacheBlendLLM(FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """Return the calls of an answer.
+        """Return the tool calls of an answer.
 
         Raises:
-            ValueError: There is none, and ``error_on_no_tool_call``.
+            ValueError: The answer has no call, and ``error_on_no_tool_call`` is set.
         """
         return selections(response, error_on_no_tool_call)
 
     def _of_messages(self, messages: Sequence[ChatMessage]) -> Build:
-        """Say how to build a chat's prompt: by `messages_to_prompt` if you gave one, else by the chat template."""
+        """Return the builder of a chat's prompt: your `messages_to_prompt` if given, else the chat template."""
         render = self.messages_to_prompt
         if render is not None and render is not generic_messages_to_prompt:
             return of_text(self.engine, render(messages))
         return of_messages(self.engine, messages, self.chat_template_kwargs)
 
     def _of_text(self, prompt: str, formatted: bool) -> Build:
-        """Say how to build a completion's prompt.
+        """Return the builder of a completion's prompt.
 
-        It is taken as it is if it is formatted, by `completion_to_prompt` if you gave one, or if the model has no chat template;
-        else it is the message of a user, as with every chat model of LlamaIndex.
+        The prompt is used as it is if it is formatted, if your `completion_to_prompt` formats it, or if the model has
+        no chat template. Otherwise it becomes a user's message, as with every chat model of LlamaIndex.
         """
         wrap = self.completion_to_prompt
         if not formatted and wrap is not None and wrap is not default_completion_to_prompt:
@@ -359,7 +363,7 @@ class CacheBlendLLM(FunctionCallingLLM):
         return raw
 
     def _pieces(self, asked: Asked, make: _Make[_Response]) -> Generator[_Response, None, None]:
-        # Not part of the generator: a prompt that cannot be answered is refused by the call, not by its first piece.
+        # Outside the generator, so that the call itself refuses a prompt that cannot be answered, not its first piece.
         events = asked.events()
 
         def generator() -> Generator[_Response, None, None]:
@@ -381,7 +385,7 @@ class CacheBlendLLM(FunctionCallingLLM):
     def _piece(
         self, before: Parts, event: StreamEvent, make: _Make[_Response], asked: Asked
     ) -> tuple[Parts, _Response]:
-        """Return all that was said so far, and the next piece of the answer; the last one brings its calls."""
+        """Return all text so far, and the next piece of the answer; the last piece has the tool calls."""
         done = event.generation
         new, calls, thought = asked.read(event.text, last=done is not None)
         said = Parts(before.answer + new, before.reasoning + thought)
@@ -389,10 +393,10 @@ class CacheBlendLLM(FunctionCallingLLM):
         return said, with_calls(with_thoughts(response, said.reasoning, thought), calls)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be pickled with a model inside."""
+        """Raise InputError if the engine cannot be pickled."""
         refuse_unpicklable(self.engine, type(self).__name__)
         return super().__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """Copy all but the engine, which is shared."""
+        """Return a copy that shares the engine."""
         return self.model_copy()

@@ -1,4 +1,4 @@
-"""Turns LlamaIndex messages into the chats that `cacheblend_rag.chat_prompt` reads."""
+"""Converts LlamaIndex messages to the messages that `cacheblend_rag.chat_prompt` takes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ _ROLES = {
     MessageRole.FUNCTION: "tool",
 }
 CHUNK_IDS = "chunk_ids"
-"""Key of `ChatMessage.additional_kwargs`, and call argument, that names the chunks a message or prompt holds."""
+"""Key in `ChatMessage.additional_kwargs`, and call argument, for the ids of the chunks in a message or prompt."""
 
 
 def plain_message(engine: BlendEngine, message: ChatMessage) -> dict[str, Any]:
     """Return a message for :func:`~cacheblend_rag.chat_prompt`.
 
-    Text, citable and citation blocks are its content; cache points are left out; thinking and tool calls are what templates that
-    know such read. Ids under ``additional_kwargs["chunk_ids"]`` name chunks to look for in it first.
+    The content is the text of text, citable and citation blocks. Cache points are left out. Thinking and tool calls are
+    passed on for templates that read them. Ids under ``additional_kwargs["chunk_ids"]`` name chunks to search for
+    first.
 
     Raises:
-        InputError: A block that is not text.
-        UnknownChunkError: An id that the engine does not know.
+        InputError: A block is not text.
+        UnknownChunkError: The engine does not know an id.
     """
     plain: dict[str, Any] = {
         "role": _ROLES.get(message.role, message.role.value),
@@ -57,7 +58,7 @@ def plain_message(engine: BlendEngine, message: ChatMessage) -> dict[str, Any]:
 
 
 def checked_ids(ids: Any) -> Sequence[str]:
-    """Return ``ids`` as a list; one id alone is a mistake that would be read letter by letter."""
+    """Return ``ids`` as a list; raise InputError for a string, which would be read letter by letter."""
     if isinstance(ids, str):
         raise InputError(f"{CHUNK_IDS} is the string {ids!r}; give a list of chunk ids.")
     return list(ids or ())
@@ -76,7 +77,7 @@ def _named(engine: BlendEngine, ids: Any) -> list[Chunk]:
 def _text_of(blocks: Sequence[Any], role: MessageRole) -> str:
     texts = []
     for block in blocks:
-        # By name, not by class: the lowest supported version has not got them all.
+        # By name, not by class: the lowest supported version lacks some of the classes.
         match block.block_type:
             case "text":
                 texts.append(block.text)

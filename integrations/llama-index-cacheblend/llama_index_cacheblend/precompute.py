@@ -20,17 +20,23 @@ _log = logging.getLogger(__name__)
 
 
 class CacheBlendPrecompute(TransformComponent):
-    """Computes, stores and registers the KV of every node that passes, and passes it on unchanged.
+    """Computes, stores and registers the KV of every node in a pipeline, and returns the nodes unchanged.
 
-    Put it last: what it computes is what the LLM will see of a node, metadata included, so a later metadata extractor would make
-    another text of it. A pipeline that finds its input in its cache skips all transforms; KV that is missing is then computed
-    with the first prompt that needs it.
+    Put this transform last. It computes the text that the LLM will see, metadata included, and a later metadata
+    extractor would change the text. A pipeline that finds its input in its cache skips all transforms; missing KV is
+    then computed with the first prompt that needs it.
 
     Attributes:
-        engine: The model.
+        engine: The engine that computes and stores the KV.
         computed_for: Digest of model and header, part of the pipeline's cache key.
-        metadata_mode: How prompts will show the nodes.
+        metadata_mode: Form of the nodes in prompts.
         strict: Raise if the KV of a node could not be stored, instead of logging a warning.
+
+    Example:
+        Compute KV at the end of a pipeline::
+
+            pipeline = IngestionPipeline(transformations=[SentenceSplitter(), CacheBlendPrecompute(engine)])
+            nodes = pipeline.run(documents=documents)
     """
 
     engine: BlendEngine = Field(exclude=True)
@@ -46,20 +52,20 @@ class CacheBlendPrecompute(TransformComponent):
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the name LlamaIndex knows the class by."""
+        """Return LlamaIndex's name for the class."""
         return "CacheBlendPrecompute"
 
     @property
     def report(self) -> PrecomputeReport:
-        """Return what the last call did."""
+        """Return the report of the last call."""
         return self._report
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Compute what is not stored yet.
+        """Compute the KV of nodes without stored KV, and return the nodes.
 
         Raises:
             StoreError: The store cannot be written.
-            RuntimeError: With ``strict``, some KV could not be kept.
+            RuntimeError: With ``strict``, the KV of a node could not be stored.
         """
         self._report = report = precompute_nodes(self.engine, nodes, metadata_mode=self.metadata_mode)
         if report.failed:
@@ -71,11 +77,11 @@ class CacheBlendPrecompute(TransformComponent):
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Async twin, off the event loop."""
+        """Compute the KV off the event loop; see :meth:`__call__`."""
         return await asyncio.to_thread(self.__call__, nodes, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be sent to a worker process with a model inside."""
+        """Raise InputError if the engine cannot be pickled, or if its store is in this process's RAM."""
         refuse_unpicklable(self.engine, type(self).__name__)
         if self.engine.store is not None and not self.engine.store.lasts:
             raise InputError(

@@ -19,7 +19,7 @@ _PROBE = "probe"
 
 
 class _Piece(NamedTuple):
-    """A text that is not cut, its tokens, and the whitespace that was before it."""
+    """Holds a text that is not cut, the whitespace before it, and its number of tokens."""
 
     before: str
     text: str
@@ -27,29 +27,36 @@ class _Piece(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """Tokens that each of a prompt's texts may have, and what cuts a text into pieces of that size."""
+    """Holds the tokens available to each text of a prompt, and a function that splits a text to that size."""
 
     tokens: int
     split: Callable[[str], list[str]]
 
 
 class ChunkPreservingPromptHelper(PromptHelper):
-    """Packs as many whole chunks as fit into each prompt; a chunk that is cut could not bring its KV.
+    """Packs as many whole chunks as fit into each prompt, since a cut chunk cannot reuse its KV.
 
-    It counts with the model's tokenizer, chunks by their own tokens, and leaves room for what the chat template adds. Only what
-    is longer than a whole prompt by itself is cut, as LlamaIndex does.
+    The helper counts with the model's tokenizer, counts chunks by their own tokens, and leaves room for the tokens of
+    the chat template. Only a text that is longer than a whole prompt is cut, as LlamaIndex does.
+
+    Example:
+        Pack prompts for an LLM in LlamaIndex's settings::
+
+            llm = CacheBlendLLM(engine=engine, max_tokens=64)
+            Settings.prompt_helper = ChunkPreservingPromptHelper.of(llm)
     """
 
     _registry: ChunkRegistry = PrivateAttr()
     _template_tokens: int = PrivateAttr(default=0)
 
     def __init__(self, engine: BlendEngine, num_output: int | None = None, **kwargs: Any) -> None:
-        """Pack for ``engine``.
+        """Pack prompts for ``engine``.
 
         Args:
-            engine: The model.
-            num_output: Tokens to leave for the answer: the LLM's ``max_tokens``. None leaves what an LLM without one takes.
-            kwargs: As of LlamaIndex's `PromptHelper`; ``context_window`` is the engine's unless given.
+            engine: The engine that answers.
+            num_output: Tokens to leave for the answer: the LLM's ``max_tokens``. None leaves the default of an LLM
+                without ``max_tokens``.
+            kwargs: Arguments of LlamaIndex's `PromptHelper`; ``context_window`` is the engine's unless given.
         """
         kwargs = {
             "context_window": engine.context_window,
@@ -62,17 +69,17 @@ class ChunkPreservingPromptHelper(PromptHelper):
 
     @classmethod
     def of(cls, llm: Any) -> Self:
-        """Pack for a `CacheBlendLLM`: for its context window, and with room for its answers."""
+        """Return a helper for a `CacheBlendLLM`, with its context window and room for its answers."""
         return cls(llm.engine, llm.metadata.num_output, context_window=llm.metadata.context_window)
 
     @classmethod
     def from_llm_metadata(cls, llm_metadata: LLMMetadata, *args: Any, **kwargs: Any) -> PromptHelper:
-        """Refuse: metadata knows neither tokenizer nor chunks."""
+        """Raise InputError: metadata has neither tokenizer nor chunks."""
         raise InputError(f"{cls.__name__} needs the engine: {cls.__name__}.of(llm).")
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the name LlamaIndex knows the class by."""
+        """Return LlamaIndex's name for the class."""
         return "ChunkPreservingPromptHelper"
 
     def _get_available_context_size(self, num_prompt_tokens: int) -> int:
@@ -86,7 +93,7 @@ class ChunkPreservingPromptHelper(PromptHelper):
         llm: Any = None,
         tools: Any = None,
     ) -> list[str]:
-        """Join texts to as few prompts' contexts as will hold them, in order, whole chunks each.
+        """Join texts, in order and by whole chunks, to the contexts of as few prompts as possible.
 
         Raises:
             ValueError: The prompt template alone fills the context window.
@@ -95,7 +102,7 @@ class ChunkPreservingPromptHelper(PromptHelper):
         pieces: list[_Piece] = []
         for text in filter(None, map(str.strip, text_chunks)):
             first, *rest = self._pieces(text, room)
-            # Texts are joined as LlamaIndex joins them; pieces of one text as they stood in it.
+            # Texts are joined as LlamaIndex joins them; pieces of one text keep their original whitespace.
             pieces += [first._replace(before=_SEPARATOR), *rest]
         return self._pack(pieces, room.tokens)
 
@@ -107,7 +114,7 @@ class ChunkPreservingPromptHelper(PromptHelper):
         llm: Any = None,
         tools: Any = None,
     ) -> list[str]:
-        """Shorten each text to its share of the context window, by whole chunks where it can."""
+        """Shorten each text to its share of the context window, by whole chunks if possible."""
         if not text_chunks:
             return []
         room = self._room(prompt, len(text_chunks), padding=padding, llm=llm, tools=tools)
@@ -115,14 +122,14 @@ class ChunkPreservingPromptHelper(PromptHelper):
         return [texts[0] if texts else "" for texts in packed]
 
     def _room(self, prompt: BasePromptTemplate, count: int, **options: Any) -> _Room:
-        # The splitter takes time to make, and few texts need it.
+        # The splitter is slow to create, and few texts need it.
         return _Room(
             self._get_available_chunk_size(prompt, count, **options),
             lambda text: self.get_text_splitter_given_prompt(prompt, count, **options).split_text(text),
         )
 
     def _pieces(self, text: str, room: _Room) -> list[_Piece]:
-        """Return what may not be cut."""
+        """Return the pieces of ``text`` that must not be cut."""
         size = self._size(text)
         if size <= room.tokens:
             return [_Piece("", text, size)]
@@ -161,7 +168,7 @@ class ChunkPreservingPromptHelper(PromptHelper):
         return packed
 
     def _size(self, text: str) -> int:
-        """Count tokens as the prompt will have them: chunks and the text between them are tokenised apart."""
+        """Return the number of tokens in a prompt: chunks and the text between them are tokenised separately."""
         return sum(
             len(piece.token_ids) if isinstance(piece, Chunk) else len(self._token_counter.tokenizer(piece))
             for piece in self._registry.find(text)
@@ -169,7 +176,7 @@ class ChunkPreservingPromptHelper(PromptHelper):
 
 
 def _template_tokens(engine: BlendEngine) -> int:
-    """Count the tokens a chat template puts around a system and a user message."""
+    """Return the number of tokens that a chat template adds around a system and a user message."""
     messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": _PROBE}]
     whole = engine.tokenize(chat_prompt(engine.tokenizer, messages, ChunkRegistry()))
     return max(0, len(whole.token_ids) - 2 * len(encoder_for(engine.tokenizer).document(_PROBE)))

@@ -1,4 +1,4 @@
-"""Joins everything, from documents or an index: `CacheBlendQueryEngine` and `CacheBlendChatEngine`."""
+"""Builds query and chat engines from documents or an index: `CacheBlendQueryEngine`, `CacheBlendChatEngine`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,15 @@ _Response = TypeVar("_Response", AgentChatResponse, StreamingAgentChatResponse)
 
 
 class CacheBlendQueryEngine(RetrieverQueryEngine):
-    """A `RetrieverQueryEngine` whose retriever registers chunks and whose synthesizer reuses their KV.
+    """Answers questions: its retriever registers chunks, and its synthesizer reuses their KV.
 
-    ``response.metadata["cacheblend"]`` says what each LLM call reused.
+    ``response.metadata["cacheblend"]`` reports the reuse of each LLM call.
+
+    Example:
+        Index documents and ask a question::
+
+            query_engine = CacheBlendQueryEngine.from_documents(documents, engine=engine)
+            response = query_engine.query("Who is the captain?")
     """
 
     @classmethod
@@ -62,15 +68,16 @@ class CacheBlendQueryEngine(RetrieverQueryEngine):
         """Split, precompute and index documents in memory.
 
         Args:
-            documents: What to answer from.
-            engine: As of :meth:`from_index`, as is ``llm``.
-            llm: See there.
+            documents: Documents to answer from.
+            engine: The engine that answers; see :meth:`from_index`.
+            llm: The LLM; see :meth:`from_index`.
             embed_model: None takes `Settings.embed_model` if you set one, else :class:`BundledEmbedding`.
-            transformations: None splits at sentence edges into chunks of ``chunk_size`` of the model's tokens, without overlap.
+            transformations: None splits at sentence ends into chunks of ``chunk_size`` of the model's tokens, without
+                overlap.
             chunk_size: Most tokens of a chunk, metadata included.
-            precompute: Compute all KV now; otherwise each chunk's is computed with the first prompt that needs it.
+            precompute: Compute all KV now; otherwise each chunk's KV is computed with the first prompt that needs it.
             show_progress: Show LlamaIndex's progress bars.
-            options: As of :meth:`from_index` (``similarity_top_k``, ``response_mode``, ``max_tokens``...).
+            options: Options of :meth:`from_index` (``similarity_top_k``, ``response_mode``, ``max_tokens``...).
         """
         own = llm_for(engine, llm, cls.__name__, options, watch=False)
         if transformations is None:
@@ -96,18 +103,19 @@ class CacheBlendQueryEngine(RetrieverQueryEngine):
         node_postprocessors: list[BaseNodePostprocessor] | None = None,
         **options: Any,
     ) -> Self:
-        """Answer from an index you have.
+        """Return a query engine over an existing index.
 
-        Its nodes' KV is taken from the engine's store; what is missing is computed with the first prompt that needs it.
+        The KV of its nodes comes from the engine's store; missing KV is computed with the first prompt that needs it.
 
         Args:
             index: Any LlamaIndex index.
-            engine: The model; None takes the LLM's, else that of `Settings.llm`.
-            llm: As of :class:`CacheBlendSynthesizer`, as are ``options``.
-            similarity_top_k: Chunks retrieved for a question.
-            retriever_kwargs: For ``index.as_retriever`` (filters, modes...).
-            node_postprocessors: LlamaIndex's.
-            options: ``response_mode``, ``streaming``, ``text_qa_template``..., and the LLM's: ``max_tokens``, ``ratio``...
+            engine: The engine that answers; None takes the LLM's, else that of `Settings.llm`.
+            llm: The LLM; see :class:`CacheBlendSynthesizer`.
+            similarity_top_k: Number of chunks retrieved for a question.
+            retriever_kwargs: Arguments of ``index.as_retriever`` (filters, modes...).
+            node_postprocessors: LlamaIndex's node postprocessors.
+            options: Options of :class:`CacheBlendSynthesizer` (``response_mode``, ``streaming``,
+                ``text_qa_template``...), and of the LLM (``max_tokens``, ``ratio``...).
         """
         synthesizer = CacheBlendSynthesizer(engine, llm=llm, **options)
         base = index.as_retriever(**{"similarity_top_k": similarity_top_k, **(retriever_kwargs or {})})
@@ -119,10 +127,17 @@ class CacheBlendQueryEngine(RetrieverQueryEngine):
 
 
 class CacheBlendChatEngine(CondensePlusContextChatEngine):
-    """LlamaIndex's condense-plus-context chat engine, with prompts packed without cutting through chunks.
+    """Chats over retrieved chunks like LlamaIndex's condense-plus-context engine; prompts never cut through chunks.
 
-    Chunks stand behind what was said before, with the question: so the conversation is a prefix of every later prompt, and not
-    computed again. With a ``context_prompt`` of yours they stand in the system message, as LlamaIndex has it.
+    Chunks stand behind the earlier conversation, with the question. So the conversation is a prefix of every later
+    prompt, and is not computed again. With a ``context_prompt`` of yours, the chunks stand in the system message, as in
+    LlamaIndex.
+
+    Example:
+        Chat over an index::
+
+            chat_engine = CacheBlendChatEngine.from_index(index, engine=engine)
+            answer = chat_engine.chat("Who is the captain?")
     """
 
     _chunks_last = False
@@ -136,19 +151,20 @@ class CacheBlendChatEngine(CondensePlusContextChatEngine):
         llm: CacheBlendLLM | None = None,
         **options: Any,
     ) -> Self:
-        """Chat over a retriever.
+        """Return a chat engine over a retriever.
 
         Args:
             retriever: Any retriever.
-            engine: The model, unless an LLM is given.
-            llm: None takes `Settings.llm` where it has that engine or none is given, else makes one of ``engine``.
-            options: As of LlamaIndex's `from_defaults`, and the LLM's (``max_tokens``, ``ratio``...), which go before its own.
+            engine: The engine that answers, unless an LLM is given.
+            llm: None takes `Settings.llm` if it has this engine or no engine is given, else makes an LLM of ``engine``.
+            options: Options of LlamaIndex's `from_defaults`, and of the LLM (``max_tokens``, ``ratio``...), which
+                override the LLM's own.
 
         Raises:
-            InputError: No engine, an LLM of another engine, or an option that does not exist or is out of range.
+            InputError: No engine is found, the LLM has another engine, or an option does not exist or is out of range.
         """
         own, options = llm_for(engine, llm, cls.__name__, options), other_options(options)
-        if unknown := set(options) - set(inspect.signature(cls.from_defaults).parameters):  # it would drop them
+        if unknown := set(options) - set(inspect.signature(cls.from_defaults).parameters):  # from_defaults ignores them
             raise InputError(f"{cls.__name__} takes no {listed(unknown)}.")
         options["memory"] = options.get("memory") or _memory(own, options.get("chat_history"))
         made = cls.from_defaults(CacheBlendRetriever(retriever, own.engine), own, **options)
@@ -158,7 +174,7 @@ class CacheBlendChatEngine(CondensePlusContextChatEngine):
 
     @classmethod
     def from_index(cls, index: BaseIndex[Any], *, similarity_top_k: int = _TOP_K, **options: Any) -> Self:
-        """Chat over an index; ``options`` are those of :meth:`from_retriever`."""
+        """Return a chat engine over an index; ``options`` are the options of :meth:`from_retriever`."""
         return cls.from_retriever(index.as_retriever(similarity_top_k=similarity_top_k), **options)
 
     def _get_response_synthesizer(self, chat_history: list[ChatMessage], streaming: bool = False) -> CompactAndRefine:
@@ -171,20 +187,20 @@ class CacheBlendChatEngine(CondensePlusContextChatEngine):
         return synthesizer
 
     def _recorded(self, calls: list[dict[str, Any]]) -> Self:
-        """Return this chat, memory and all, with an LLM that notes in ``calls`` what it reports of each call."""
+        """Return this chat engine, memory included, with an LLM that appends the `raw` of each call to ``calls``."""
         recorded = copy.copy(self)
         if isinstance(self._llm, CacheBlendLLM):
             recorded._llm = self._llm.holding((), calls)
         return recorded
 
     def chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> AgentChatResponse:
-        """Answer; ``metadata["cacheblend"]`` has the `raw` of each LLM call, in order, that of condensing included."""
+        """Answer; ``metadata["cacheblend"]`` has the `raw` of each LLM call in order, the condensing call included."""
         calls: list[dict[str, Any]] = []
         answer: AgentChatResponse = super(CacheBlendChatEngine, self._recorded(calls)).chat(message, chat_history)
         return _with_usage(answer, calls)
 
     async def achat(self, message: str, chat_history: list[ChatMessage] | None = None) -> AgentChatResponse:
-        """Async twin of :meth:`chat`."""
+        """Answer asynchronously; see :meth:`chat`."""
         calls: list[dict[str, Any]] = []
         answer: AgentChatResponse = await super(CacheBlendChatEngine, self._recorded(calls)).achat(
             message, chat_history
@@ -192,7 +208,7 @@ class CacheBlendChatEngine(CondensePlusContextChatEngine):
         return _with_usage(answer, calls)
 
     def stream_chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> StreamingAgentChatResponse:
-        """Answer piece by piece; ``metadata`` is that of :meth:`chat` once it has been read."""
+        """Answer piece by piece; after the stream is read, ``metadata`` holds the same facts as for :meth:`chat`."""
         calls: list[dict[str, Any]] = []
         answer: StreamingAgentChatResponse = super(CacheBlendChatEngine, self._recorded(calls)).stream_chat(
             message, chat_history
@@ -202,7 +218,7 @@ class CacheBlendChatEngine(CondensePlusContextChatEngine):
     async def astream_chat(
         self, message: str, chat_history: list[ChatMessage] | None = None
     ) -> StreamingAgentChatResponse:
-        """Async twin of :meth:`stream_chat`."""
+        """Answer piece by piece, asynchronously; see :meth:`stream_chat`."""
         calls: list[dict[str, Any]] = []
         recorded = self._recorded(calls)
         answer: StreamingAgentChatResponse = await super(CacheBlendChatEngine, recorded).astream_chat(
@@ -212,7 +228,7 @@ class CacheBlendChatEngine(CondensePlusContextChatEngine):
 
 
 def _memory(llm: CacheBlendLLM, history: list[ChatMessage] | None) -> Memory:
-    """Return a memory that leaves room for chunks: LlamaIndex's default may fill the window, and then nothing can be asked."""
+    """Return a memory that leaves room for chunks; LlamaIndex's default memory may fill the whole window."""
     limit = (llm.metadata.context_window - llm.metadata.num_output) // 2
     return Memory.from_defaults(
         chat_history=history or [], token_limit=max(1, limit), token_flush_size=max(1, limit // 4)
@@ -220,5 +236,5 @@ def _memory(llm: CacheBlendLLM, history: list[ChatMessage] | None) -> Memory:
 
 
 def _with_usage(response: _Response, calls: list[dict[str, Any]]) -> _Response:
-    vars(response)["metadata"] = {USAGE_KEY: calls}  # LlamaIndex's streamed response has no such field
+    vars(response)["metadata"] = {USAGE_KEY: calls}  # LlamaIndex's streamed response lacks this field
     return response

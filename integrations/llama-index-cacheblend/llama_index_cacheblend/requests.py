@@ -1,4 +1,4 @@
-"""Turns what LlamaIndex asks for into what a `BlendEngine` takes: prompt, sampling and blend settings of one call."""
+"""Converts a LlamaIndex call to the prompt, sampling and blend settings of a `BlendEngine`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from llama_index_cacheblend.messages import CHUNK_IDS, checked_ids, plain_messag
 from llama_index_cacheblend.watch import RETRIEVALS, current_span
 
 Build = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], BlendPrompt]
-"""Builds a prompt, given the ids of the chunks to look for in it first, and the tools that the model is shown."""
+"""Builds a prompt from the ids of the chunks to search for first and from the tools shown to the model."""
 
 
 _KNOWN = (*CALL_OPTIONS, "json_schema", CHUNK_IDS, "on_miss", "tools", "tool_choice")
 
 
 def of_messages(engine: BlendEngine, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any]) -> Build:
-    """Say how to build a chat's prompt: by the model's chat template, which reads ``template_kwargs``, too."""
+    """Return the builder of a chat's prompt by the model's chat template, with ``template_kwargs`` as its variables."""
 
     def build(ids: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> BlendPrompt:
         plain = [plain_message(engine, message) for message in messages]
@@ -46,7 +46,7 @@ def of_messages(engine: BlendEngine, messages: Sequence[ChatMessage], template_k
 
 
 def of_text(engine: BlendEngine, text: str) -> Build:
-    """Say how to build the prompt of text that is formatted already."""
+    """Return the builder of a prompt from formatted text."""
 
     def build(ids: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> BlendPrompt:
         if tools:
@@ -59,20 +59,20 @@ def of_text(engine: BlendEngine, text: str) -> Build:
 
 
 def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[str, Any], chat: bool = False) -> Asked:
-    """Put a call together.
+    """Return the engine call of a LlamaIndex call.
 
     Args:
         build: Builds the prompt.
-        llm: Has the engine, and the options that the call does not give, as attributes.
-        named: Ids of chunks the prompt is known to hold, beside those the call names.
-        kwargs: Of the call.
-        chat: Whether thoughts are told from the answer.
+        llm: LLM with the engine, and with the options that the call does not give as attributes.
+        named: Ids of chunks known to be in the prompt, besides the chunks that the call names.
+        kwargs: Arguments of the call.
+        chat: Whether to separate the model's reasoning from the answer.
 
     Raises:
-        InputError: An argument that no call takes, or a value out of range.
+        InputError: An argument is unknown, or a value is out of range.
         PromptTooLongError: Prompt and answer exceed the context window.
         UnknownChunkError: The call names a chunk that the engine does not know.
-        AlteredChunkError: As ``on_miss`` wants it.
+        AlteredChunkError: A retrieved chunk was altered, and ``on_miss`` is ``"error"``.
     """
     kwargs = with_usual_names(kwargs)
     if unknown := set(kwargs) - set(_KNOWN):
@@ -86,10 +86,10 @@ def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[s
 
 
 def answer_tokens(max_tokens: int | None, context_window: int) -> int:
-    """Return how much of the context window prompts must leave: ``max_tokens``, else 512 or a quarter of a small window."""
+    """Return the tokens to leave for the answer: ``max_tokens``, else 512 or a quarter of a small context window."""
     return max(1, min(DEFAULT_MAX_TOKENS, context_window // 4)) if max_tokens is None else max_tokens
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names as an error message lists them."""
+    """Return ``names`` sorted and joined, for an error message."""
     return ", ".join(sorted(map(repr, names)))

@@ -1,4 +1,4 @@
-"""Turns what the engine reports into LlamaIndex responses, also for chains that do not hand responses out."""
+"""Converts the engine's results to LlamaIndex responses, and collects them for chains that do not return responses."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 def raw_of(generation: Generation, asked: Asked) -> dict[str, Any]:
     """Return the `raw` of a finished response.
 
-    ``usage`` has OpenAI's names and Usage's: ``prompt_tokens = reused_tokens + computed_tokens``; ``recomputed_tokens`` are those
-    of the computed ones that had stored KV. Every token in ``prompt_tokens_details.cached_tokens`` was reused as it is.
-    ``retrieved`` says what became of each retrieved chunk.
+    ``usage`` has OpenAI's names and the names of Usage: ``prompt_tokens = reused_tokens + computed_tokens``;
+    ``recomputed_tokens`` counts the computed tokens that had stored KV. Every token in
+    ``prompt_tokens_details.cached_tokens`` was reused as it is. ``retrieved`` gives the status of each retrieved chunk.
     """
     usage, report = generation.usage, asked.report(generation)
     return {
@@ -51,7 +51,7 @@ def chat_response(text: str, delta: str | None, raw: dict[str, Any] | None) -> C
 
 
 class _Thoughtful(ChatMessage):
-    """Takes a new text beside its thoughts: chat engines before 0.14.25 set it when a stream has ended."""
+    """Accepts a new text and keeps its reasoning: chat engines before 0.14.25 set the text when a stream has ended."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "content":
@@ -64,14 +64,14 @@ class _Thoughtful(ChatMessage):
 
 
 def with_thoughts(response: _Response, reasoning: str, new: str | None = None) -> _Response:
-    """Put what was thought before an answer into its message, in a block of its own; ``new`` of it in this piece."""
+    """Put ``reasoning`` into the answer's message, as a separate block; ``new`` is the part in this piece."""
     if reasoning and isinstance(response, ChatResponse):
-        block = getattr(types, "ThinkingBlock", None)  # the lowest supported version has none
+        block = getattr(types, "ThinkingBlock", None)  # the lowest supported version lacks the class
         if block is not None:
             blocks = [block(content=reasoning), *response.message.blocks]
             response.message = _Thoughtful(role=response.message.role, blocks=blocks)
         if new:
-            response.additional_kwargs["thinking_delta"] = new  # where LlamaIndex's agents look for it
+            response.additional_kwargs["thinking_delta"] = new  # LlamaIndex's agents read this key
     return response
 
 
@@ -81,7 +81,7 @@ def completion_response(text: str, delta: str | None, raw: dict[str, Any] | None
 
 
 def _logprobs(raw: dict[str, Any] | None) -> list[list[LogProb]] | None:
-    """Return each token of the answer, then its alternatives; None where they were not asked for."""
+    """Return each token of the answer, followed by its alternatives; None if log-probabilities were not requested."""
     if raw is None or "logprobs" not in raw:
         return None
     return [
@@ -92,15 +92,22 @@ def _logprobs(raw: dict[str, Any] | None) -> list[list[LogProb]] | None:
 
 @dataclass(frozen=True)
 class Call:
-    """One finished call of a CacheBlendLLM.
+    """Holds one finished call of a CacheBlendLLM.
 
     Attributes:
         text: The answer.
         mode: ``"blend"`` or ``"prefill"``.
-        reason: Why that mode, in words.
+        reason: Why the engine chose this mode, in words.
         usage: Token counts; see :func:`raw_of`.
-        retrieved: What became of what was retrieved: counts, and the status of each chunk.
-        raw: All that the response's `raw` holds.
+        retrieved: How the prompt used the retrieved chunks: counts, and the status of each chunk.
+        raw: The response's whole `raw`.
+
+    Example:
+        Print how many tokens a call reused::
+
+            with collect_usage() as calls:
+                query_engine.query("Who is the captain?")
+            print(calls[-1].mode, calls[-1].usage["reused_tokens"])
     """
 
     text: str
@@ -112,22 +119,31 @@ class Call:
 
 
 class UsageHandler(BaseEventHandler):
-    """Collects what every CacheBlendLLM call reported, whatever chain made it. See :func:`collect_usage`."""
+    """Collects the report of every CacheBlendLLM call, in any chain. See :func:`collect_usage`.
+
+    Example:
+        Collect calls until the process ends::
+
+            handler = UsageHandler()
+            get_dispatcher().add_event_handler(handler)
+            query_engine.query("Who is the captain?")
+            print(len(handler.calls))
+    """
 
     _calls: list[Call] = PrivateAttr(default_factory=list)
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the name LlamaIndex knows the handler by."""
+        """Return LlamaIndex's name for the handler."""
         return "CacheBlendUsageHandler"
 
     @property
     def calls(self) -> list[Call]:
-        """Return the calls that have finished, in the order they did."""
+        """Return the finished calls, in order of completion."""
         return self._calls
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-        """Take in one event."""
+        """Record the call of a finished chat or completion event."""
         if not isinstance(event, (LLMChatEndEvent, LLMCompletionEndEvent)) or event.response is None:
             return
         raw = event.response.raw
@@ -141,7 +157,14 @@ class UsageHandler(BaseEventHandler):
 def collect_usage() -> Iterator[list[Call]]:
     """Collect the calls that finish anywhere in this process while the block runs.
 
-    A streamed call has finished when its last piece was read.
+    A streamed call finishes when its last piece is read.
+
+    Example:
+        Print the token counts of every call of a query::
+
+            with collect_usage() as calls:
+                query_engine.query("Who is the captain?")
+            print([call.usage for call in calls])
     """
     handler = UsageHandler()
     handlers = get_dispatcher().event_handlers

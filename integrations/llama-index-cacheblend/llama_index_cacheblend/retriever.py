@@ -1,4 +1,4 @@
-"""Makes retrieved chunks known to the engine: around a retriever, or as the last node postprocessor."""
+"""Registers retrieved chunks with the engine: around a retriever, or as the last node postprocessor."""
 
 from __future__ import annotations
 
@@ -20,10 +20,16 @@ from llama_index_cacheblend.watch import note_instead
 
 
 class CacheBlendRetriever(BaseRetriever):
-    """Passes a retriever's nodes on, unchanged, registers them with the engine, and reads their stored KV ahead.
+    """Returns a retriever's nodes unchanged, registers them with the engine, and reads their stored KV ahead.
 
-    Without an engine it is that of `Settings.llm` at the time of a query; if that is none of ours, registering is left to the
-    :class:`CacheBlendSynthesizer` or the LLM.
+    Without an engine, a query takes the engine of `Settings.llm`. If that LLM is not a CacheBlendLLM, the
+    :class:`CacheBlendSynthesizer` or the LLM registers the nodes.
+
+    Example:
+        Wrap an index's retriever::
+
+            retriever = CacheBlendRetriever(index.as_retriever(), engine)
+            nodes = retriever.retrieve("Who is the captain?")
     """
 
     def __init__(
@@ -38,16 +44,16 @@ class CacheBlendRetriever(BaseRetriever):
 
         Args:
             base: Any retriever.
-            engine: The model; see above for None.
+            engine: The engine that answers; None takes the engine of `Settings.llm` at each query.
             prefetch: Whether to read stored KV ahead, in the background.
-            callback_manager: None takes that of ``base``.
+            callback_manager: LlamaIndex's callback manager; None takes the base's.
         """
         self._base, self._engine, self._prefetch = base, engine, prefetch
         super().__init__(callback_manager=callback_manager or base.callback_manager)
 
     @property
     def base(self) -> BaseRetriever:
-        """Return the retriever that does the work."""
+        """Return the wrapped retriever."""
         return self._base
 
     def _get_prompt_modules(self) -> PromptMixinType:
@@ -69,13 +75,19 @@ class CacheBlendRetriever(BaseRetriever):
 
 
 class CacheBlendPostprocessor(BaseNodePostprocessor):
-    """Registers nodes as the other postprocessors left them; put it last.
+    """Registers nodes as the other postprocessors left them; put this postprocessor last.
 
-    Postprocessors that replace or cut a node's text (sentence windows, optimizers) make texts no retriever has seen. Without this
-    one they are ordinary prefill.
+    Postprocessors that replace or cut a node's text (sentence windows, optimizers) make texts that no retriever has
+    returned. Without this postprocessor such texts are prefilled.
 
     Attributes:
-        engine: The model; None takes that of `Settings.llm` at the time of a query.
+        engine: The engine that answers; None takes the engine of `Settings.llm` at each query.
+
+    Example:
+        Register the nodes that other postprocessors have cut::
+
+            postprocessors = [your_postprocessor, CacheBlendPostprocessor(engine)]
+            query_engine = index.as_query_engine(node_postprocessors=postprocessors)
     """
 
     engine: BlendEngine | None = Field(default=None, exclude=True)
@@ -86,7 +98,7 @@ class CacheBlendPostprocessor(BaseNodePostprocessor):
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the name LlamaIndex knows the class by."""
+        """Return LlamaIndex's name for the class."""
         return "CacheBlendPostprocessor"
 
     def _postprocess_nodes(
@@ -99,7 +111,7 @@ class CacheBlendPostprocessor(BaseNodePostprocessor):
         return nodes
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be pickled with a model inside."""
+        """Raise InputError if the engine cannot be pickled."""
         if self.engine is not None:
             refuse_unpicklable(self.engine, type(self).__name__)
         return super().__getstate__()

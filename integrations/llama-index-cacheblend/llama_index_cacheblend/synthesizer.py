@@ -1,4 +1,4 @@
-"""Tells LlamaIndex's response synthesizers exactly which chunks their prompts hold: `CacheBlendSynthesizer`."""
+"""Gives LlamaIndex's response synthesizers the exact chunks of their prompts: `CacheBlendSynthesizer`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from llama_index_cacheblend.templates import qa_template
 from llama_index_cacheblend.watch import note_instead
 
 USAGE_KEY = "cacheblend"
-"""Key of a response's `metadata` under which the `raw` of each LLM call is found, in order."""
+"""Key of a response's `metadata` for the `raw` of each LLM call, in order."""
 
 
 class _Prepared(NamedTuple):
-    """A synthesizer for some nodes alone, and where the usage of its calls will be."""
+    """Holds a synthesizer for some nodes only, and the list that its calls append their usage to."""
 
     synthesizer: BaseSynthesizer
     calls: list[dict[str, Any]]
@@ -35,9 +35,16 @@ class _Prepared(NamedTuple):
 class CacheBlendSynthesizer(BaseSynthesizer):
     """Synthesizes as LlamaIndex does (compact, refine, tree_summarize, accumulate...), with the nodes' KV.
 
-    A synthesizer passes strings to its LLM; this one knows the nodes they come from. Their chunks are looked for before any other
-    registered chunk, prompts are packed without cutting through them, and ``response.metadata["cacheblend"]`` says what each LLM
-    call reused (of a streamed response: once it has been read).
+    Other synthesizers pass only strings to their LLM; this synthesizer also names the chunks of its nodes. The LLM
+    searches for these chunks before any other registered chunk, and prompts are packed without cutting through them.
+    ``response.metadata["cacheblend"]`` reports the reuse of each LLM call (in a streamed response, after the stream has
+    been read).
+
+    Example:
+        Build a query engine from a retriever and this synthesizer::
+
+            synthesizer = CacheBlendSynthesizer(engine, response_mode="tree_summarize")
+            query_engine = RetrieverQueryEngine.from_args(index.as_retriever(), response_synthesizer=synthesizer)
     """
 
     def __init__(
@@ -56,21 +63,23 @@ class CacheBlendSynthesizer(BaseSynthesizer):
         """Set up a synthesizer.
 
         Args:
-            engine: The model; None takes the LLM's, else that of `Settings.llm`.
-            llm: An LLM of that engine; None takes `Settings.llm` where it has that engine, else one with the defaults.
-            response_mode: One of LlamaIndex's.
-            text_qa_template: None takes :func:`qa_template`, not LlamaIndex's, which puts other text before the first chunk.
+            engine: The engine that answers; None takes the LLM's, else that of `Settings.llm`.
+            llm: An LLM with this engine; None takes `Settings.llm` if it has this engine, else a new LLM with default
+                options.
+            response_mode: One of LlamaIndex's response modes.
+            text_qa_template: None takes :func:`qa_template` and not LlamaIndex's, which puts other text before the
+                first chunk.
             summary_template: For `tree_summarize`; None takes :func:`qa_template`, too.
             prompt_helper: None takes :class:`ChunkPreservingPromptHelper`.
-            callback_manager: LlamaIndex's.
+            callback_manager: LlamaIndex's callback manager.
             streaming: Whether responses are streamed.
-            options: What else LlamaIndex's `get_response_synthesizer` takes (``refine_template``, ``output_cls``...), and
-                options of the LLM (``max_tokens``, ``ratio``...), which go before its own.
+            options: Other arguments of LlamaIndex's `get_response_synthesizer` (``refine_template``,
+                ``output_cls``...), and options of the LLM (``max_tokens``, ``ratio``...), which override the LLM's own.
 
         Raises:
-            InputError: No engine, an LLM of another engine, or an option of the LLM out of range.
+            InputError: No engine is found, the LLM has another engine, or an option of the LLM is out of range.
         """
-        # The nodes are registered here, so nothing need be overheard.
+        # The synthesizer registers the nodes, so the LLM need not watch retrievers.
         self._own = llm_for(engine, llm, type(self).__name__, options, watch=False)
         options = other_options(options)
         helper = prompt_helper or ChunkPreservingPromptHelper.of(self._own)
@@ -94,7 +103,7 @@ class CacheBlendSynthesizer(BaseSynthesizer):
 
     @property
     def engine(self) -> BlendEngine:
-        """Return the model."""
+        """Return the engine that answers."""
         return self._own.engine
 
     def _get_prompts(self) -> dict[str, Any]:
@@ -130,19 +139,19 @@ class CacheBlendSynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        """Async twin of :meth:`synthesize`; nodes are tokenised off the event loop."""
+        """Answer asynchronously; see :meth:`synthesize`. Nodes are tokenised off the event loop."""
         prepared = await asyncio.to_thread(self._prepare, nodes)
         response = await prepared.synthesizer.asynthesize(query, nodes, additional_source_nodes, **response_kwargs)
         return _with_usage(response, prepared.calls)
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
-        """Answer from strings, as every synthesizer; their chunks are found by content alone."""
+        """Answer from strings, as every synthesizer does; chunks are found by content alone."""
         return self._prototype.get_response(query_str, text_chunks, **response_kwargs)
 
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
-        """Async twin of :meth:`get_response`."""
+        """Answer asynchronously; see :meth:`get_response`."""
         return await self._prototype.aget_response(query_str, text_chunks, **response_kwargs)
 
 

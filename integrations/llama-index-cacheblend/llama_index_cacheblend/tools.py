@@ -1,4 +1,4 @@
-"""Handles tool calls in LlamaIndex's form: which ones a chat must make, and which ones an answer makes."""
+"""Handles tool calls in LlamaIndex's form: the calls that a chat requires, and the calls of an answer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 _Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 
 CALLS = "tool_calls"
-"""Key of `ChatMessage.additional_kwargs` with the calls of an answer, in OpenAI's form; arguments are an object."""
+"""Key of `ChatMessage.additional_kwargs` for the calls of an answer, in OpenAI's form, with arguments as an object."""
 INVALID = "invalid_tool_calls"
-"""The same, with the texts that should have been calls and cannot be read."""
+"""Key of `ChatMessage.additional_kwargs` for the texts of invalid calls."""
 
 
 def chat_arguments(
@@ -37,7 +37,7 @@ def chat_arguments(
 
 
 def with_calls(response: _Response, read: CallsRead | None) -> _Response:
-    """Put the calls of an answer into its message; a completion has none."""
+    """Put the calls of an answer into its message; a completion gets no calls."""
     if read is None or not isinstance(response, ChatResponse):
         return response
     kwargs = response.message.additional_kwargs
@@ -59,7 +59,7 @@ def selections(response: ChatResponse, must: bool) -> list[ToolSelection]:
     """Return the calls of an answer.
 
     Raises:
-        ValueError: There is none, and there ``must`` be one; LlamaIndex's own programs expect this error.
+        ValueError: The answer has no call, and ``must`` is set; LlamaIndex's own programs expect this error.
     """
     kwargs = response.message.additional_kwargs
     found = [

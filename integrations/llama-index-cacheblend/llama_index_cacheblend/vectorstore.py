@@ -1,4 +1,4 @@
-"""Wraps a vector store: what is deleted or replaced in it is deleted from the KV store, too."""
+"""Wraps a vector store: nodes deleted or replaced in the vector store are deleted from the KV store, too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Holdings:
-    """Holds what is known of a base: the nodes of each document, and the document of each node. Thread-safe."""
+    """Holds the known nodes of a base: the nodes of each document, and the document of each node. Thread-safe."""
 
     def __init__(self) -> None:
         self._nodes: defaultdict[str, set[str]] = defaultdict(set)
@@ -73,22 +73,30 @@ class _Holdings:
 
 
 class CacheBlendVectorStore(BasePydanticVectorStore):
-    """Wraps any vector store: nodes that go in have their KV precomputed, and KV that no node needs any more is deleted.
+    """Wraps any vector store: precomputes the KV of added nodes, and deletes KV that no node needs any more.
 
-    Whatever changes an index goes through its vector store: `delete_ref_doc`, `delete_nodes`, `refresh_ref_docs`, and an
-    `IngestionPipeline`'s upserts. KV belongs to a text, not to a node: it goes when no other node on the engine has that text,
-    and with it that of the text without its metadata and of its renditions.
+    Every change of an index goes through its vector store: `delete_ref_doc`, `delete_nodes`, `refresh_ref_docs`, and an
+    `IngestionPipeline`'s upserts. KV belongs to a text, not to a node. The KV of a text is deleted when no other node
+    on the engine has the text, together with the KV of the text without its metadata and of its renditions.
 
-    What was put into the base before this process started is looked up in ``docstore``, else in the base, when it is deleted; a
-    base that holds no text (such as `SimpleVectorStore`) needs the docstore for that.
+    Nodes that were in the base before this process started are looked up in ``docstore``, else in the base, when they
+    are deleted. A base that holds no text (such as `SimpleVectorStore`) needs the docstore for the lookup.
 
-    Everything this class does not define is the base's.
+    All other attributes and methods are the base's.
 
     Attributes:
-        base: The vector store that does the work.
-        engine: The engine that answers. Held, not owned.
-        docstore: Where the index keeps its nodes.
-        precompute: Whether to compute KV when nodes are added; otherwise it is computed with the first prompt that needs it.
+        base: The wrapped vector store.
+        engine: The engine that answers; the vector store does not close it.
+        docstore: Docstore of the index's nodes.
+        precompute: Whether to compute KV when nodes are added; otherwise KV is computed with the first prompt that
+            needs it.
+
+    Example:
+        Index documents, with their KV, in a wrapped vector store::
+
+            store = CacheBlendVectorStore(your_vector_store, engine)
+            storage = StorageContext.from_defaults(vector_store=store)
+            index = VectorStoreIndex.from_documents(documents, storage_context=storage)
     """
 
     base: BasePydanticVectorStore
@@ -107,7 +115,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         precompute: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Wrap ``base``; None makes one in memory. Without an engine it is that of `Settings.llm`. See above for the rest.
+        """Wrap ``base``; None makes one in memory. If ``engine`` is None, take the engine of `Settings.llm`.
 
         Raises:
             InputError: There is no engine.
@@ -123,19 +131,19 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the name LlamaIndex knows the class by."""
+        """Return LlamaIndex's name for the class."""
         return "CacheBlendVectorStore"
 
     @classmethod
     def within(cls, storage: StorageContext, engine: BlendEngine, precompute: bool = True) -> StorageContext:
-        """Wrap the vector store of a storage context, in place, and return it: for an index you make or load with it."""
+        """Wrap the vector store of ``storage``, in place, and return ``storage``, to make or load an index with."""
         base = storage.vector_store
         if not isinstance(base, cls):
             storage.add_vector_store(cls(base, engine, storage.docstore, precompute), DEFAULT_VECTOR_STORE)
         return storage
 
     def estimate_existing(self, nodes: Iterable[BaseNode] | None = None) -> ExistingEstimate:
-        """Return what :meth:`precompute_existing` will take: chunks, room and time. A few nodes are computed to tell.
+        """Return the chunks, bytes and time of :meth:`precompute_existing`, measured by computing a few nodes.
 
         Raises:
             InputError: Neither base nor docstore can list the nodes, and they are not given.
@@ -147,17 +155,17 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
     def precompute_existing(
         self, nodes: Iterable[BaseNode] | None = None, progress: Callable[[int], None] | None = None
     ) -> PrecomputeReport:
-        """Compute the KV of the nodes that were there before, with their metadata.
+        """Compute the KV of the nodes already in the base, with their metadata.
 
-        What is stored is skipped: call it again after a stop.
+        Stored KV is skipped: call again after an interruption.
 
         Args:
-            nodes: All of them, where neither base nor docstore can list them.
+            nodes: All nodes, if neither base nor docstore can list them.
             progress: Called with the number of nodes finished since its last call.
 
         Raises:
             InputError: Neither base nor docstore can list the nodes, and they are not given.
-            StoreError: The KV store cannot be written. What was stored before stays.
+            StoreError: The KV store cannot be written. KV stored before the error stays.
         """
         return precompute_existing(self._existing() if nodes is None else nodes, self._compute, progress)
 
@@ -169,8 +177,8 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Add nodes to the base, then precompute their KV; return their ids.
 
-        A node that replaces another one under its id lets go of the former text. A KV store that refuses is a warning in the log:
-        the prompt computes what is missing.
+        A node that replaces another node under its id releases the former text. If the KV store fails, a warning is
+        logged, and prompts compute the missing KV.
         """
         self._learn(node.node_id for node in nodes)
         ids = self.base.add(list(nodes), **kwargs)
@@ -178,7 +186,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         return ids
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        """Async twin of :meth:`add`."""
+        """Add nodes asynchronously; see :meth:`add`."""
         await asyncio.to_thread(self._learn, [node.node_id for node in nodes])
         ids = await self.base.async_add(list(nodes), **kwargs)
         await asyncio.to_thread(self._take_in, nodes)
@@ -191,8 +199,8 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         self._let_go(names)
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Async twin of :meth:`delete`."""
-        # Before anything is awaited: LlamaIndex deletes from the docstore at the same time.
+        """Delete a document's nodes asynchronously; see :meth:`delete`."""
+        # Before the first await: LlamaIndex deletes from the docstore at the same time.
         names = self._nodes_of(ref_doc_id)
         await self.base.adelete(ref_doc_id, **delete_kwargs)
         await asyncio.to_thread(self._let_go, names)
@@ -208,7 +216,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
     async def adelete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
-        """Async twin of :meth:`delete_nodes`."""
+        """Delete nodes asynchronously; see :meth:`delete_nodes`."""
         names = self._chosen(node_ids, filters)
         await self.base.adelete_nodes(node_ids, filters, **delete_kwargs)
         await asyncio.to_thread(self._let_go, names)
@@ -220,7 +228,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         self._let_go(names)
 
     async def aclear(self) -> None:
-        """Async twin of :meth:`clear`."""
+        """Delete everything asynchronously; see :meth:`clear`."""
         names = self._chosen(None, None)
         await self.base.aclear()
         await asyncio.to_thread(self._let_go, names)
@@ -232,15 +240,15 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
     async def aget_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """Async twin of :meth:`get_nodes`."""
+        """Return nodes asynchronously; see :meth:`get_nodes`."""
         return await self.base.aget_nodes(node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Query the base; nodes that it returns are registered with the engine."""
+        """Query the base, and register the returned nodes with the engine."""
         return self._found(self.base.query(query, **kwargs))
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Async twin of :meth:`query`."""
+        """Query asynchronously; see :meth:`query`."""
         return await asyncio.to_thread(self._found, await self.base.aquery(query, **kwargs))
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
@@ -248,13 +256,13 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         self.base.persist(persist_path, fs=fs)
 
     def __getattr__(self, name: str) -> Any:
-        """Look in the base for what is not here."""
+        """Return the base's attribute for any name not defined here."""
         if name.startswith("_") or name in type(self).model_fields:
             return super().__getattr__(name)  # type: ignore[misc]
         return getattr(self.base, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be sent to another process with a model inside."""
+        """Raise InputError if the engine cannot be pickled."""
         refuse_unpicklable(self.engine, type(self).__name__)
         return super().__getstate__()
 
@@ -263,17 +271,17 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         return result
 
     def _hold(self, nodes: Iterable[BaseNode]) -> None:
-        """Register nodes, and note which of their texts they hold."""
+        """Register nodes, and record which texts they hold."""
         nodes = list(nodes)
         self._known.add(nodes)
         self._chunks.hold((node.node_id, node_forms(node)) for node in nodes)
 
     def _existing(self) -> Sequence[BaseNode]:
-        """Return all nodes: of a base that keeps their text, else of the docstore."""
+        """Return all nodes: from a base that stores their text, else from the docstore."""
         if self.base.stores_text and (found := self._asked_of_base(None, None)):
             return found
-        # A pipeline's docstore keeps the documents that went in, not the nodes made of them, which no prompt will hold whole.
-        named = getattr(getattr(self.base, "data", None), "embedding_dict", None)  # SimpleVectorStore's
+        # A pipeline's docstore holds the input documents, not their nodes; no prompt will hold a whole document.
+        named = getattr(getattr(self.base, "data", None), "embedding_dict", None)  # attribute of SimpleVectorStore
         kept = {} if self.docstore is None else self.docstore.docs
         nodes = [n for n in kept.values() if (not isinstance(n, Document) if named is None else n.node_id in named)]
         if not nodes:
@@ -288,7 +296,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         return precompute_nodes(self.engine, nodes)
 
     def _take_in(self, nodes: Sequence[BaseNode]) -> None:
-        nodes = list({node.node_id: node for node in nodes}.values())  # of one id the base keeps the last
+        nodes = list({node.node_id: node for node in nodes}.values())  # the base keeps the last node of each id
         self._hold(nodes)
         if not self.precompute:
             return
@@ -304,7 +312,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
             )
 
     def _learn(self, node_ids: Iterable[str]) -> None:
-        """Note what is held under these ids, before it changes: it may be from before this process."""
+        """Record the texts of the nodes with these ids before they change: the nodes may predate this process."""
         names = self._known.unknown(node_ids)
         if names and self.docstore is not None:
             kept = [self.docstore.get_document(name, raise_error=False) for name in names]
@@ -314,7 +322,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
             self._hold(self._asked_of_base(names, None))
 
     def _nodes_of(self, ref_doc_id: str) -> set[str]:
-        """Return the ids of a document's nodes, and note what they hold."""
+        """Return the ids of a document's nodes, and record the nodes' texts."""
         info = None if self.docstore is None else self.docstore.get_ref_doc_info(ref_doc_id)
         self._learn(info.node_ids if info is not None else ())
         self._hold(
@@ -323,7 +331,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         return self._known.of(ref_doc_id)
 
     def _chosen(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> set[str]:
-        """Return which nodes are meant, and note what they hold."""
+        """Return the ids of the chosen nodes, and record the nodes' texts."""
         if filters is None and node_ids is not None:
             self._learn(node_ids)
             return set(node_ids)
@@ -332,13 +340,13 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         return {node.node_id for node in found} if filters is not None else self._known.every()
 
     def _asked_of_base(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[BaseNode]:
-        # Not every base can say what it holds, or filters by what it is asked for.
+        # Some bases cannot list their nodes, or lack a filter.
         if not self.base.stores_text:
             return []
         with suppress(NotImplementedError, ValueError):
             try:
                 return list(self.base.get_nodes(node_ids, filters))
-            except AssertionError:  # Postgres' wants one of them, and takes no ids for all of them
+            except AssertionError:  # Postgres requires ids or filters, and an empty list of ids for all nodes
                 return list(self.base.get_nodes(node_ids or [], filters))
         return []
 

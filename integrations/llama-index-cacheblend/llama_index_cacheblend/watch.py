@@ -1,9 +1,9 @@
-"""Overhears retrieval: an unchanged `index.as_query_engine()` tells the engine which chunks a prompt may hold.
+"""Watches retrieval: with an unchanged `index.as_query_engine()`, the engine learns which chunks a prompt may hold.
 
-A node registered in an earlier process is not known in this one, and LlamaIndex hands the LLM nothing but text. Its
-instrumentation, however, reports every retrieval. The watcher notes the texts; the LLM registers them before its next prompt, in
-its own thread, so that retrieval and the event loop do not wait for a tokenizer. It also notes which spans there are, so that the
-LLM can say what became of just what was retrieved for its prompt.
+Nodes registered in an earlier process are unknown in this process, and LlamaIndex passes only text to the LLM.
+LlamaIndex's instrumentation, however, reports every retrieval. The watcher records the texts. The LLM registers the
+texts before its next prompt, in its own thread, so that retrieval and the event loop do not wait for a tokenizer. The
+watcher also records which spans exist, so that the LLM can report on exactly the chunks retrieved for its prompt.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from cacheblend_rag import BlendEngine
 from cacheblend_rag.frameworks import RetrievalLog
 from llama_index_cacheblend.nodes import node_forms, register_forms
 
-# Retrieved but not yet prompted with; an engine that is never asked must not collect a corpus.
+# Limit of nodes retrieved but not yet in a prompt; an engine that is never asked must not collect a corpus.
 _MOST_WAITING = 4096
 
 RETRIEVALS = RetrievalLog()
-"""What was retrieved in which span, in this process."""
+"""Retrievals of this process, by span."""
 
 
 class Inbox:
-    """Nodes that were retrieved and are not registered yet. Thread-safe."""
+    """Holds nodes that were retrieved and are not registered yet. Thread-safe."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -43,11 +43,11 @@ class Inbox:
         self._lock = threading.Lock()
 
     def put(self, nodes: list[tuple[str, ...]]) -> None:
-        """Note nodes by their forms."""
+        """Add nodes by their forms."""
         self._nodes.extend(nodes)
 
     def register(self, engine: BlendEngine) -> None:
-        """Register what waits. A caller that finds the inbox empty may rely on it being registered, not just taken."""
+        """Register the waiting nodes. A caller that finds the inbox empty can rely on completed registration."""
         with self._lock:
             register_forms(engine, [self._nodes.popleft() for _ in range(len(self._nodes))])
 
@@ -57,15 +57,15 @@ _lock = threading.Lock()
 
 
 class RetrievalWatcher(BaseEventHandler):
-    """Notes the nodes of every finished retrieval: for the span it is in, and for the engines that are watched for."""
+    """Records the nodes of every finished retrieval: for its span, and for the watched engines."""
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the name LlamaIndex knows the handler by."""
+        """Return LlamaIndex's name for the handler."""
         return "CacheBlendRetrievalWatcher"
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-        """Take in one event."""
+        """Record the nodes of a finished retrieval."""
         if isinstance(event, RetrievalEndEvent):
             nodes = [node_forms(node) for node in event.nodes]
             RETRIEVALS.note(event.span_id, nodes)
@@ -76,11 +76,11 @@ class RetrievalWatcher(BaseEventHandler):
 
 
 class SpanWatcher(BaseSpanHandler[BaseSpan]):
-    """Notes which spans are open, and of which others they are part; it keeps nothing of them."""
+    """Records which spans are open, and their parents; stores nothing else of them."""
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the name LlamaIndex knows the handler by."""
+        """Return LlamaIndex's name for the handler."""
         return "CacheBlendSpanWatcher"
 
     def span_enter(
@@ -92,39 +92,39 @@ class SpanWatcher(BaseSpanHandler[BaseSpan]):
         tags: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Note a span."""
+        """Record the start of a span."""
         RETRIEVALS.begin(id_, parent_id)
 
     def span_exit(self, id_: str, *args: Any, **kwargs: Any) -> None:
-        """Note that it has ended."""
+        """Record the end of a span."""
         RETRIEVALS.end(id_)
 
     def span_drop(self, id_: str, *args: Any, **kwargs: Any) -> None:
-        """Do the same when it ends by an error."""
+        """Record the end of a span that fails."""
         RETRIEVALS.end(id_)
 
     def new_span(self, *args: Any, **kwargs: Any) -> None:
-        """Make none."""
+        """Return None, so that LlamaIndex stores no span."""
 
     def prepare_to_exit_span(self, *args: Any, **kwargs: Any) -> None:
-        """There is none."""
+        """Do nothing, since no span is stored."""
 
     def prepare_to_drop_span(self, *args: Any, **kwargs: Any) -> None:
-        """There is none."""
+        """Do nothing, since no span is stored."""
 
 
 def note_instead(nodes: Iterable[BaseNode | NodeWithScore]) -> None:
-    """Note nodes in the place of those retrieved before: what postprocessors and the like have made of them."""
+    """Record nodes in place of nodes retrieved before, after postprocessors and similar steps have changed them."""
     RETRIEVALS.note(active_span_id.get(), [node_forms(node) for node in nodes], replace=True)
 
 
 def current_span() -> str | None:
-    """Return the span that runs."""
+    """Return the id of the running span."""
     return active_span_id.get()
 
 
 def watch_retrievals() -> None:
-    """Note retrievals and spans from now on."""
+    """Record retrievals and spans from now on."""
     root = get_dispatcher()
     with _lock:
         if not any(isinstance(handler, RetrievalWatcher) for handler in root.event_handlers):
@@ -134,7 +134,7 @@ def watch_retrievals() -> None:
 
 
 def watch_for(engine: BlendEngine) -> Inbox:
-    """Note retrievals for ``engine``, too, as long as it lives; return its inbox."""
+    """Record retrievals for ``engine``, too, as long as the engine lives; return its inbox."""
     watch_retrievals()
     with _lock:
         return _inboxes.setdefault(engine, Inbox())

@@ -1,4 +1,4 @@
-"""Measures what `cacheblend bench` prints: time to first token, throughput, the rate of indexing."""
+"""Measures the results of `cacheblend bench`: time to first token, throughput, the rate of indexing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Holds the loading controller's choices against every choice there is, over a grid of devices, prompts and models.
+"""Compares the loading controller's choices with every possible choice, over a grid of devices, prompts and models.
 
-The prompts run through a simulation of loading and computing, event by event, which shares no formula with the controller.
+The prompts run through a simulation of loading and computing, event by event, which shares no formula with the
+controller.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _RAM: Final = TierCost(2e-5, 5e10, 8)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model as far as loading and computing go.
+    """Holds the sizes of a model that determine loading and computing.
 
     Attributes:
         layers: Number of layers.
-        kv_bytes: Of a token's KV cache.
-        flops: For a token, without attention.
-        width: Of the hidden states, for attention.
+        kv_bytes: Bytes of a token's KV cache.
+        flops: Floating-point operations per token, without attention.
+        width: Width of the hidden states, for attention.
     """
 
     layers: int
@@ -40,8 +41,8 @@ class ModelShape:
     width: int
 
     def costs(self, flops_per_s: float, tiers: dict[str, TierCost]) -> Costs:
-        """Return its costs on a device that computes ``flops_per_s``; a launch of a layer takes 100 us."""
-        pair = 2 * self.layers * self.width  # a causal pass computes half of them
+        """Return the model's costs on a device that computes ``flops_per_s``; a launch of a layer takes 100 us."""
+        pair = 2 * self.layers * self.width  # a causal pass computes half of the pairs
         return Costs(self.layers, ComputeCost(1e-4 * self.layers, self.flops / flops_per_s, pair / flops_per_s), tiers)
 
 
@@ -54,14 +55,14 @@ SHAPES: Final = {
 
 @dataclass(frozen=True)
 class ControllerSettings:
-    """The grid.
+    """Holds the settings of the grid.
 
     Attributes:
-        ratio: Lowest ratio: what the model needs.
-        bandwidths: How many, from 0.1 to 50 GB/s.
-        chunks: Chunks in a prompt, of 512 tokens each.
-        flops: Of the device, for each second.
-        dense: Layers of a dense pass; 0 for a policy without one.
+        ratio: Lowest ratio that the model needs.
+        bandwidths: Number of bandwidths, from 0.1 to 50 GB/s.
+        chunks: Numbers of chunks in a prompt, of 512 tokens each.
+        flops: Floating-point operations per second of the device.
+        dense: Number of layers of a dense pass; 0 for a policy without a dense pass.
     """
 
     ratio: float = 0.15
@@ -71,18 +72,19 @@ class ControllerSettings:
     dense: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no grid can be made of."""
+        """Raise InputError for settings without a grid."""
         check_positive(self, "bandwidths")
         if not 0 <= self.ratio <= 1 or self.flops <= 0 or self.dense < 0 or not all(n >= 1 for n in self.chunks):
             raise InputError("The ratio is from 0 to 1; chunks, FLOP/s and layers of a dense pass are not negative.")
 
 
 def bench_controller(settings: ControllerSettings) -> dict[str, Any]:
-    """Hold the controller's choice against the best of all, at each point of the grid; return plain data for JSON.
+    """Compare the controller's choice with the best choice, at each point of the grid; return plain data for JSON.
 
-    ``points`` has for each shape, bandwidth, number of chunks and placement (all chunks on the device; every second one in RAM)
-    the controller's ``ratio``, how many chunks it ``used``, its simulated ``ttft_s``, the ``best_s`` of every choice with at
-    least the lowest ratio, and ``regret``, how many times as long it takes. ``worst_regret`` is the largest.
+    ``points`` has for each shape, bandwidth, number of chunks and placement (all chunks on the device; every second
+    chunk in RAM) the controller's ``ratio``, the number of chunks ``used``, the controller's simulated ``ttft_s``, the
+    ``best_s`` of every choice with at least the lowest ratio, and ``regret``, the quotient ``ttft_s`` / ``best_s``.
+    ``worst_regret`` is the largest regret.
     """
     points = [_point(settings, *place) for place in _grid(settings)]
     worst = max(points, key=lambda point: point["regret"])
@@ -118,7 +120,7 @@ def _point(settings: ControllerSettings, name: str, rate: float, chunks: int, pl
 
 
 def _every_choice(load: Load) -> tuple[np.ndarray, np.ndarray]:
-    """Return choices of spans, ``[choices, spans]``, and ratios, ``[ratios, 1]``; of like spans it only matters how many."""
+    """Return choices of spans, ``[choices, spans]``, and ratios, ``[ratios, 1]``; of equal spans only the number matters."""
     kinds: dict[Located, list[int]] = {}
     for index, span in enumerate(load.spans):
         kinds.setdefault(span, []).append(index)
@@ -130,13 +132,13 @@ def _every_choice(load: Load) -> tuple[np.ndarray, np.ndarray]:
 
 
 def simulate(load: Load, costs: Costs, used: np.ndarray, ratio: np.ndarray) -> np.ndarray:
-    """Return the seconds to the first token, ``[ratios, choices]``: layers are loaded in turn, and computed when they are there.
+    """Return the seconds to the first token, ``[ratios, choices]``; each layer is computed once it is loaded.
 
     Args:
         load: The prompt.
-        costs: Of model and tiers.
+        costs: Costs of model and tiers.
         used: Choices of spans, ``[choices, spans]``.
-        ratio: The ratios of each, ``[ratios, 1]``.
+        ratio: Ratios of each choice, ``[ratios, 1]``.
     """
     tokens = np.array([span.tokens for span in load.spans])
     exact = np.array([span.exact for span in load.spans])
@@ -160,8 +162,8 @@ def simulate(load: Load, costs: Costs, used: np.ndarray, ratio: np.ndarray) -> n
 
 
 def _arrivals(load: Load, costs: Costs, used: np.ndarray) -> np.ndarray:
-    """Return when each layer is there, ``[layers, choices]``; tiers are read one after the other, layer by layer."""
-    used = used.astype(np.int64)  # booleans would be joined by "or", not added up
+    """Return the time at which each layer is loaded, ``[layers, choices]``; the reads of all tiers run one after the other."""
+    used = used.astype(np.int64)  # a product of booleans would be a logical "or", not a sum
     done = np.arange(1, costs.layers + 1)[:, None]
     reading = np.zeros((costs.layers, len(used)))
     for tier in {span.tier for span in load.spans}:
@@ -174,5 +176,5 @@ def _arrivals(load: Load, costs: Costs, used: np.ndarray) -> np.ndarray:
 
 
 def simulate_one(load: Load, costs: Costs, used: Sequence[bool], ratio: float) -> float:
-    """Return :func:`simulate` of a single choice."""
+    """Return the result of :func:`simulate` for a single choice."""
     return float(simulate(load, costs, np.array([used]), np.array([[ratio]]))[0, 0])

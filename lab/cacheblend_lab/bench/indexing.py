@@ -23,13 +23,13 @@ from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 @dataclass(frozen=True)
 class IndexSettings:
-    """Says what to index in every round.
+    """Holds the size of what is indexed in every round.
 
     Attributes:
-        chunks: Chunks in a round.
-        chunk_tokens: Tokens of each.
+        chunks: Number of chunks in a round.
+        chunk_tokens: Tokens in each chunk.
         repeat: Timed rounds of each method.
-        seed: Of the random tokens.
+        seed: Seed of the random tokens.
     """
 
     chunks: int = 16
@@ -38,18 +38,19 @@ class IndexSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
+        """Raise InputError for a size below 1."""
         check_positive(self, "chunks", "chunk_tokens", "repeat")
 
 
 def bench_index(
     place: Workbench, settings: IndexSettings, progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Measure; the methods take turns, after one warm-up round.
+    """Measure the methods, which take turns after one warm-up round.
 
-    ``plain`` prefills the same rows ``header + chunk`` without this library and keeps nothing: transformers' own forward in
-    the same batches, or vLLM's own requests for one token. ``index`` computes and stores the chunks' KV, ``ranked`` their static
-    deviation as well; ``rank_cost`` is how many times as long that takes.
+    ``plain`` prefills the same rows ``header + chunk`` without this library and stores nothing: transformers' own
+    forward in the same batches, or vLLM's own requests for one token. ``index`` computes and stores the chunks' KV;
+    ``ranked`` also computes and stores their static deviation. ``rank_cost`` is the seconds of ``ranked`` divided by
+    the seconds of ``index``.
     """
     say = progress or (lambda line: None)
     steps: dict[str, Callable[[Workbench, list[Chunk]], float]] = {

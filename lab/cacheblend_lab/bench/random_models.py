@@ -1,4 +1,4 @@
-"""Makes models with random weights of a known shape, for measuring speed without the weights of published ones."""
+"""Makes models with random weights of a known shape, to measure speed without published weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from cacheblend_rag.errors import InputError
 
-# Shapes of published models, for measuring without their weights.
+# Shapes of published models.
 _SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "vocab_size": 128256,
@@ -33,8 +33,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Queries and keys whose scores make attention look at few tokens, as trained models do, not at the mean of all; branches that
-# add little enough for rounding not to grow from layer to layer.
+# Gains of queries and keys concentrate attention on few tokens, as in trained models, instead of the mean of all
+# tokens. Gains of the output branches are small, so that rounding does not grow from layer to layer.
 _GAINS: Final = {"q_proj": 1.4, "k_proj": 1.4, "v_proj": 1.4, "qkv_proj": 1.4, "o_proj": 0.4, "down_proj": 0.3}
 
 
@@ -74,7 +74,7 @@ def random_config(spec: str) -> Any:
 
 
 def random_model(spec: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
-    """Return a model with random weights; ``spec`` is that of :func:`random_config`, the weights are :func:`spread`."""
+    """Return a model with random weights; ``spec`` is that of :func:`random_config`, and :func:`spread` fills the weights."""
     from transformers import LlamaForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -93,16 +93,17 @@ def random_model(spec: str, device: torch.device, dtype: torch.dtype, seed: int 
 
 @torch.no_grad()
 def spread(parameters: Iterable[tuple[str, torch.Tensor]], seed: int) -> None:
-    """Fill weights so that logits are spread and every layer's attention matters, made where they lie.
+    """Fill weights in place, so that logits are spread and every layer's attention matters.
 
-    Uniform weights near 0, as engines make them up, let a model say the same whatever its KV is: no parity gate could see wrong
-    KV. Names are those of Llama in transformers, or in vLLM, which joins some (``qkv_proj``, ``gate_up_proj``).
+    Uniform weights near 0, as engines generate them, give the same output with any KV, so that no parity gate could
+    detect wrong KV. Names are those of Llama in transformers, or in vLLM, which joins some (``qkv_proj``,
+    ``gate_up_proj``).
     """
     for name, weights in parameters:
         if weights.ndim < 2:
             weights.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
-        # The same numbers wherever a name is met, however many others stand before it.
+        # A parameter gets the same numbers for its name, whatever parameters come before it.
         generator = torch.Generator(weights.device).manual_seed(seed + zlib.crc32(name.encode()))
         gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
         weights.normal_(0.0, gain * (1.0 if "embed" in name else weights.shape[1] ** -0.5), generator=generator)

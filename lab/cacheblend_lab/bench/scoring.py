@@ -1,4 +1,4 @@
-"""Measures how fast answers are scored over stored KV, against prefilling each chunk, question and answer."""
+"""Measures the speed of scoring answers over stored KV, against prefilling each chunk, question and answer."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Logprobs = list[list[float]]
 
 @dataclass(frozen=True)
 class ScoreSettings:
-    """Says what to score in every round: the same answer behind each chunk and the question.
+    """Holds the sizes of what is scored in every round: the same answer behind each chunk and the question.
 
     Attributes:
-        chunks: Chunks in a round.
-        chunk_tokens: Tokens of each.
-        question_tokens: Tokens of the question.
-        answer_tokens: Tokens of the answer.
+        chunks: Number of chunks in a round.
+        chunk_tokens: Tokens in each chunk.
+        question_tokens: Tokens in the question.
+        answer_tokens: Tokens in the answer.
         repeat: Timed rounds of each method.
-        seed: Of the random tokens.
+        seed: Seed of the random tokens.
     """
 
     chunks: int = 8
@@ -40,20 +40,21 @@ class ScoreSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
+        """Raise InputError for a size below 1."""
         check_positive(self, "chunks", "chunk_tokens", "question_tokens", "answer_tokens", "repeat")
 
 
 def bench_score(
     place: Workbench, settings: ScoreSettings, progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Measure; the methods take turns, after one warm-up round.
+    """Measure the methods, which take turns after one warm-up round.
 
-    ``cached`` is the engine's :meth:`score` over stored KV, ``prefill`` transformers' own forward of the whole text, without this
-    library. ``largest_difference`` is that between their log-probabilities of an answer's token.
+    ``cached`` is :func:`cacheblend_lab.scoring.score` over stored KV. ``prefill`` is transformers' own forward of the
+    whole text, without this library. ``largest_difference`` is the largest difference between the log-probabilities of
+    an answer token by the two methods.
 
     Raises:
-        InputError: The engine runs its model elsewhere, so that there is nothing to compare with.
+        InputError: The engine runs its model elsewhere, so that ``prefill`` cannot be measured.
     """
     if place.model is None:
         raise InputError("This measurement runs the model itself, too; use --engine transformers.")

@@ -24,16 +24,16 @@ _PREFILL: Final = "prefill"
 
 @dataclass(frozen=True)
 class ShapesSettings:
-    """Says which shapes to measure: every front with every number and size of chunks and every question.
+    """Holds the shapes to measure: every front with every number and size of chunks and every question.
 
     Attributes:
-        fronts: Tokens of the text in front of the first chunk; 0 puts the header there, behind which chunks are stored.
+        fronts: Numbers of tokens in front of the first chunk; 0 puts the header there, behind which chunks are stored.
         chunks: Numbers of chunks.
-        chunk_tokens: Tokens of a chunk.
-        questions: Tokens of the question.
+        chunk_tokens: Numbers of tokens in a chunk.
+        questions: Numbers of tokens in the question.
         repeat: Timed rounds; every round runs every method once.
-        cold: Whether the front is computed, too; else an earlier prompt has left it in the prefix cache.
-        seed: Of the random tokens.
+        cold: Whether the front is computed, too; otherwise an earlier prompt has left the front in the prefix cache.
+        seed: Seed of the random tokens.
     """
 
     fronts: Sequence[int] = (0, 200, 2000)
@@ -45,12 +45,12 @@ class ShapesSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
+        """Raise InputError for fewer than one round."""
         check_positive(self, "repeat")
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest prompt but for a header."""
+        """Return the number of tokens in the longest prompt, without a header."""
         return max(self.fronts) + max(self.chunks) * max(self.chunk_tokens) + max(self.questions)
 
 
@@ -59,13 +59,13 @@ def bench_shapes(
 ) -> dict[str, Any]:
     """Measure, and return plain data for JSON.
 
-    ``rows`` has for each shape and quality the median of ``sooner``, the prefill's time over the quality's in each round, the
-    ``mode`` that the engine chose and why, and ``work``: tokens that all passes ran, as a share of the prefill's. The prefill is
-    the engine's own, with prefix caching, of the same tokens without chunks. A round runs every method once, each round starting
-    with another.
+    ``rows`` has for each shape and quality the median of ``sooner`` (the prefill's time divided by the quality's, in
+    each round), the ``mode`` that the engine chose and the reason, and ``work``: tokens that all passes ran, as a share
+    of the prefill's. The prefill is the engine's own, with prefix caching, of the same tokens without chunks. A round
+    runs every method once; each round starts with another method.
     """
     say = progress or (lambda line: None)
-    place.engine.profile = replace(place.engine.profile, always=False)  # what is measured is what an engine chooses
+    place.engine.profile = replace(place.engine.profile, always=False)  # the engine's own choice is measured
     rank_for(place.engine, blend_by())
     longest = place.random_chunks(max(settings.chunks), max(settings.chunk_tokens), settings.seed)
     rows = []

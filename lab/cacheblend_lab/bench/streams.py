@@ -1,4 +1,4 @@
-"""Measures what blends do to streams beside them: inter-token times against ordinary prefill of the same prompts."""
+"""Measures how blends slow down concurrent streams: inter-token times against ordinary prefill of the same prompts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 @dataclass(frozen=True)
 class StreamsSettings:
-    """The streams, and the prompts that arrive meanwhile.
+    """Holds the sizes of the streams, and of the prompts that arrive meanwhile.
 
     Attributes:
-        streams: Answers being streamed.
-        prompts: RAG prompts that arrive meanwhile, one after another.
-        chunks: Chunks in each.
-        chunk_tokens: Tokens of each chunk.
-        question_tokens: Tokens of each question.
+        streams: Number of concurrently streamed answers.
+        prompts: Number of RAG prompts that arrive meanwhile, one after another.
+        chunks: Chunks in each prompt.
+        chunk_tokens: Tokens in each chunk.
+        question_tokens: Tokens in each question.
         ratio: Recompute ratio; None takes the model profile's.
         repeat: Timed rounds of each method.
-        seed: Of the random tokens.
+        seed: Seed of the random tokens.
     """
 
     streams: int = 2
@@ -43,17 +43,17 @@ class StreamsSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
+        """Raise InputError for a size below 1."""
         check_positive(self, "streams", "prompts", "chunks", "chunk_tokens", "question_tokens", "repeat")
 
 
 def bench_streams(
     place: Workbench, settings: StreamsSettings, progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Measure; the methods take turns after a warm-up round. Return plain data for JSON.
+    """Measure the methods, which take turns after a warm-up round, and return plain data for JSON.
 
-    ``methods`` has for full and blend the inter-token times of all streams while the prompts were answered: ``p50_s``, ``p99_s``
-    and ``max_s`` (medians over the rounds), and ``tokens``, how many there were.
+    ``methods`` has for full and blend the inter-token times of all streams while the prompts were answered: ``p50_s``,
+    ``p99_s`` and ``max_s`` (medians over the rounds), and ``tokens``, the number of inter-token times.
     """
     say = progress or (lambda line: None)
     chunks = place.random_chunks(settings.prompts * settings.chunks, settings.chunk_tokens, settings.seed)
@@ -98,7 +98,7 @@ async def _round(place: Workbench, streams: int, prompts: list[TokenizedPrompt],
         nonlocal running
         gaps: list[float] = []
         tokens = 0
-        while not over.is_set():  # an answer that ends is followed by another one
+        while not over.is_set():  # a new answer follows each completed answer
             short, last = place.prompt([], 16, 1000 + seed), 0.0
             seed += streams
             room = place.engine.context_window - len(short.token_ids)
@@ -112,7 +112,7 @@ async def _round(place: Workbench, streams: int, prompts: list[TokenizedPrompt],
                 if last and tokens > _SETTLED + 1:
                     gaps.append(now - last)
                 last = now
-                if over.is_set() and gaps:  # a round shorter than a token measures one all the same
+                if over.is_set() and gaps:  # a round shorter than a token still measures one inter-token time
                     break
             await events.aclose()  # type: ignore[attr-defined]
         return gaps
@@ -126,7 +126,7 @@ async def _round(place: Workbench, streams: int, prompts: list[TokenizedPrompt],
     return [gap for gaps in await asyncio.gather(*tasks) for gap in gaps]
 
 
-# Tokens after which a stream counts as running, and more than any round lasts.
+# Tokens after which a stream counts as running, and a token limit that is longer than any round.
 _SETTLED, _LONGEST = 4, 4000
 
 

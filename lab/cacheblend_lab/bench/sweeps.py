@@ -1,6 +1,7 @@
 """Measures time to first token against number and length of chunks, batch size, ratio, bandwidth and request rate.
 
-Prompts are random tokens, so any model will do, also one of random weights. Every point runs all methods, interleaved.
+Prompts are random tokens, so that any model can be measured, also a model with random weights. Every point runs all
+methods, interleaved.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Progress = Callable[[str], None]
 CHUNK_TOKENS: Final = 512
 QUESTION_TOKENS: Final = 32
 READY: Final = "ready"
-"""The method that blends KV which needs no loading."""
+"""Name of the method that blends KV without loading time."""
 _SIMULATED_REQUESTS: Final = 4000
 _RATES: Final = 12
 _METHODS: Final = name_methods(BLEND)
@@ -42,10 +43,10 @@ _METHODS: Final = name_methods(BLEND)
 def sweep_sizes(
     place: Workbench, axis: Axis, values: Sequence[int], repeat: int = 3, say: Progress = lambda line: None
 ) -> list[Point]:
-    """Vary the number of chunks of 512 tokens, the length of six chunks, or how many requests for six arrive together.
+    """Vary the number of chunks of 512 tokens, the length of six chunks, or the number of simultaneous requests for six.
 
-    This engine computes one request's tokens at a time, so the TTFT of the last of a batch, which is what is given, is the sum
-    of their prefills: nothing is measured there that a loop would not show.
+    This engine computes the tokens of one request at a time. The TTFT of the last request in a batch, which is
+    returned, is therefore the sum of the prefills: a loop over single requests would show the same.
     """
     points = []
     for n in values:
@@ -65,7 +66,7 @@ def sweep_ratio(
     repeat: int = 3,
     say: Progress = lambda line: None,
 ) -> list[Point]:
-    """Vary the recompute ratio; full recompute and full KV reuse are the two ends."""
+    """Vary the recompute ratio from full KV reuse to full recompute."""
     compared = {"full": FULL_RECOMPUTE, "reuse": FULL_REUSE}
     compared |= {f"{ratio:g}": BlendSettings(ratio, policy) for ratio in ratios}
     points = _point(place, {}, 6, CHUNK_TOKENS, compared, repeat, say)
@@ -87,12 +88,12 @@ def sweep_devices(
     say: Progress = lambda line: None,
     blend: BlendSettings = BLEND,
 ) -> list[Point]:
-    """Vary the bandwidth, in bytes per second, that stored KV is read with; prefix caching loads for free.
+    """Vary the bandwidth, in bytes per second, of reading stored KV; prefix caching loads for free.
 
-    Beside the other methods stand two. ``controller``: the loading controller, which knows the device's bandwidth and what the
-    model's prefills take here, chooses what to load and how much to recompute. ``ready``: the blend from a device that reads in
-    no time, so what recomputing takes by itself. The blend's point has ``bound_s``, the longer one of loading and recomputing:
-    no overlap of the two can be sooner (paper section 5.1).
+    Two methods are added. ``controller``: the loading controller, which knows the device's bandwidth and the model's
+    prefill times here, chooses what to load and how much to recompute. ``ready``: the blend from a device without
+    reading time, which shows the time of recomputing alone. The blend's point has ``bound_s``, the longer time of
+    loading and recomputing: no overlap of the two can be faster (paper section 5.1).
 
     Raises:
         InputError: The engine's store is not a :class:`~cacheblend_lab.bench.throttled.ThrottledStore`.
@@ -108,7 +109,7 @@ def sweep_devices(
     }
     points = []
     lowest = blend.ratio if isinstance(blend.ratio, float) else engine.profile.ratio
-    # Random tokens are unlike any text, which would raise the ratio above what the controller chooses.
+    # Random tokens are unlike any text. A profile with a text range would therefore raise the controller's ratio.
     engine.profile = replace(engine.profile, text=None, ratio=lowest)
     try:
         for rate in bandwidths:
@@ -132,14 +133,14 @@ def simulate_queue(
 ) -> list[Point]:
     """Return the TTFT at given request rates, simulated from measured requests.
 
-    Requests arrive at random (Poisson) and are served one after another, first come first served, as the embedded engine
-    does; each takes one of the measured times. A rate that a method cannot keep up with has no steady state: ``ttft_s`` is
-    None there.
+    Requests arrive at random (Poisson) and are served one after another, first come first served, as in the embedded
+    engine; each request takes one of the measured times. A rate above a method's capacity has no steady state: its
+    ``ttft_s`` is None.
 
     Args:
-        service_s: For each method, measured pairs of time to first token and time to the last one, in seconds.
+        service_s: For each method, measured pairs of time to first token and time to last token, in seconds.
         rates: Requests per second.
-        seed: Of arrivals and draws.
+        seed: Seed of arrivals and draws.
     """
     points = []
     for name, measured in service_s.items():
@@ -162,7 +163,7 @@ def simulate_queue(
 
 
 def choose_rates(service_s: Mapping[str, Sequence[tuple[float, float]]]) -> list[float]:
-    """Return rates up to what the fastest method can serve."""
+    """Return request rates from a quarter of the slowest method's capacity to nearly the fastest method's capacity."""
     best = max(1 / float(np.mean([total for _, total in measured])) for measured in service_s.values())
     slowest = min(1 / float(np.mean([total for _, total in measured])) for measured in service_s.values())
     return [float(rate) for rate in np.geomspace(slowest / 4, best * 0.97, _RATES)]

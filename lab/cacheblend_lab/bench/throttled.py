@@ -1,4 +1,4 @@
-"""Slows a store's reads down to a given bandwidth, for storage devices one does not have (paper figure 17)."""
+"""Limits a store's reads to a given bandwidth, to simulate storage devices (paper figure 17)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cacheblend_rag.store.kvfile import EntryFormat
 
 
 class _Device:
-    """One queue of reads: what is asked for together comes one after the other."""
+    """Simulates one queue of reads: concurrent reads run one after the other."""
 
     def __init__(self, bytes_per_s: float):
         self._rate = bytes_per_s
@@ -48,7 +48,7 @@ class _SlowKV(StoredKV):
 
 
 class ThrottledStore(MemoryStore):
-    """KV in RAM that is read at ``bytes_per_s``, all reads together; latency is not simulated. Writes are not slowed down.
+    """Stores KV in RAM that is read at ``bytes_per_s``, shared by all reads; latency is not simulated. Writes have full speed.
 
     Attributes:
         bytes_per_s: The bandwidth; may be changed between requests.
@@ -65,7 +65,7 @@ class ThrottledStore(MemoryStore):
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes read per second."""
+        """Return the bytes read per second."""
         return self._bytes_per_s
 
     @bytes_per_s.setter
@@ -76,7 +76,7 @@ class ThrottledStore(MemoryStore):
         self._device = _Device(rate)
 
     def get(self, key: KVKey) -> ChunkKV | None:
-        """See :meth:`KVStore.get`; layers come at the device's rate."""
+        """Return the entry of ``key`` as :meth:`KVStore.get` does; its layers are read at the device's rate."""
         found = super().get(key)
         return None if found is None else _SlowKV(found, self._device)  # type: ignore[return-value]
 
@@ -92,7 +92,7 @@ class _SlowFile(FileSource):
 
 
 class ThrottledDisk(DiskStore):
-    """A disk that is read at ``bytes_per_s``, all reads together: what a codec saves is saved there."""
+    """Stores KV on a disk that is read at ``bytes_per_s``, shared by all reads; a codec's smaller files take less time."""
 
     def __init__(self, root: Path, bytes_per_s: float, codec: str):
         """Open the store at ``root`` without a budget."""

@@ -1,4 +1,4 @@
-"""Measures requests per second at equal median TTFT: a stream of questions, chunks of a corpus in random order."""
+"""Measures requests per second at equal median TTFT: a stream of questions, with a corpus's chunks in random order."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
-# Rates are tried by this factor; between the last one that holds and the first that does not, log-linear interpolation.
+# Factor between tried rates. The result is interpolated log-linearly between the last rate that holds and the next one.
 _STEP = 1.6
 _MOST_RATES = 10
-# Every rate is held for this many times the target: a burst that ends before a queue has formed would flatter the fast.
+# Every rate lasts this many times the target TTFT, because a burst too short for a queue would favour high rates.
 _HOLD = 15
 
 
 @dataclass(frozen=True)
 class ThroughputSettings:
-    """The load and the blend.
+    """Holds the load and the blend settings.
 
     Attributes:
         corpus: Chunks in the corpus.
         chunks: Chunks in a prompt, drawn anew and in random order for every request.
-        chunk_tokens: Tokens of each.
-        question_tokens: Tokens of the question.
-        answer_tokens: Tokens of every answer.
-        requests: Requests at each rate at least, more where they come fast; they arrive at random (Poisson).
+        chunk_tokens: Tokens in each chunk.
+        question_tokens: Tokens in the question.
+        answer_tokens: Tokens in every answer.
+        requests: Minimum number of requests at each rate, more at high rates; they arrive at random (Poisson).
         ratio: Recompute ratio; None takes the model profile's.
         policy: Selection policy of the blend.
-        target_ttft_s: Median TTFT to hold; None takes twice that of a full prefill on an idle engine.
-        skew: How much more often some chunks are asked for: the n-th of the corpus is drawn with weight n ** -skew; 0 draws all
-            alike, 1 is Zipf's law.
-        seed: Of chunks, prompts and arrivals.
-        methods: Those to measure, full and blend among them; None measures all that the engine has.
+        target_ttft_s: Median TTFT to hold; None takes twice the TTFT of a full prefill on an idle engine.
+        skew: Exponent of popularity: chunk n of the corpus is drawn with weight n ** -skew; 0 draws all equally often,
+            1 is Zipf's law.
+        seed: Seed of chunks, prompts and arrivals.
+        methods: Methods to measure, full and blend among them; None measures all methods of the engine.
     """
 
     corpus: int = 24
@@ -63,7 +63,7 @@ class ThroughputSettings:
     methods: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
+        """Raise InputError for settings that cannot be measured."""
         check_positive(self, "corpus", "chunks", "chunk_tokens", "question_tokens", "answer_tokens", "requests")
         if self.skew < 0:
             raise InputError(f"skew is {self.skew}; give at least 0.")
@@ -77,9 +77,9 @@ class ThroughputSettings:
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to serve the stream: with which settings, and whether the chunks of a prompt are put into a prefix cache's order.
+    """Holds one way to serve the stream: blend settings, and whether a prompt's chunks are put into the prefix cache's order.
 
-    ``ordinary`` prompts do not say which chunks they hold: nothing but the engine's own prefix cache serves them.
+    ``ordinary`` prompts do not name their chunks, so that only the engine's own prefix cache serves them.
     """
 
     settings: BlendSettings
@@ -89,7 +89,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Served:
-    """One request's time to first token, in seconds, and how many tokens of its prompt were computed."""
+    """Holds one request's time to first token, in seconds, and the number of computed tokens of its prompt."""
 
     ttft_s: float
     computed_tokens: int
@@ -100,11 +100,12 @@ def bench_throughput(
 ) -> dict[str, Any]:
     """Raise the request rate of each method until its median TTFT exceeds the target; return plain data for JSON.
 
-    ``methods`` has for each of full, prefix and blend the ``points`` tried (``rate`` in requests/s, ``requests``, median
-    ``ttft_s``, ``p90_s``, mean ``computed_tokens`` of a prompt) and ``requests_per_s``, the rate at which the target is met.
-    Prefix caching is ideal: every corpus chunk is stored. An engine with a prefix cache of its own (vLLM) is measured with two
-    more, whose prompts have their chunks in the order that it hits (:class:`~cacheblend_lab.reorder.ReorderedPrompts`):
-    ``reorder``, ordinary requests, and ``reorder+blend``, whose prefixes are those that earlier blends left.
+    ``methods`` has for each of full, prefix and blend the ``points`` tried (``rate`` in requests/s, ``requests``,
+    median ``ttft_s``, ``p90_s``, mean ``computed_tokens`` of a prompt) and ``requests_per_s``, the rate at which the
+    target is met. Prefix caching is ideal: every corpus chunk is stored. On an engine with its own prefix cache (vLLM)
+    two more methods put a prompt's chunks into an order that the prefix cache hits
+    (:class:`~cacheblend_lab.reorder.ReorderedPrompts`): ``reorder``, ordinary requests, and ``reorder+blend``, whose
+    prefixes were left by earlier blends.
     """
     say = progress or (lambda line: None)
     corpus = place.random_chunks(settings.corpus, settings.chunk_tokens, settings.seed)
@@ -119,7 +120,7 @@ def bench_throughput(
     say("computing the chunks' KV")
     rank_for(place.engine, blend)
     place.engine.precompute(corpus)
-    place.engine.precompute_first(corpus)  # each of them comes first in some prompt
+    place.engine.precompute_first(corpus)  # each corpus chunk comes first in some prompt
     load = _Load(place, settings, corpus)
     say("warm-up")
     idle = {name: load.alone(how) for name, how in methods.items()}
@@ -127,7 +128,7 @@ def bench_throughput(
     found: dict[str, Any] = {}
     for name, how in methods.items():
         points: list[dict[str, float]] = []
-        # Below what one request after the other takes there is no queue to speak of.
+        # At half the rate of back-to-back requests there is hardly a queue.
         rate = 0.5 / idle[name]
         while len(points) < _MOST_RATES and (not points or points[-1]["ttft_s"] <= target):
             say(f"{name}: {rate:.2f} requests/s")
@@ -149,11 +150,11 @@ class _Load:
         self._place, self._settings, self._corpus = place, settings, corpus
 
     def alone(self, how: _Way) -> float:
-        """Return the median TTFT in seconds of requests one after another."""
+        """Return the median TTFT, in seconds, of requests one after another."""
         return median([asyncio.run(self._run([0.0], how, seed))[0].ttft_s for seed in (1, 2, 3)])
 
     def at(self, rate: float, how: _Way, count: int) -> dict[str, float]:
-        """Return median and 90th percentile of TTFT in seconds of ``count`` requests at ``rate`` a second."""
+        """Return median and 90th percentile of TTFT, in seconds, of ``count`` requests at ``rate`` a second."""
         rng = Random(self._settings.seed)
         at, arrivals = 0.0, []
         for _ in range(count):
@@ -182,11 +183,11 @@ class _Load:
         return prompts
 
     def _draw(self, rng: Random) -> list[Chunk]:
-        """Return a prompt's chunks: drawn without putting back, the n-th of the corpus with weight n ** -skew, then shuffled."""
+        """Return a prompt's chunks, drawn without replacement and shuffled; chunk n of the corpus has weight n ** -skew."""
         corpus, count, skew = self._corpus, self._settings.chunks, self._settings.skew
         if skew == 0:
             return rng.sample(corpus, count)
-        # Efraimidis and Spirakis (2006): the highest of random() ** (1 / weight).
+        # Efraimidis and Spirakis (2006): draw the chunks with the highest random() ** (1 / weight).
         keys = [rng.random() ** (rank**skew) for rank in range(1, len(corpus) + 1)]
         best = sorted(range(len(corpus)), key=keys.__getitem__, reverse=True)[:count]
         return [corpus[at] for at in rng.sample(best, count)]
@@ -201,11 +202,12 @@ class _Load:
             sampling = SamplingParams(self._settings.answer_tokens)
             ttft = 0.0
             async for event in self._place.engine.astream(prompts[index], sampling, how.settings):
-                # Counted from when it was due and until it is here: no queue on the way hides anything.
+                # TTFT counts from the scheduled arrival to the first event, so that it includes every queue.
                 ttft = ttft or time.perf_counter() - begin - arrivals[index]
                 answer = event.generation
             assert answer is not None
-            # A prefix cache serves the exact prefix as well as the store does, and a prompt of it alone is no blend.
+            # For prefix caching the exact prefix may come from the prefix cache or the store; using it alone is no
+            # blend.
             served = answer.usage.reused_tokens if how.settings.reuse == "prefix" else answer.mode == "blend"
             if not served and how.settings.reuse != "off" and not how.ordinary:
                 raise InputError(f"A request was not served as it should be: {answer.reason}.")
@@ -215,7 +217,7 @@ class _Load:
 
 
 def _rate_at(points: list[dict[str, float]], target: float) -> float:
-    """Return the rate at which the median TTFT reaches ``target``; the last one tried where it never does."""
+    """Return the rate at which the median TTFT reaches ``target``, or the last rate tried if it never does."""
     held = [p for p in points if p["ttft_s"] <= target]
     over = [p for p in points if p["ttft_s"] > target]
     if not over:

@@ -26,18 +26,18 @@ _PLAIN, _READ = "plain transformers", "plain read"
 
 @dataclass(frozen=True)
 class TTFTSettings:
-    """The prompt, the blend and the measurement.
+    """Holds the settings of the prompt, the blend and the measurement.
 
     Attributes:
         chunks: Chunks in the prompt.
-        chunk_tokens: Tokens of each.
-        question_tokens: Tokens of the question behind them.
+        chunk_tokens: Tokens in each chunk.
+        question_tokens: Tokens in the question behind the chunks.
         ratio: Recompute ratio; None takes the model profile's.
         policy: Selection policy of the blend.
-        check_layers: Its check layers; None takes the model profile's.
+        check_layers: Check layers of the blend; None takes the model profile's.
         repeat: Timed rounds; every round runs every method once.
-        cold: Empty the page cache of the stored KV before every method.
-        seed: Of the random tokens.
+        cold: Whether the page cache of the stored KV is emptied before every method.
+        seed: Seed of the random tokens.
     """
 
     chunks: int = 6
@@ -51,7 +51,7 @@ class TTFTSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
+        """Raise InputError for a size below 1."""
         check_positive(self, "chunks", "chunk_tokens", "question_tokens", "repeat")
 
 
@@ -75,21 +75,23 @@ def bench_ttft(
 ) -> dict[str, Any]:
     """Measure, and return plain data for JSON.
 
-    ``methods`` has for each of full, prefix, reuse and blend the ``ttft_s`` and ``load_s`` (seconds waited for stored KV) of
-    every timed round, ``computed_tokens``, ``reused_tokens`` and ``peak_memory_bytes`` (of the process, weights and stored KV
-    included; on CUDA of torch's allocator). ``cold_read``, with a cold page cache, is a plain read of the same files.
+    ``methods`` has for each of full, prefix, reuse and blend the ``ttft_s`` and ``load_s`` (seconds waited for stored
+    KV) of every timed round, ``computed_tokens``, ``reused_tokens`` and ``peak_memory_bytes`` (of the process, weights
+    and stored KV included; on CUDA of torch's allocator). ``cold_read``, with a cold page cache, is a plain read of the
+    same files.
 
-    One warm-up round, which also measures peak memory, then ``repeat`` timed rounds. A round runs every method once, each
-    round starting with another, so that a busy or throttling machine slows all of them alike. On the transformers engine a
-    plain ``model(ids)`` runs along: the check that our full prefill is no slow baseline. On vLLM full recompute is vLLM's own.
+    One warm-up round, which also measures peak memory, comes before ``repeat`` timed rounds. A round runs every method
+    once, and each round starts with another method, so that a busy or throttling machine slows all methods alike. On
+    the transformers engine a plain ``model(ids)`` is measured as well, to check that the full prefill is no slow
+    baseline. On vLLM full recompute is vLLM's own prefill.
 
     Args:
         place: Model and empty store.
-        settings: What to measure.
+        settings: Settings of the measurement.
         progress: Called with a line of text before each step.
 
     Raises:
-        InputError: A cold page cache is asked for, but the KV is in RAM.
+        InputError: A cold page cache is requested, but the KV is in RAM.
     """
     if settings.cold and place.kv != "disk":
         raise InputError("A cold page cache needs the KV on disk; give --kv disk with --cold.")
@@ -128,7 +130,7 @@ class _Bench:
         self._read_s: list[float] = []
 
     def run_round(self, number: int) -> None:
-        """Run every method once; round 0 measures peak memory, the others time."""
+        """Run every method once; round 0 measures peak memory, later rounds measure time."""
         timed = number > 0
         plain = [_PLAIN] if self._place.model is not None else []
         for name in take_turns([*self._methods, *plain, *([_READ] if self._files else [])], number):
@@ -149,7 +151,7 @@ class _Bench:
                 self._run(self._methods[name], timed)
 
     def sum_up(self) -> dict[str, Any]:
-        """Return what all rounds found, as plain data for JSON."""
+        """Return the results of all rounds, as plain data for JSON."""
         full, store = median(self._methods["full"].ttft_s), self._place.engine.store
         assert isinstance(store, Listing)
         result: dict[str, Any] = {

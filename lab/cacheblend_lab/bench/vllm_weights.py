@@ -1,4 +1,4 @@
-"""Makes up a random model's weights in vLLM's workers, which import this for :class:`RandomWeights`."""
+"""Generates a random model's weights in vLLM's workers, which import this module for :class:`RandomWeights`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOAD_FORMAT = "cacheblend-random"
 
 
 class RandomWeights:
-    """Is imported, and thereby adds :data:`LOAD_FORMAT` to this worker's vLLM."""
+    """Serves as a worker extension: importing the class adds :data:`LOAD_FORMAT` to this worker's vLLM."""
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -23,5 +23,5 @@ class _Loader(BaseModelLoader):
         """Do nothing: there are no files, which would take longer to write than to measure."""
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
-        """Fill the weights where they lie; each rank has others, as each has its part of a real model."""
+        """Fill the weights in place; each rank has different weights, as each rank has its part of a real model."""
         spread(model.named_parameters(), seed=get_tensor_model_parallel_rank())

@@ -28,16 +28,16 @@ from cacheblend_rag.store.opening import record_tiers
 
 @dataclass(frozen=True)
 class BenchModel:
-    """Says which model to measure.
+    """Holds the model to measure, and the settings that it runs with.
 
     Attributes:
-        model: As of an engine; None for the bundled one.
-        random_weights: Shape of a random model instead; see :func:`random_model`.
-        device: As torch names it; None takes CUDA if there is one.
+        model: Name or directory as for an engine; None for the bundled model.
+        random_weights: Shape of a random model, in place of ``model``; see :func:`random_model`.
+        device: Device name of torch; None takes CUDA if there is one.
         dtype: Name of a torch dtype; None for the engine's choice (fp32 for random weights on a CPU, else bf16).
-        threads: CPU threads of torch; None leaves torch's own.
-        engine: Which engine runs it.
-        writer: The KV writer that writes the chunks' KV, as an engine takes it.
+        threads: CPU threads of torch; None uses torch's own number.
+        engine: Name of the engine.
+        writer: KV writer of the chunks' KV, as an engine takes it.
     """
 
     model: str | None = None
@@ -49,7 +49,7 @@ class BenchModel:
     writer: str | Path | None = None
 
     def __post_init__(self) -> None:
-        """Refuse two models at once, and names torch does not know."""
+        """Raise InputError for conflicting models, an unknown dtype, or fewer than one thread."""
         if self.model is not None and self.random_weights is not None:
             raise InputError("Give a model or random weights, not both.")
         if self.writer is not None and self.random_weights is not None:
@@ -71,11 +71,11 @@ def open_workbench(
     """Load the model in front of an empty store.
 
     Args:
-        model: What to load.
-        kv: Where the chunks' KV is read from: RAM, RAM that holds it by that codec, or a disk without a RAM tier in front.
-        directory: Where to make the temporary directory of a disk store: it decides which disk is measured.
-        context: Most tokens of a prompt, for engines that must know it beforehand.
-        pages: Blocks of vLLM's paged cache; None for as many as fit in the memory it takes.
+        model: The model to load.
+        kv: Place that the chunks' KV is read from: RAM, RAM with the int8 codec, or a disk without a RAM tier in front.
+        directory: Parent of the temporary directory of a disk store, which determines the measured disk.
+        context: Maximum number of tokens of a prompt, for engines that must know it beforehand.
+        pages: Number of blocks of vLLM's paged cache; None for as many as fit in the memory it takes.
 
     Raises:
         ModelError: The model cannot be loaded or may not be blended.
@@ -87,7 +87,7 @@ def open_workbench(
         with opened.engine as engine:
             if not engine.gate.passed:
                 raise ModelError(f"This model is not blended, so there is nothing to measure: {engine.gate.reason}.")
-            engine.profile = replace(engine.profile, always=True)  # what is measured is the blend
+            engine.profile = replace(engine.profile, always=True)  # measure blends only
             yield opened
 
 
@@ -108,7 +108,7 @@ def _on_transformers(model: BenchModel, kv: KVPlace, root: Path) -> Workbench:
 
 
 def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: int | None) -> Workbench:
-    # vLLM binds its threads when its worker starts, and takes what memory it is given for its paged cache.
+    # vLLM binds its threads when its worker starts, and uses all memory it is given for its paged cache.
     if model.threads is not None:
         cores = sorted(os.sched_getaffinity(0))[: model.threads]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
@@ -137,11 +137,11 @@ def blend_by(
     policy: str | SelectionPolicy | None = None,
     check_layers: tuple[int, ...] | None = None,
 ) -> BlendSettings:
-    """Return a blend by what is given; with nothing given it is :data:`BLEND`."""
+    """Return a blend with the given options; without any option return :data:`BLEND`."""
     given = BlendSettings(ratio, policy, check_layers)
     return given if given.named else BLEND
 
 
 def name_methods(blend: BlendSettings) -> dict[str, BlendSettings]:
-    """Return every way to treat stored KV that is timed, by its name in results; ``blend`` with the given settings."""
+    """Return every timed way to treat stored KV, by its name in results; ``blend`` has the given settings."""
     return {"full": FULL_RECOMPUTE, "prefix": PREFIX_CACHING, "reuse": FULL_REUSE, "blend": blend}

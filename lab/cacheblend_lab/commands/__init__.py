@@ -12,4 +12,4 @@ COMMANDS = {
     "realm": "cacheblend_lab.commands.realm:realm",
     "tune-retriever": "cacheblend_lab.commands.tune:tune_retriever",
 }
-"""Where each command is defined; `lab/pyproject.toml` has the same table as entry points."""
+"""Maps each command's name to its module and function; equals the entry points in `lab/pyproject.toml`."""

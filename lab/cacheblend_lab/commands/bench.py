@@ -79,7 +79,7 @@ def index(
     seed: RandomSeed = 0,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Measure the token rate of computing and storing chunk KV, ranked or not, against a plain prefill of the same tokens."""
+    """Measure the tokens per second of indexing chunk KV, with and without ranking, against a plain prefill."""
     from cacheblend_lab.bench import IndexSettings, bench_index, open_workbench
 
     with status("Measuring") as say, open_workbench(model.choice(engine), kv, directory) as place:
@@ -111,7 +111,7 @@ def score(
     seed: RandomSeed = 0,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Measure scoring a given answer over each chunk's stored KV, against prefilling chunk, question and answer."""
+    """Measure the time to score an answer over a chunk's stored KV, against prefilling chunk, question and answer."""
     from cacheblend_lab.bench import ScoreSettings, bench_score, open_workbench
 
     settings = ScoreSettings(chunks, chunk_tokens, question_tokens, answer_tokens, repeat, seed)
@@ -158,7 +158,7 @@ def throughput(
 ) -> None:
     """Measure the requests per second that full recompute, prefix caching and blend serve at equal median TTFT.
 
-    On vLLM also its prefix cache with the chunks of each prompt in the order that it hits, alone and with a blend.
+    On vLLM, two more methods reorder each prompt's chunks so that vLLM's prefix cache hits, with and without a blend.
     """
     from cacheblend_lab.bench import ThroughputSettings, bench_throughput, open_workbench
 
@@ -201,7 +201,7 @@ def streams(
     seed: RandomSeed = 0,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Measure the inter-token times of running streams while other prompts are blended, against ordinary prefill of them."""
+    """Measure the inter-token times of running streams while new prompts are blended, against ordinary prefill."""
     from cacheblend_lab.bench import StreamsSettings, bench_streams, open_workbench
 
     settings = StreamsSettings(running, prompts, chunks, chunk_tokens, question_tokens, ratio, repeat, seed)

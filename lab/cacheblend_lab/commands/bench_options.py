@@ -40,16 +40,16 @@ RandomSeed = Annotated[int, typer.Option(help="Of the random tokens.")]
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The model of a benchmark."""
+    """Holds the options that choose the model of a benchmark."""
 
     random_weights: RandomWeights = None
     model: ModelOptions = field(default_factory=ModelOptions)
 
     def choice(self, engine: EngineName = "transformers") -> BenchModel:
-        """Return them as the benchmarks take them.
+        """Return the options as a `BenchModel`.
 
         Raises:
-            InputError: They contradict each other.
+            InputError: The options contradict each other.
         """
         from cacheblend_lab.bench import BenchModel
 

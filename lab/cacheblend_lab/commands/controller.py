@@ -17,7 +17,7 @@ def controller(
     flops: Annotated[float, typer.Option(help="FLOP/s that the simulated device reaches.")] = 4e14,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Hold the loading controller's choices against the best there are, on simulated devices, prompts and models."""
+    """Compare the loading controller's choices with the best possible, on simulated devices, prompts and models."""
     from cacheblend_lab.bench import ControllerSettings, bench_controller
 
     with status("Simulating"):

@@ -51,7 +51,8 @@ def demo(
 ) -> None:
     """Index a bundled corpus with a bundled model, ask questions, and compare four ways to handle the prompt.
 
-    With --documents: how near they come to full recompute on real text, and how soon, in about three minutes by smollm2.
+    With --documents, measure how close the methods come to full recompute on your text, and how much sooner the first
+    token comes, in about three minutes with smollm2.
     """
     if documents is not None:
         _on_documents(model, documents, as_json)
@@ -87,12 +88,12 @@ def demo(
 
 
 def _on_documents(chosen: ModelOptions, documents: Path, as_json: bool) -> None:
-    """Compare on a user's documents; where nobody has named a model and smollm2 is not there, say so."""
+    """Compare the methods on the user's documents; print a message if no model was named and smollm2 is missing."""
     from cacheblend_lab.on_documents import compare_on_documents
     from cacheblend_rag.calibrate.prompts import collect_prompts
     from cacheblend_rag.retrieval.documents import find_documents
 
-    find_documents([documents])  # raises: a mistyped path should not cost the loading of a model
+    find_documents([documents])  # raises InputError for a mistyped path before a model is loaded
     if not as_json:
         echo(
             f"{_PASSAGES} passages of {documents}, each behind four others: about three minutes of two cores by smollm2."
@@ -134,7 +135,7 @@ def _mean(value: float, interval: tuple[float, float] | None, form: str) -> str:
 
 
 class _Screen:
-    """Shows the four methods explained, a few questions in full, the totals over all."""
+    """Prints an explanation of the four methods, a few questions in full, and the totals over all questions."""
 
     def __init__(self, pipeline: RagPipeline, report: IndexReport):
         from rich.console import Console
@@ -173,7 +174,7 @@ class _Screen:
 
     @contextmanager
     def status(self, label: str) -> Iterator[Callable[[str], None]]:
-        """Show what is being done below what has been printed; the same console must do both."""
+        """Show a status line below the printed text; Rich requires one console for both."""
         with self._console.status(label) as shown:
             yield lambda text: shown.update(f"{label}: {text}")
 
@@ -193,7 +194,7 @@ class _Screen:
         self._console.print(table)
 
     def totals(self, rows: list[DemoRow], directory: Path) -> None:
-        """Print the table over all questions, and what follows from it."""
+        """Print the table over all questions, and a short conclusion."""
         from cacheblend_lab.comparison import totals
 
         found = totals(rows)

@@ -63,7 +63,7 @@ Out = Annotated[
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Groups the options that say what is evaluated: a model, on a data set, with a blend."""
+    """Groups the options that choose the model, the data set and the blend to evaluate."""
 
     engine: options.Engine = "transformers"
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -79,20 +79,20 @@ class EvalOptions:
 
     @cached_property
     def chosen(self) -> ModelOptions:
-        """Return the model's options with a model in them; it is the bundled one for its own data set alone."""
+        """Return the model's options with a model filled in: the bundled model for the demo data set, else SmolLM2."""
         return with_model(self.model, otherwise=BUNDLED_MODEL if self.dataset == "demo" else SMOLLM2)
 
     def settings(self, max_tokens: int | None = None, **more: Any) -> EvalSettings:
-        """Return them with ``more`` of the evaluation's settings.
+        """Return the options as an `EvalSettings`, with ``more`` as further fields of it.
 
         Raises:
-            InputError: A value is out of range, or there is no such data set.
+            InputError: A value is out of range, or the data set does not exist.
         """
         from cacheblend_lab.datasets import file_of
         from cacheblend_lab.evaluation.evaluate import EvalSettings
         from cacheblend_lab.evaluation.prepare import Preparation
 
-        file_of(self.dataset, self.data)  # said before a model is loaded
+        file_of(self.dataset, self.data)  # raises before a model is loaded
         return EvalSettings(
             self.dataset,
             self.data,
@@ -110,10 +110,10 @@ class EvalOptions:
         )
 
     def open(self) -> TransformersEngine:
-        """Load the model in front of a store in RAM.
+        """Load the model, with a store in RAM.
 
         Raises:
-            InputError: Another engine than the transformers one was asked for.
+            InputError: The chosen engine is not the transformers engine.
         """
         from cacheblend_rag.errors import InputError
         from cacheblend_rag.store import MemoryStore
@@ -124,7 +124,7 @@ class EvalOptions:
 
     @contextmanager
     def open_for(self, settings: EvalSettings) -> Iterator[BlendEngine]:
-        """Load the model on the engine asked for, with the header of the data set's prompts and an empty store."""
+        """Load the model on the chosen engine, with the header of the data set's prompts and an empty store."""
         if self.engine == "transformers":
             with self.open() as engine:
                 yield engine
@@ -156,7 +156,7 @@ def evaluate_command(
     out: Out = Path("report"),
     as_json: options.AsJSON = False,
 ) -> None:
-    """Answer a data set by several methods: how well, how soon, how much computed, with 95% intervals."""
+    """Answer a data set by several methods; report quality, time to first token and compute, with 95% intervals."""
     settings = what.settings(max_tokens, methods=_split_names(methods))
     with what.open_for(settings) as engine:
         from cacheblend_lab.evaluation.evaluate import evaluate
@@ -190,7 +190,7 @@ def figures(
     out: Out = Path("report"),
     as_json: options.AsJSON = False,
 ) -> None:
-    """Make the paper's figures for a model: PNG, SVG and CSV of each, and one HTML page. Goes on where it stopped."""
+    """Make the paper's figures for a model: PNG, SVG and CSV of each, and an HTML page. A rerun resumes the work."""
     settings = what.settings()
     with what.open() as engine:
         from cacheblend_lab.evaluation.figures import FigureContext, make_figures, parse_numbers
@@ -247,7 +247,7 @@ def _rows(methods: dict[str, Any], labels: dict[str, str]) -> list[list[str]]:
     ]
     rows = [head]
     for name, found in methods.items():
-        # The report has the other intervals; a terminal has no room for them.
+        # A terminal has room for some intervals only; the report holds all of them.
         cells = [_with_interval(found, "em"), f"{found['f1']:.1%}", f"{found['rouge_l']:.1%}"]
         cells.append(_with_interval(found, "agreement_with_full"))
         if reordered:

@@ -16,7 +16,7 @@ from cacheblend_rag.engines.models import SMOLLM2
 
 @dataclass(frozen=True)
 class LearningOptions:
-    """Says how a writer is trained."""
+    """Holds the options for training a writer."""
 
     minutes: Annotated[float | None, typer.Option(min=0.01, help="How long to train (default: 30).")] = None
     steps: Annotated[
@@ -60,10 +60,11 @@ def learn_command(
     dtype: options.DType = None,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Train a KV writer for a model: chunk KV that fits any context. The model's weights stay as they are.
+    """Train a KV writer for a model, which computes chunk KV that fits any context. The model's weights do not change.
 
-    The model's own full prefill is the teacher, and no labels are needed. It is saved only if prompts held out come nearer
-    to full recompute with it. Ctrl-C loses a minute at most: the same command goes on from there.
+    The model's own full prefill is the teacher, and no labels are needed. The writer is saved only if it brings the
+    output on held-out prompts closer to full recompute. Ctrl-C loses a minute at most: the same command resumes the
+    training.
     """
     from cacheblend_lab.learn.learn import Sizes, learn
     from cacheblend_lab.learn.training import LearnSettings

@@ -22,11 +22,11 @@ def marginal(
     retriever: options.Retriever = None,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Answer one question from each chunk alone, and print the answer that is likeliest over all chunks (REALM, equation 1)."""
+    """Answer a question from each chunk alone, and print the most likely answer over all chunks (REALM, equation 1)."""
     from cacheblend_lab.evaluation.marginal import answer_marginally
     from cacheblend_rag.rag.questions import check_question
 
-    check_question(question)  # before a model is loaded for it
+    check_question(question)  # raises before a model is loaded
     with open_pipeline(
         how.model, how.store, how.budgets, namespace=namespace, k=how.k, query_encoder=retriever
     ) as pipeline:

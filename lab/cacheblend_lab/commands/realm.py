@@ -1,4 +1,4 @@
-"""Runs `cacheblend realm`: REALM as in the paper, at any size."""
+"""Runs `cacheblend realm`, which trains REALM as in the paper, at any size."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def pretrain(
     threads: Threads = None,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Pre-train: a warm start, then masked spans over retrieved passages, while another process renews the index."""
+    """Pre-train: a warm start, then masked spans over retrieved passages, while another process rebuilds the index."""
     from cacheblend_lab.realm.model import BUNDLED, TINY, check_device
     from cacheblend_lab.realm.passages import read_corpus
     from cacheblend_lab.realm.presets import pretraining
@@ -121,7 +121,7 @@ def finetune(
     threads: Threads = None,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Fine-tune for open questions: the query tower and a span reader learn, and with --refresh-every passages' vectors."""
+    """Fine-tune on open questions: train query tower, span reader and, with --refresh-every, the document tower."""
     from cacheblend_lab.realm.finetune import finetune as run
     from cacheblend_lab.realm.model import check_device, read_shape
     from cacheblend_lab.realm.presets import tuning
@@ -152,7 +152,7 @@ def evaluate_command(
     threads: Threads = None,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Exact match and recall on a file of questions, with 95% intervals."""
+    """Measure exact match and recall on a file of questions, with 95% intervals."""
     import json
 
     from cacheblend_lab.realm.evaluate import evaluate, summary
@@ -212,7 +212,7 @@ def demo(
     ] = None,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Run all of it with a small BERT on fictional worlds, in minutes: recall before and after, a closed-book reader."""
+    """Pre-train and fine-tune a small BERT on fictional worlds, in minutes, and compare with a closed-book reader."""
     from cacheblend_lab.realm.demo import DemoSettings, run_demo
     from cacheblend_lab.realm.presets import demonstration
 
@@ -254,7 +254,7 @@ _DEMO_BERTS = {
 
 
 def score_table(found: dict[str, dict[str, Any]]) -> str:
-    """Return a table of scores with their intervals: a row for each summary, a column for each score."""
+    """Return a table of scores with their intervals: one row per summary, one column per score."""
     names = [
         name for name in dict.fromkeys(name for scores in found.values() for name in scores) if name != "questions"
     ]
@@ -289,7 +289,7 @@ def _is_tiny(model: Path) -> bool:
 
 
 def _use_threads(threads: int | None, bert: str) -> None:
-    """Use that many threads; for a tiny BERT a second one costs more than it brings."""
+    """Set the number of torch threads; a tiny BERT defaults to one thread, since a second thread slows it down."""
     import torch
 
     if threads is not None or bert == "tiny":

@@ -59,7 +59,7 @@ RandomSeed = Annotated[int, typer.Option(help="Of all that is drawn.", rich_help
 
 @dataclass(frozen=True)
 class MaskingOptions:
-    """Says what is masked, and for how many steps."""
+    """Holds the options for masking and for the numbers of steps."""
 
     steps: Steps = None
     warm_steps: WarmSteps = None
@@ -69,13 +69,13 @@ class MaskingOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The numbers of steps that were given."""
+        """Return the numbers of steps that the user gave, by name."""
         return given_of(warm_steps=self.warm_steps, steps=self.steps, refresh_every=self.refresh_every)
 
 
 @dataclass(frozen=True)
 class PretrainOptions:
-    """Says how large the model and the steps of pre-training are."""
+    """Holds the options for the sizes of the model and of a pre-training step."""
 
     candidates: Annotated[
         int | None,
@@ -110,5 +110,5 @@ class PretrainOptions:
 
 
 def given_of(**values: Any) -> dict[str, Any]:
-    """Return the options that were given."""
+    """Return the options whose value is not None."""
     return {name: value for name, value in values.items() if value is not None}

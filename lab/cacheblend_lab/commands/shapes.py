@@ -1,4 +1,4 @@
-"""Runs `cacheblend bench shapes`: every quality against a prefill with prefix caching, over shapes of prompts."""
+"""Runs `cacheblend bench shapes`, which compares every quality with prefix caching, over prompt shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shapes(
     seed: RandomSeed = 0,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Measure the time to first token of each quality against a prefill with prefix caching, over shapes of prompts."""
+    """Measure the time to first token of each quality against a prefill with prefix caching, over prompt shapes."""
     from cacheblend_lab.bench import ShapesSettings, bench_shapes, open_workbench
 
     wanted = (

@@ -1,4 +1,4 @@
-"""Runs `cacheblend bench ratio`, `chunks`, `batch` and `devices`: TTFT against one thing at a time, on transformers."""
+"""Runs `cacheblend bench ratio`, `chunks`, `batch` and `devices`, which vary one parameter each, on transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ class SweepOptions:
 
 
 def parse_numbers(text: str, option: str, kind: type[int] | type[float], least: float | None = None) -> list[Any]:
-    """Return the numbers of a list; raises InputError unless all are above 0, or ``least`` and more."""
+    """Return the numbers of a comma-separated list.
+
+    Raises:
+        InputError: The text is not such a list, or a number is below ``least`` (without ``least``: not above 0).
+    """
     try:
         found = [kind(part) for part in text.split(",")]
     except ValueError:
@@ -68,7 +72,7 @@ def batch(
     sizes: Annotated[str, typer.Option(help="Requests that arrive together.")] = "1,2,4",
     how: SweepOptions,
 ) -> None:
-    """Measure the last TTFT of requests that arrive together (this engine computes one at a time)."""
+    """Measure the last TTFT of requests that arrive together (the engine computes one request at a time)."""
     wanted = parse_numbers(sizes, "--sizes", int)
     from cacheblend_lab.bench.sweeps import sweep_sizes
 
@@ -99,7 +103,8 @@ def devices(
 ) -> None:
     """Measure the TTFT against the storage device's bandwidth, simulated by a throttled RAM store.
 
-    "of the bound" holds the blend against the longer one of loading its KV and recomputing its tokens, each alone.
+    "of the bound" is the blend's TTFT divided by a lower bound: the longer of loading its KV and recomputing its
+    tokens.
     """
     wanted = [rate * 1e9 for rate in parse_numbers(bandwidths, "--bandwidths", float)]
     settings = BlendOptions(ratio, policy).settings()

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from cacheblend_rag.console.output import Show
     from cacheblend_rag.rag.pipeline import RagPipeline
 
-_DEMO_WORLDS = 3  # pooled, so that there are names enough
+_DEMO_WORLDS = 3  # pooled, to have enough names
 _SHOWN_ROWS = 3
 _SHOWN_TEXT = 90
 
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """Says what is tuned, on how much, and how it is judged."""
+    """Holds the options for tuning and for judging the result."""
 
     loss: Annotated[
         Literal["marginal", "kl", "infonce"],
@@ -81,10 +81,10 @@ def tune_retriever(
     budgets: BudgetOptions,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Tune the retriever by what helps the model answer, judged over the chunks' stored KV. No chunk, vector or KV changes.
+    """Tune the retriever to find the chunks that help the model answer. No chunk, vector or KV in the store changes.
 
-    It is saved only if it is better on questions held out, and no worse elsewhere. Ctrl-C loses nothing that was judged: the same
-    command goes on from there.
+    The model judges the candidate chunks over their stored KV. The tuned retriever is saved only if it is better on
+    held-out questions and no worse elsewhere. Ctrl-C loses no judgement: the same command resumes the run.
     """
     from cacheblend_lab.rows import read_rows
     from cacheblend_lab.tuning.saving import check_free
@@ -95,9 +95,9 @@ def tune_retriever(
     directory = _demo_directory(store, model.device, how.seed) if demo else store_directory(store)
     target = from_home(output or directory.with_name(f"{directory.name}-retriever"))
     if demo and output is None and store is None:
-        shutil.rmtree(target, ignore_errors=True)  # an earlier demonstration's
+        shutil.rmtree(target, ignore_errors=True)  # the output of an earlier demonstration
     if questions is not None:
-        read_rows(from_home(questions))  # what is wrong with it is said before a model is loaded
+        read_rows(from_home(questions))  # raises for an unusable file before a model is loaded
     check_free(target)
     chosen = with_model(model, directory, BUNDLED_MODEL) if demo else model
     with open_pipeline(chosen, directory, budgets, must_exist=not demo) as pipeline:
@@ -152,7 +152,7 @@ def _questions(
 
 
 def _make_demo(pipeline: RagPipeline, seed: int, show: Show) -> list[TuningQuestion]:
-    """Index the demonstration's documents, as far as they are not, and return its questions."""
+    """Index the demonstration's documents that are not indexed yet, and return the demonstration's questions."""
     from cacheblend_lab.tuning.world import digest_of, paraphrased_world
     from cacheblend_rag.errors import InputError
 

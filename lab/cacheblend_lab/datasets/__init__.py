@@ -1,4 +1,4 @@
-"""Loads data sets by name or file; only the synthetic one is part of this package, of others users have copies."""
+"""Loads data sets by name or file; the package contains the synthetic data set only, users have copies of the others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "read_data_set",
 ]
 
-# More than fill six chunks of 512 tokens with dialogues of SAMSum's usual length.
+# Number of few-shot examples: more than fit into six chunks of 512 tokens at SAMSum's usual dialogue length.
 _EXAMPLES = 40
 _NAMED_ROWS = 3
 
@@ -45,9 +45,9 @@ class DataSet:
     """Holds a data set's samples.
 
     Attributes:
-        samples: Its questions.
-        files: Every file that was read, by name, with the hash of what was read; none for the demo.
-        skipped: The rows that cannot be used.
+        samples: The samples.
+        files: Hash of every file that was read, by name; empty for the demo.
+        skipped: Rows that cannot be used.
     """
 
     samples: list[Sample]
@@ -69,17 +69,17 @@ def load_data_set(
     """Return a data set with up to ``limit`` samples, drawn by ``seed``, in the file's order.
 
     Args:
-        name: ``demo``, one of :data:`NAMED`, or a ``.json``, ``.jsonl`` or ``.gz`` file of any known format.
-        data: Where the named data sets are; see :func:`find_file`.
-        limit: Most samples.
-        seed: Draws the samples, few-shot examples, and the demo's documents.
-        tokenizer: The model's.
-        kinds: Only questions of these kinds.
-        chunks: Chunks of a demo context.
-        chunk_tokens: Size of a demo chunk.
+        name: ``demo``, a name in :data:`NAMED`, or a ``.json``, ``.jsonl`` or ``.gz`` file of any known format.
+        data: Directory of the named data sets; see :func:`find_file`.
+        limit: Maximum number of samples.
+        seed: Seed of samples, few-shot examples, and the demo's documents.
+        tokenizer: Tokenizer of the model.
+        kinds: Kinds of questions to use; None uses all of a file and the default kinds of the demo.
+        chunks: Number of chunks in a demo context.
+        chunk_tokens: Tokens of a demo chunk.
 
     Raises:
-        InputError: No such data set or file, or none of its rows can be used; the message names them.
+        InputError: The data set or file does not exist, or none of its rows can be used; the message names them.
     """
     if limit < 1:
         raise InputError(f"limit is {limit}; ask for at least 1 question.")
@@ -101,20 +101,20 @@ def load_data_set(
 
 
 def hash_files(name: str, data: Path | None) -> dict[str, str]:
-    """Return the files that :func:`load_data_set` would read, by name, with the hash of each.
+    """Return the hash of each file that :func:`load_data_set` would read, by name.
 
     Raises:
-        InputError: No such data set or file.
+        InputError: The data set or file does not exist.
     """
     file = file_of(name, data)
     return {} if file is None else {file.name: hash_file(file)}
 
 
 def file_of(name: str, data: Path | None) -> Path | None:
-    """Return the file that :func:`load_data_set` would read; None for ``demo``, which has none.
+    """Return the file that :func:`load_data_set` would read; None for ``demo``, which has no file.
 
     Raises:
-        InputError: No such data set or file.
+        InputError: The data set or file does not exist.
     """
     if name == "demo":
         return None
@@ -127,10 +127,10 @@ def file_of(name: str, data: Path | None) -> Path | None:
 
 
 def read_data_set(file: Path, seed: int = 0) -> DataSet:
-    """Return all samples of a file. A row that cannot be used is skipped, and said so.
+    """Return all samples of a file. Rows that cannot be used are listed in ``skipped``.
 
     Raises:
-        InputError: The file cannot be read, or none of its rows can be used; the message names the first ones.
+        InputError: The file cannot be read, or none of its rows can be used; the message names the first rows.
     """
     read = read_rows(file)
     samples, skipped = [], list(read.skipped)
@@ -145,7 +145,7 @@ def read_data_set(file: Path, seed: int = 0) -> DataSet:
     if not samples:
         raise InputError(f"{file} has no question with an answer{_because(skipped)}")
     if len({sample.id for sample in samples}) < len(samples):
-        # Some files number their rows anew for every question type.
+        # Some files restart the numbers of their rows for every question type.
         samples = [replace(sample, id=f"{sample.id}-{i}") for i, sample in enumerate(samples)]
     if samples[0].task == "dialogue" and not samples[0].texts:
         samples = _with_examples(samples, seed)
@@ -161,7 +161,7 @@ def _because(skipped: Sequence[Skipped]) -> str:
 
 
 def _with_examples(samples: Sequence[Sample], seed: int) -> list[Sample]:
-    """Give every dialogue other dialogues with their summaries as few-shot examples (paper section 7.1)."""
+    """Return dialogues with other dialogues and their summaries as few-shot examples (paper section 7.1)."""
     if len(samples) < 2:
         raise InputError("Few-shot examples come from the other rows of the file, and there is only one row.")
     examples = [dialogue_example(s.question, s.answers[0]) for s in samples]

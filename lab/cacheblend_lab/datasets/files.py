@@ -10,7 +10,7 @@ from cacheblend_rag.homes import from_home
 
 ENVIRONMENT = "CACHEBLEND_DATA"
 
-# Where the files of a data set usually are, most specific first; globs below the directory, or in a folder of that name.
+# Usual file names of each data set, most specific first: globs in the directory, or in one of the _FOLDERS.
 _PATTERNS: dict[str, tuple[str, ...]] = {
     "musique": ("musique.json*", "musique*dev*.json*", "musique*.json*", "*.json*"),
     "2wikimqa": ("2wikimqa*.json*", "wikihop*.json*", "dev.json*", "*dev*.json*", "train.json*"),
@@ -32,12 +32,12 @@ def find_file(name: str, data: Path | None) -> Path:
     """Return the file of the data set ``name``.
 
     Args:
-        name: One of :data:`NAMED`.
-        data: The file itself, or a directory that holds it, at its top or in a folder of the data set's name; None takes
-            the environment's ``CACHEBLEND_DATA``.
+        name: A name in :data:`NAMED`.
+        data: The file itself, or a directory that holds the file, at its top or in a folder of the data set's name;
+            None takes the environment variable ``CACHEBLEND_DATA``.
 
     Raises:
-        InputError: No directory is given, or it holds no such file.
+        InputError: No directory is given, or the directory holds no such file.
     """
     root = data or (Path(os.environ[ENVIRONMENT]) if os.environ.get(ENVIRONMENT) else None)
     if root is None:
@@ -51,7 +51,7 @@ def find_file(name: str, data: Path | None) -> Path:
     if not root.is_dir():
         raise InputError(f"There is no file or directory {root}.")
     for folder in (*(root / f for f in _FOLDERS[name]), root):
-        # At the top, names that fit any file would take another data set's.
+        # At the top of the directory, patterns that match any file would match another data set's file.
         patterns = [p for p in _PATTERNS[name] if folder != root or name.split("_", maxsplit=1)[0] in p]
         for pattern in patterns:
             found = sorted(f for f in folder.glob(pattern) if f.is_file() and "corpus" not in f.name)

@@ -1,7 +1,7 @@
-"""Reads the rows of the data sets in use, told apart by their fields.
+"""Reads the rows of the supported data sets, and recognises each format by its fields.
 
-MuSiQue, 2WikiMultihopQA and HotpotQA as published, SQuAD and RGB, SAMSum and MultiNews, LongBench rows and prompts, the files
-of CacheBlend's authors (``ctxs``), and plain JSON lines.
+The formats are MuSiQue, 2WikiMultihopQA and HotpotQA as published, SQuAD and RGB, SAMSum and MultiNews, LongBench rows
+and prompts, the files of CacheBlend's authors (``ctxs``), and plain JSON lines.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Row = Mapping[str, Any]
 
 
 def questions_of(row: Row) -> Iterator[Row]:
-    """Yield a row for each question of an article of SQuAD, whose paragraphs are what is retrieved from; else the row itself.
+    """Yield a row for each question of a SQuAD article, with the article's paragraphs as documents; else the row itself.
 
     Raises:
         KeyError: A field is missing.
-        TypeError: A field is not what its format says.
+        TypeError: A field has a type other than its format requires.
     """
     if "paragraphs" not in row or "question" in row:
         yield row
@@ -47,7 +47,7 @@ def questions_of(row: Row) -> Iterator[Row]:
     texts = [_passage(row.get("title", ""), paragraph["context"]) for paragraph in row["paragraphs"]]
     for paragraph in row["paragraphs"]:
         for asked in paragraph["qas"]:
-            # Version 2 asks what its article does not answer, too.
+            # Version 2 also has questions that the article does not answer.
             answers = list(dict.fromkeys(answer["text"] for answer in asked["answers"]))
             if answers:
                 known = {"answers": answers, "documents": texts, "group": str(row.get("title", "")), "instruction": QA}
@@ -55,17 +55,17 @@ def questions_of(row: Row) -> Iterator[Row]:
 
 
 def sample_of(row: Row, name: str) -> Sample | None:
-    """Return the sample of a row; None for a question that has no answer.
+    """Return the sample of a row; None for a question without an answer.
 
     Args:
         row: The row.
-        name: What to call it if it has no id of its own.
+        name: Id of the sample if the row has no id of its own.
 
     Raises:
-        InputError: No known format.
+        InputError: The format is unknown.
         KeyError: A field is missing.
-        TypeError: A field is not what its format says.
-        ValueError: Likewise.
+        TypeError: A field has a type other than its format requires.
+        ValueError: A field has a value that cannot be used.
     """
     for fits, read in _FORMATS:
         if fits(row):
@@ -75,7 +75,7 @@ def sample_of(row: Row, name: str) -> Sample | None:
 
 
 def _checked(sample: Sample) -> Sample:
-    """Return ``sample`` without blank answers and texts; raise if nothing can be asked, answered from or scored."""
+    """Return ``sample`` without blank answers and texts; raise if question, answers or texts are missing or no strings."""
     for what, value in (("question", sample.question), ("instruction", sample.instruction)):
         if not isinstance(value, str):
             raise TypeError(f"the {what} is no string but {type(value).__name__}")
@@ -85,14 +85,14 @@ def _checked(sample: Sample) -> Sample:
     if not answers:
         raise ValueError("there is no answer to score with")
     texts = _strings(sample.texts, "a text")
-    # Dialogues get theirs from the other rows of the file.
+    # Dialogues get their texts from the other rows of the file.
     if not texts and (sample.texts or sample.task != "dialogue"):
         raise ValueError("there is no text to answer from: the context is missing or empty")
     return replace(sample, answers=answers, texts=texts)
 
 
 def _strings(value: Any, what: str) -> tuple[str, ...]:
-    """Return a string, or a list of strings, as those that are not blank."""
+    """Return the non-blank strings of a string or a list of strings."""
     values = (value,) if isinstance(value, str) else value
     if not isinstance(values, (list, tuple)):
         raise TypeError(f"{what} must be a string, found {type(value).__name__}")
@@ -112,14 +112,14 @@ def _musique(row: Row, name: str) -> Sample | None:
 
 def _titled(row: Row, name: str) -> Sample:
     context = row["context"]
-    if isinstance(context, Mapping):  # as the Hugging Face hub has it
+    if isinstance(context, Mapping):  # the layout on the Hugging Face hub
         context = list(zip(context["title"], context.get("sentences", context.get("content")), strict=True))
     texts = tuple(_passage(title, " ".join(s.strip() for s in _strings(body, "a text"))) for title, body in context)
     return Sample(name, row["question"], (row["answer"],), texts, kind=str(row.get("type", "")), instruction=QA)
 
 
 def _rgb(row: Row, name: str) -> Sample:
-    # An answer of several parts is a list, each part a text or a list of ways to put it.
+    # An answer of several parts is a list; each part is a text or a list of alternative texts.
     parts = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
     ways = [_strings(part, "an answer") for part in parts]
     answers = ways[0] if len(ways) == 1 else (" ".join(way[0] for way in ways),)
@@ -153,7 +153,7 @@ def _longbench(row: Row, name: str) -> Sample:
 
 
 def _longbench_prompt(row: Row, name: str) -> Sample:
-    # The first paragraph tells the model what to do; we have our own words for that.
+    # The first paragraph is the instruction, which is replaced.
     prompt, gold = _clean(row["origin_prompt"]).partition("\n\n")[2], _strings(row["gold"], "an answer")
     asked = _QUESTION.search(prompt)
     if asked is not None:
@@ -179,7 +179,7 @@ def _few_shot(name: str, question: str, answers: tuple[str, ...], context: str) 
 
 
 def dialogue_request(dialogue: str) -> str:
-    """Return what stands behind the examples."""
+    """Return the text behind the few-shot examples, which asks for the dialogue's summary."""
     return f"Summarize this dialogue.\nDialogue: {dialogue}"
 
 
@@ -189,14 +189,14 @@ def dialogue_example(dialogue: str, summary: str) -> str:
 
 
 def _contexts(row: Row, name: str) -> Sample:
-    """Read the layout of CacheBlend's authors, of DPR and of FiD: retrieved passages, each of them a chunk."""
+    """Read the layout of CacheBlend's authors, of DPR and of FiD: retrieved passages, each a chunk."""
     answers = row["answers"]
-    if isinstance(answers, (list, tuple)):  # the authors' 2WikiMultihopQA nests them
+    if isinstance(answers, (list, tuple)):  # the authors' 2WikiMultihopQA has nested lists of answers
         answers = tuple(one for answer in answers for one in _strings(answer, "an answer"))
     question, ctxs = row["question"], row["ctxs"]
     bodies = [_strings(passage["text"], "a text") for passage in ctxs]
     if bodies and all(body and body[0].lstrip().startswith("Dialogue:") for body in bodies):
-        # Few-shot examples; the question is a dialogue with an open "Summary:" behind it.
+        # The passages are few-shot examples, and the question is a dialogue followed by an empty "Summary:".
         dialogue = question.strip().removeprefix("Dialogue:").rsplit("\nSummary:", 1)[0].strip()
         texts = tuple(text.strip() for body in bodies for text in body)
         return Sample(name, dialogue_request(dialogue), answers, texts, "ready", "dialogue", instruction=DIALOGUE)
@@ -207,7 +207,7 @@ def _contexts(row: Row, name: str) -> Sample:
 
 
 def _passage(title: Any, text: Any) -> str:
-    """Return a passage below its title; nothing where there is a title alone, which answers nothing."""
+    """Return a passage below its title; return an empty string for a title without text, which cannot answer anything."""
     body = "\n".join(_strings(text, "a text"))
     heading = "".join(_strings(title, "a title"))
     return f"{heading}\n{body}" if heading and body else body
@@ -237,7 +237,7 @@ def _has(*fields: str) -> Callable[[Row], bool]:
     return lambda row: all(field in row for field in fields)
 
 
-# The first that fits reads the row.
+# The first format whose fields match reads the row.
 _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row, str], Sample | None]], ...] = (
     (_has("paragraphs", "question", "answer"), _musique),
     (lambda row: _has("question", "answer", "context")(row) and not isinstance(row["context"], str), _titled),

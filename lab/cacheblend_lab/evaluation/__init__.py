@@ -1,5 +1,5 @@
 """Measures the quality of every method on data sets, with intervals, and the paper's figures on your own model.
 
-Samples of a data set become prompts in ``prepare.py``, answers by ``methods.py`` and ``answers.py``, numbers with intervals
-in ``summary.py``, pages in ``figures/`` and ``report.py``.
+Module ``prepare.py`` makes prompts of a data set's samples, ``methods.py`` and ``answers.py`` answer them,
+``summary.py`` computes numbers with intervals, and ``figures/`` and ``report.py`` write pages.
 """

@@ -1,4 +1,4 @@
-"""Answers a data set by several methods, interleaved, and writes every answer to a file as it is made."""
+"""Answers a data set by several methods, interleaved, and writes every answer to a file immediately."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ Progress = Callable[[int, int, str], None]
 
 
 class AnswersFile(Closing):
-    """Answers as JSON lines: a header with the settings, then one line per case and method.
+    """Stores answers as JSON lines: a header with the settings, then one line per case and method.
 
-    A run that was interrupted goes on where it stopped: lines of the same settings are not computed again.
+    An interrupted run resumes: answers with the same settings are not computed again.
     """
 
     def __init__(self, path: Path | None, settings: dict[str, Any]):
-        """Open ``path`` (None keeps the answers in memory) and read what is there.
+        """Open ``path`` (None holds the answers in memory) and read the answers in it.
 
         Raises:
-            InputError: It holds answers of other settings, or something else.
+            InputError: The file holds answers with other settings, or no answers.
         """
         self.rows: list[Row] = []
         self._file: IO[str] | None = None
         if path is None:
             return
-        settings = json.loads(json.dumps(settings))  # as it will be read back
+        settings = json.loads(json.dumps(settings))  # convert the settings as a later read does
         if path.exists() and path.stat().st_size:
             self.rows = _read(path, settings)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ class AnswersFile(Closing):
             self._write({"settings": settings})
 
     def done(self, compared: bool) -> set[tuple[str, str]]:
-        """Return the case ids and method keys that are answered and, if it is to be, ``compared`` with full recompute."""
+        """Return case ids and method keys that are answered and, if ``compared``, compared with full recompute."""
         return {(row["id"], row["key"]) for row in self.rows if not compared or row["agrees_with_full"] is not None}
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -74,10 +74,10 @@ class AnswersFile(Closing):
 def _read(path: Path, settings: dict[str, Any]) -> list[Row]:
     text = path.read_text(encoding="utf-8")
     kept = text[: text.rfind("\n") + 1]
-    if kept != text:  # the last line was being written when the run ended
+    if kept != text:  # the last line is incomplete, because the run was killed
         path.write_text(kept, encoding="utf-8")
     try:
-        # Not splitlines: U+2028 and the like stand inside JSON strings.
+        # str.splitlines would split at U+2028 and similar characters inside JSON strings.
         header, *rows = [json.loads(line) for line in kept.split("\n")[:-1]]
         found = header["settings"]
     except (ValueError, KeyError, TypeError) as error:
@@ -95,8 +95,8 @@ class AnsweredCase:
     """Holds all answers of a run.
 
     Attributes:
-        rows: A row per sample and method, in their order.
-        skipped: Samples of which no prompt can be made, and why.
+        rows: A row per sample and method, in the order of samples and methods.
+        skipped: Samples without a prompt, with the reason.
     """
 
     rows: list[Row]
@@ -111,22 +111,23 @@ def answer_all(
     answers: AnswersFile,
     progress: Progress | None = None,
 ) -> AnsweredCase:
-    """Answer every sample by every method; rows of an interrupted run are kept, samples without a prompt are skipped.
+    """Answer every sample by every method; rows of an interrupted run are reused, samples without a prompt are skipped.
 
-    The chunks of a sample are precomputed first (indexing is not part of a TTFT). The methods of a sample take turns in going
-    first, so that a busy or throttling machine slows all of them alike. One answer per method is made and thrown away at the
-    start: it warms the libraries up.
+    The chunks of a sample are precomputed first (indexing is not part of a TTFT). The methods of a sample take turns in
+    going first, so that a busy or throttling machine slows all methods alike. One answer per method is computed first
+    without a result, to warm up the libraries.
 
-    First-token KL and agreement compare with full recompute, of the chunks in their own order, and are there only if that is
-    among the methods.
+    First-token KL and agreement compare with full recompute, of the chunks in their own order; they exist only if full
+    recompute is among the methods.
 
     Args:
-        engine: The model; its header must be that of the samples (:func:`~cacheblend_lab.evaluation.prepare.set_header`).
+        engine: The model; its header must be the samples' header
+            (:func:`~cacheblend_lab.evaluation.prepare.set_header`).
         preparer: Makes the prompts.
-        samples: What to answer.
-        methods: How.
-        answers: Where the rows go.
-        progress: Called with samples done, of how many, and what is at hand.
+        samples: The samples to answer.
+        methods: The methods to answer by.
+        answers: Receives the rows.
+        progress: Called with the number of samples done, their total, and the current sample.
 
     Raises:
         InputError: No sample has a prompt.
@@ -153,7 +154,7 @@ def answer_all(
             for method in methods:
                 method.reply(engine, case)
             warm = True
-        # All methods again, even if some are there already: their logits are needed for the comparison.
+        # Every method answers again, even if some answers exist: the comparison needs their logits.
         replies = {m.name: m.reply(engine, case) for m in take_turns(methods, number)}
         new = [m for m in methods if (sample.id, m.key) not in done]
         answers.add([_row(engine, case, method, replies) for method in new])
@@ -165,19 +166,19 @@ def answer_all(
 
 
 def _in_order(rows: Sequence[Row], samples: Sequence[Sample], methods: Sequence[Method]) -> list[Row]:
-    """Return the rows of these samples and methods, in their order."""
+    """Return the rows of these samples and methods, in the order of samples and methods."""
     wanted = {sample.id: number for number, sample in enumerate(samples)}
     order = {method.key: number for number, method in enumerate(methods)}
-    # Of two the later one: it was answered again, to be compared with full recompute.
+    # The later of two rows with one key wins: it was answered again, to be compared with full recompute.
     kept = {(row["id"], row["key"]): row for row in rows if row["id"] in wanted and row["key"] in order}
-    # Names may have changed between runs: what a row is called follows from its key.
+    # Names may have changed between runs, so that a row's method name follows from its key.
     names = {method.key: method.name for method in methods}
     named = [{**row, "method": names[row["key"]]} for row in kept.values()]
     return sorted(named, key=lambda row: (wanted[row["id"]], order[row["key"]]))
 
 
 class _Cases:
-    """The prompts of samples, each made once if they are kept."""
+    """Makes the prompts of samples, each once if ``keep``."""
 
     def __init__(self, preparer: Preparer, keep: bool):
         self.skipped: dict[str, tuple[Sample, str]] = {}

@@ -1,4 +1,4 @@
-"""Measures what KV codecs save, and what they do to answers: `python -m cacheblend_lab.evaluation.codecs`."""
+"""Measures how much space KV codecs save and how they change answers: `python -m cacheblend_lab.evaluation.codecs`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Say = Callable[[str], object]
 
 
 def measure_agreement(engine: TransformersEngine, samples: Sequence[Sample], chunks: int, say: Say) -> dict[str, Any]:
-    """Answer questions by blends of exact KV and of KV that each codec gives back.
+    """Answer questions by blends of exact KV and of KV decoded from the lossy codec.
 
     Returns:
-        Of each codec ``bytes_per_token``, and of the lossy one ``agreement``: the share of answers that are the same token for
-        token, with the ends of its 95% interval, ``low`` and ``high``.
+        For each codec ``bytes_per_token``; for the lossy codec also ``agreement``, the share of answers that are equal
+        token for token, with its 95% interval ``low`` and ``high``.
     """
     set_header(engine, samples)
     preparer = Preparer(engine, Preparation(k=chunks))
@@ -75,8 +75,9 @@ def measure_time(
     """Blend one prompt of random chunks from a throttled tier of each codec, in turn.
 
     Returns:
-        Of each codec medians: ``load_s``, reading all that is stored of the chunks; ``ttft_s``, the prompt's first token; and as
-        ``load_ratio`` and ``ttft_ratio`` these over what no codec took in the same round.
+        Medians by codec. ``load_s`` is the time of reading all stored KV of the chunks, and ``ttft_s`` the time to the
+        prompt's first token. ``load_ratio`` and ``ttft_ratio`` are their quotients with the codec ``none`` in the same
+        round.
     """
     engine = place.engine
     assert isinstance(engine, TransformersEngine)
@@ -92,7 +93,7 @@ def measure_time(
             for key in keys:
                 if isinstance(kv := exact.get(key), ChunkKV):
                     store.put(key, kv)
-        for number in range(rounds + 1):  # the first warms up
+        for number in range(rounds + 1):  # the first round warms up
             for name, store in stores.items():
                 begin = time.perf_counter()
                 for key in keys:
@@ -115,7 +116,7 @@ def measure_time(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run; a table goes to stderr, JSON to stdout."""
+    """Run the command; a table goes to stderr, JSON to stdout."""
     parser = argparse.ArgumentParser(description="What KV codecs save, whether answers stay the same, what they cost.")
     parser.add_argument("--model", help="as of the commands (default: the bundled model)")
     parser.add_argument("--random-weights", help="shape of a random model, as llama:16x512: time alone")

@@ -27,18 +27,19 @@ from cacheblend_rag.errors import ModelError
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """Says what to evaluate.
+    """Holds the settings of an evaluation.
 
     Attributes:
         dataset: Name or file; see :func:`~cacheblend_lab.datasets.load_data_set`.
-        data: Where named data sets are.
+        data: Directory of named data sets.
         methods: See :func:`~cacheblend_lab.evaluation.methods.make_methods`.
         blend: Settings of the method ``blend``.
-        limit: Most samples.
-        seed: Draws them.
-        kinds: Only questions of these kinds.
+        limit: Maximum number of samples.
+        seed: Seed of the draw of samples.
+        kinds: Kinds of questions to use; None uses all.
         preparation: How prompts are made.
-        demo_chunks: Chunks of a demo context; None takes ``preparation.k``. More than that, and they are retrieved.
+        demo_chunks: Chunks of a demo context; None takes ``preparation.k``. From more chunks than ``preparation.k`` the
+            nearest are retrieved.
     """
 
     dataset: str = "demo"
@@ -54,19 +55,20 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Holds what a run found.
+    """Holds the results of a run.
 
     Attributes:
-        settings: Everything the answers depend on, ``files`` with their hashes included, and how many there are.
-        labels: Methods by name, as people read them.
+        settings: All settings that the answers depend on, ``files`` with their hashes included, and the number of
+            questions.
+        labels: Display names of the methods, by name.
         summary: See :func:`~cacheblend_lab.evaluation.summary.summarize`.
-        worst_of: The method whose disagreements with full recompute are shown: the blend, or another one if it has none;
-            None if every answer agrees, or full recompute is not among the methods.
-        worst: Its worst ones; see :func:`~cacheblend_lab.evaluation.summary.find_worst`.
+        worst_of: The method whose disagreements with full recompute are shown: the blend, or another method if the
+            blend has no disagreements. None if every answer agrees, or full recompute is not among the methods.
+        worst: The worst disagreements of ``worst_of``; see :func:`~cacheblend_lab.evaluation.summary.find_worst`.
         skipped: Rows of the data set that could not be used.
         machine: Machine and library versions.
         rows: Every answer.
-        answers_file: Where they are; None if they were kept in memory.
+        answers_file: File of the answers; None if they were stored in memory.
     """
 
     settings: dict[str, Any]
@@ -96,18 +98,19 @@ class EvalResult:
 def evaluate(
     engine: BlendEngine, settings: EvalSettings, out: Path | None = None, progress: Progress | None = None
 ) -> EvalResult:
-    """Answer the data set by every method and sum up.
+    """Answer the data set by every method and summarise the answers.
 
     Args:
-        engine: The model, on this machine; its parity gate must have passed. Its header is set to the data set's; vLLM's must
-            be that already (:func:`header_of`).
-        settings: What to evaluate.
-        out: Directory for the answers; the file's name says data set and settings, and a later run of the same settings
-            goes on with it. None keeps the answers in memory.
-        progress: Called with samples done, of how many, and what is at hand.
+        engine: The model, on this machine; its parity gate must have passed. Its header is set to the data set's
+            header; a vLLM engine must have been started with that header (:func:`header_of`).
+        settings: Settings of the evaluation.
+        out: Directory for the answers. The file's name contains data set and a hash of the settings, and a later run
+            with the same settings resumes from the file. None holds the answers in memory.
+        progress: Called with the number of samples done, their total, and the current sample.
 
     Raises:
-        ModelError: The model is not blended: every method would be the same prefill; or it runs elsewhere.
+        ModelError: The model is not blended, so that every method would be the same prefill; or the model runs
+            elsewhere.
         InputError: The data set or a setting cannot be used.
     """
     if not engine.gate.passed:
@@ -146,7 +149,7 @@ def evaluate(
 
 
 def header_of(settings: EvalSettings, tokenizer: Any) -> str:
-    """Return the text that an engine must be started with as its header to evaluate this; raises as :func:`evaluate` does."""
+    """Return the header text that an engine must be started with for this evaluation; raises as :func:`evaluate` does."""
     return header_text(tokenizer, _load(settings, tokenizer, 1).samples)
 
 
@@ -166,12 +169,12 @@ def _load(settings: EvalSettings, tokenizer: Any, limit: int) -> DataSet:
 def identify_run(
     engine: BlendEngine, settings: EvalSettings, files: Mapping[str, str], instruction: str | None
 ) -> dict[str, Any]:
-    """Return what answers depend on besides method and sample (a method's key holds its own settings), for JSON.
+    """Return, for JSON, all that answers depend on besides sample and method (a method's key holds its own settings).
 
     Args:
         engine: The model.
-        settings: What is evaluated.
-        files: Every file of the data set, by name, with its hash.
+        settings: Settings of the evaluation.
+        files: Hash of every file of the data set, by name.
         instruction: The first sentence of the prompts.
     """
     return {
@@ -193,7 +196,7 @@ def identify_run(
             "check_layers": list(engine.profile.check_layers),
             "widths": list(engine.profile.widths),
         },
-        # What "auto" goes by, which no method's key says.
+        # The ratio "auto" depends on the profile, which no method's key contains.
         **({"text": str(engine.profile)} if settings.blend.ratio == "auto" else {}),
         **asdict(settings.preparation),
         "retriever": _hash_retriever(settings.preparation.query_encoder),
@@ -201,17 +204,17 @@ def identify_run(
 
 
 def _hash_tokenizer(tokenizer: Any) -> str:
-    """Return a hash of what turns a prompt into tokens: the model's fingerprint does not cover it."""
+    """Return a hash of the tokenizer's rules and chat template, which the model's fingerprint does not cover."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-    for state in ("truncation", "padding"):  # set by use
+    for state in ("truncation", "padding"):  # changed by use
         rules.pop(state, None)
     text = json.dumps([rules, getattr(tokenizer, "chat_template", None)], sort_keys=True)
     return f"xxh3_128:{xxhash.xxh3_128_hexdigest(text.encode())}"
 
 
 def _hash_retriever(directory: str | None) -> str | None:
-    """Return a hash of a retriever's files: another one may have been tuned into the same directory."""
+    """Return a hash of a retriever's files, because a later tuning may have replaced the files in the same directory."""
     if directory is None:
         return None
     state = xxhash.xxh3_128()

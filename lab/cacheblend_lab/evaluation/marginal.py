@@ -22,17 +22,18 @@ from cacheblend_rag.rag.questions import check_question
 from cacheblend_rag.rag.results import RagAnswer
 
 TEMPERATURE: Final = 0.05
-"""What cosine similarities are divided by for p(z|x), as when a retriever is tuned."""
+"""Divisor of cosine similarities for p(z|x), as in the tuning of a retriever."""
 
 
 @dataclass(frozen=True)
 class Marginal:
-    """Holds what each chunk alone made of a question.
+    """Holds the answers of one question from each chunk alone.
 
     Attributes:
-        generations: What the engine reports of each prompt, in their order.
+        generations: Generation of each prompt, in order of the prompts.
         candidates: Each different answer and its probability p(y|x), likeliest first.
-        weighing_tokens: Tokens computed to weigh them: every prompt is prefilled once more, and all answers run behind it.
+        weighing_tokens: Tokens computed to weigh the answers: every prompt is prefilled once more, followed by all
+            answers.
     """
 
     generations: tuple[Generation, ...]
@@ -46,7 +47,7 @@ class Marginal:
 
     @property
     def generation(self) -> Generation:
-        """Return that of the first prompt which gave the likeliest answer."""
+        """Return the generation of the first prompt that gave the likeliest answer."""
         return next(done for done in self.generations if done.text.strip() == self.best)
 
 
@@ -56,13 +57,13 @@ def marginalise(
     prior: Sequence[float],
     sampling: SamplingParams | None = None,
 ) -> Marginal:
-    """Let every prompt give an answer, and weigh each of these answers by its likelihood behind all of them.
+    """Generate an answer from every prompt, and weigh each answer by its likelihood behind all prompts.
 
     Args:
         engine: The reader.
-        prompts: One for each chunk.
+        prompts: One prompt for each chunk.
         prior: p(z|x) of each chunk.
-        sampling: How answers are decoded.
+        sampling: Sampling parameters of the answers.
 
     Raises:
         InputError: The engine cannot score.
@@ -74,25 +75,25 @@ def marginalise(
     likelihood = np.exp([[each.logprob for each in row] for row in scores])
     probability = (np.asarray(prior) @ likelihood).tolist()
     ranked = sorted(zip(answers, probability, strict=True), key=lambda pair: -pair[1])
-    behind = sum(len(ids) - 1 for ids in completions)  # what follows an answer is not asked
+    behind = sum(len(ids) - 1 for ids in completions)  # an answer's last token is not computed
     weighing = sum(done.usage.computed_tokens + behind for done in generations)
     return Marginal(generations, tuple(ranked), weighing)
 
 
 @dataclass(frozen=True)
 class MarginalAnswer(RagAnswer):
-    """An answer with those it was chosen from.
+    """Holds an answer with the candidates it was chosen from.
 
     Attributes:
         candidates: Each different answer and its probability p(y|x), likeliest first.
-        priors: p(z|x) of each source, in their order.
+        priors: p(z|x) of each source, in order of the sources.
     """
 
     candidates: tuple[tuple[str, float], ...] = ()
     priors: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as ``ask --answer marginal --json`` prints it."""
+        """Return the answer as ``ask --answer marginal --json`` prints it."""
         sources = [
             {**source, "prior": prior} for source, prior in zip(super().to_dict()["sources"], self.priors, strict=True)
         ]
@@ -103,19 +104,20 @@ class MarginalAnswer(RagAnswer):
 def answer_marginally(
     pipeline: RagPipeline, question: str, k: int = 6, sampling: SamplingParams | None = None
 ) -> MarginalAnswer:
-    """Answer from each of the ``k`` nearest chunks alone, and choose the answer that is likeliest over all of them.
+    """Answer from each of the ``k`` nearest chunks alone, and choose the answer that is likeliest over all chunks.
 
-    Header and one chunk are reused exactly, so nothing is blended. Facts that stand in two chunks are not put together: that
-    takes one prompt with both.
+    Header and one chunk are reused exactly, so that nothing is blended. Facts from two chunks are not combined: that
+    takes one prompt with both chunks.
 
     Args:
         pipeline: Index and reader.
         question: The question.
-        k: Chunks.
-        sampling: How each chunk's answer is decoded; greedy unless given.
+        k: Number of chunks.
+        sampling: Sampling parameters of each chunk's answer; greedy by default.
 
     Raises:
-        InputError: An empty question, nothing indexed, an engine that cannot score, or chunks that do not fit its context window.
+        InputError: The question is empty, nothing is indexed, the engine cannot score, or a chunk does not fit its
+            context window.
     """
     check_question(question)
     begin = time.perf_counter()
@@ -123,7 +125,7 @@ def answer_marginally(
     if not hits:
         raise InputError(f"Nothing is indexed in {pipeline.chunks.directory} yet; index some documents first.")
     engine, retrieve_s = pipeline.engine, time.perf_counter() - begin
-    engine.registry.follow()  # another process may have indexed them
+    engine.registry.follow()  # another process may have indexed the chunks
     prompts = [rag_prompt(engine.tokenizer, [hit.chunk], question, pipeline.instruction) for hit in hits]
     prior = priors([hit.score or 0.0 for hit in hits])
     found = marginalise(engine, prompts, prior, sampling)

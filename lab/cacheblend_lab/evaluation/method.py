@@ -1,4 +1,4 @@
-"""Defines a method of the comparison: it answers a case on an engine."""
+"""Defines a method of the comparison, which answers a case on an engine."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from cacheblend_rag.prompts.prompt import BlendPrompt
 
 @dataclass(frozen=True)
 class Reply:
-    """A method's answer to one case. Times in seconds.
+    """Holds a method's answer to one case. Times are in seconds.
 
     Attributes:
         text: The answer.
         ttft_s: Time to first token.
-        total_s: Time to the last one.
-        load_s: Of the TTFT, how long the computation waited for stored KV.
+        total_s: Time to last token.
+        load_s: Part of the TTFT that the computation waited for stored KV.
         prompt_tokens: Tokens of the prompt; of all prompts for MapReduce and MapRerank.
-        computed_tokens: Those that went through all layers.
-        reused_tokens: Those whose stored KV was used.
-        mode: ``blend`` or ``prefill``; ``requests`` for answers that took several.
-        first_logits: Logits ``[vocab]`` of the first token, where the engine shows them.
-        chunks: The chunks in the prompt, where they are not the case's, in its order.
-        reordered_full: What full recompute answers to a reordered prompt.
-        background_tokens: Tokens that were computed behind the answer, for later prompts.
-        selection_tokens: What choosing tokens cost besides; see :class:`Usage`.
+        computed_tokens: Prompt tokens that went through all layers.
+        reused_tokens: Prompt tokens whose stored KV was used.
+        mode: ``blend`` or ``prefill``; ``requests`` for answers from several requests.
+        first_logits: Logits ``[vocab]`` of the first token, if the engine shows them.
+        chunks: Chunks in the prompt, in prompt order, if they differ from the case's chunks.
+        reordered_full: Full recompute's answer to the reordered prompt.
+        background_tokens: Tokens computed after the answer, for later prompts.
+        selection_tokens: Additional tokens computed to choose tokens; see :class:`Usage`.
     """
 
     text: str
@@ -55,9 +55,9 @@ class Reply:
 
     @classmethod
     def of_requests(cls, text: str, requests: Sequence[Generation], last: Generation | None = None) -> Reply:
-        """Return an answer that took several requests, which is the text of the ``last``.
+        """Return the reply of several requests with the answer ``text``; ``last`` is the request that produced the answer.
 
-        Without that nothing can be shown before all of them have been answered.
+        Without ``last`` the TTFT is the total time, because the answer is unknown until all requests have finished.
         """
         total = sum(done.timings.total_s for done in requests)
         return cls(
@@ -73,12 +73,12 @@ class Reply:
 
 
 class Method(ABC):
-    """A way to answer.
+    """Answers a case in one way.
 
     Attributes:
-        name: As in results.
-        label: As people read it.
-        key: All that its answers depend on: answers of equal keys may be reused.
+        name: Name in results.
+        label: Display name.
+        key: Identifies everything that the answers depend on: answers with equal keys may be reused.
     """
 
     name: str
@@ -87,26 +87,26 @@ class Method(ABC):
 
     @abstractmethod
     def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
-        """Answer; the case's chunks have been precomputed."""
+        """Answer the case; the case's chunks have been precomputed."""
 
 
 class InTurn(Method):
-    """A method whose answer to a case depends on the cases before it.
+    """Answers each case depending on the cases before it.
 
-    What it depends on is worked out before the first answer, so that neither an interruption nor a repetition changes it.
+    The dependence is computed before the first answer, so that an interruption or a repetition does not change it.
     """
 
     @abstractmethod
     def begin(self, cases: Sequence[EvalCase]) -> None:
-        """Take every case of the run, in turn; sets :attr:`key`."""
+        """Receive every case of the run, in order, and set :attr:`key`."""
 
 
 def generate_reply(
     engine: BlendEngine, prompt: BlendPrompt, max_tokens: int, settings: BlendSettings, free_loads: bool = False
 ) -> Reply:
-    """Answer one prompt; with ``free_loads`` the time spent waiting for stored KV is not counted.
+    """Answer one prompt; with ``free_loads`` the seconds of waiting for stored KV are not counted.
 
-    No other prompt's KV helps it but what is in the store: an engine's own prefix cache is emptied first.
+    The engine's own prefix cache is emptied first, so that only stored KV helps the prompt.
     """
     engine.reset_prefix_cache()
     seen: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Names the methods compared; each answers a case on the same engine."""
+"""Defines the compared methods by name; each method answers a case on the same engine."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ _BLEND = re.compile(r"(?P<policy>[a-z_-]+)@(?P<ratio>[\d.]+)(?:@(?P<layers>\d+(?
 
 
 class SettingsMethod(Method):
-    """One request with given settings."""
+    """Answers by one request with given settings."""
 
     def __init__(self, name: str, label: str, settings: BlendSettings, free_loads: bool = False):
-        """Answer the case; ``free_loads`` leaves out the wait for stored KV (the paper's ideal prefix caching)."""
+        """Set the request's settings; ``free_loads`` subtracts the wait for stored KV (the paper's ideal prefix caching)."""
         self.name, self.label, self.settings, self._free_loads = name, label, settings, free_loads
         self.key = f"{sorted(asdict(settings).items())}{free_loads}"
 
@@ -63,9 +63,9 @@ class SettingsMethod(Method):
 
 
 class MarginalMethod(Method):
-    """The answer that is likeliest over the chunks, each alone in its prompt (REALM, RAG-Sequence).
+    """Answers with the answer that is likeliest over the chunks, each alone in its prompt (REALM, RAG-Sequence).
 
-    Chunks count by their similarity to the question; where there was nothing to choose from, all alike.
+    Chunks are weighted by their similarity to the question, or equally if no chunks were retrieved.
     """
 
     name = key = "marginal"
@@ -75,14 +75,14 @@ class MarginalMethod(Method):
         sample = case.sample
         prompts = [rag_prompt(engine.tokenizer, [chunk], sample.question, sample.instruction) for chunk in case.chunks]
         prior = priors(case.similarity or [0.0] * len(prompts))
-        engine.precompute_first(case.chunks)  # each is the first of its prompt
+        engine.precompute_first(case.chunks)  # each chunk is the first chunk of its prompt
         begin = time.perf_counter()
         found = marginalise(engine, prompts, prior, SamplingParams(case.max_tokens))
         seconds = time.perf_counter() - begin
         uses = [done.usage for done in found.generations]
         return Reply(
             found.best,
-            seconds,  # nothing is known of the answer before all chunks have been asked
+            seconds,  # the answer is unknown until every chunk has been asked
             seconds,
             sum(done.load_s for done in found.generations),
             sum(use.prompt_tokens for use in uses),
@@ -96,17 +96,17 @@ def make_methods(names: Sequence[str], blend: ResolvedSettings) -> list[Method]:
     """Return the methods called ``names``.
 
     Args:
-        names: Of :data:`NAMES`, or ``POLICY@RATIO`` and ``POLICY@RATIO@LAYERS`` for further blends, as ``sink@0.1`` and
-            ``hkvd@0.15@1+3``.
+        names: Names in :data:`NAMES`, or ``POLICY@RATIO`` and ``POLICY@RATIO@LAYERS`` for further blends, as
+            ``sink@0.1`` and ``hkvd@0.15@1+3``.
         blend: Settings of the method ``blend``.
 
     Raises:
-        InputError: An unknown name, one given twice, or settings out of range.
+        InputError: A name is unknown or given twice, or settings are out of range.
     """
     found: list[Method] = []
     for name in names:
         made = _method(name, blend)
-        # Their answers could not be told apart in the file.
+        # Answers of methods with equal keys could not be distinguished in the file.
         if (same := next((method.name for method in found if method.key == made.key), None)) is not None:
             raise InputError(f"The method {name} is given twice{'' if same == name else f': {same} is the same'}.")
         found.append(made)
@@ -116,7 +116,7 @@ def make_methods(names: Sequence[str], blend: ResolvedSettings) -> list[Method]:
 
 
 def _method(name: str, blend: ResolvedSettings) -> Method:
-    # The method is a blend, even where the profile says that there better were none.
+    # The method blends even if the profile advises against blending.
     blended = replace(blend, reuse="chunks", quality=None).asked
     how = f"{policy_name(blend.policy)} {_ratio(blended)}"
     named: dict[str, Callable[[], Method]] = {

@@ -18,19 +18,20 @@ from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, split_text
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder
 
 MAX_TOKENS: Final = {"qa": 32, "dialogue": 96, "summary": 256}
-"""Most tokens of an answer, by task."""
+"""Maximum number of tokens of an answer, by task."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """Says how prompts are made.
+    """Holds the settings of making prompts.
 
     Attributes:
-        k: Most chunks in a prompt.
-        chunk_tokens: Most tokens of a chunk.
+        k: Maximum number of chunks in a prompt.
+        chunk_tokens: Maximum number of tokens of a chunk.
         embedding: Retrieval model.
-        query_encoder: Directory of a model that embeds the questions in its place; see :meth:`Embedder.asked_by`.
-        max_tokens: Most tokens of an answer; None takes the task's (:data:`MAX_TOKENS`).
+        query_encoder: Directory of a model that embeds questions in place of ``embedding``; see
+            :meth:`Embedder.asked_by`.
+        max_tokens: Maximum number of tokens of an answer; None takes the task's number (:data:`MAX_TOKENS`).
     """
 
     k: int = 6
@@ -40,7 +41,7 @@ class Preparation:
     query_encoder: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 1."""
+        """Raise InputError for sizes below 1."""
         if self.k < 1 or (self.max_tokens is not None and self.max_tokens < 1):
             raise InputError("k and max_tokens must be at least 1.")
 
@@ -48,10 +49,10 @@ class Preparation:
 def set_header(engine: BlendEngine, samples: Sequence[Sample]) -> None:
     """Make ``engine`` compute chunks behind the header of these samples' prompts, so that the first chunk is exact.
 
-    But a model that was trained for chunks by themselves (blockwise) computes them behind none, as in use.
+    A model that was trained for separate chunks (blockwise) computes chunks without a header, as in normal use.
 
     Raises:
-        InputError: The samples have different instructions, or there are none, or the engine's header cannot be changed.
+        InputError: The samples have different instructions or there are no samples, or the engine's header is fixed.
     """
     text = header_text(engine.tokenizer, samples)
     header = chosen_header_ids(engine.tokenizer, () if engine.profile.blockwise else text)
@@ -64,10 +65,10 @@ def set_header(engine: BlendEngine, samples: Sequence[Sample]) -> None:
 
 
 def header_text(tokenizer: Any, samples: Sequence[Sample]) -> str:
-    """Return what stands before the first chunk of these samples' prompts.
+    """Return the text before the first chunk of these samples' prompts.
 
     Raises:
-        InputError: The samples have different instructions, or there are none.
+        InputError: The samples have different instructions, or there are no samples.
     """
     instructions = {sample.instruction for sample in samples}
     if len(instructions) != 1:
@@ -88,11 +89,12 @@ class Preparer:
         self._cut: tuple[tuple[str, ...], list[Chunk]] = ((), [])
 
     def case(self, sample: Sample) -> EvalCase:
-        """Return the prompt of a sample.
+        """Return the case of a sample, with its prompt.
 
-        Chunks stand in the order of the source: what refers to something earlier stands behind it. Where more chunks than
-        ``k`` compete, those of least L2 distance to the question win; for summaries, which ask for nothing in particular,
-        the first chunks of all documents in turn. What exceeds the context window is left out, the last ranked first.
+        Chunks are in the order of the source, so that references come behind the text they refer to. If there are more
+        than ``k`` chunks, those with the least L2 distance to the question are used. Summaries ask for nothing in
+        particular, and use the first chunks of all documents in turn. If the prompt exceeds the context window, the
+        lowest-ranked chunks are left out.
 
         Raises:
             PromptTooLongError: Not even one chunk fits.
@@ -124,7 +126,7 @@ class Preparer:
             chunks = [make_chunk(text, tokenizer) for text in _packed(sample.texts, tokenizer, size)]
         elif sample.task == "summary":
             parts = [split_text(text, tokenizer, size) for text in sample.texts]
-            # Their number says which documents they are from, for ranking.
+            # The metadata holds each chunk's document and place, for ranking.
             chunks = [
                 Chunk(c.id, c.text, c.token_ids, {"part": at, "text": number})
                 for number, part in enumerate(parts)
@@ -132,7 +134,7 @@ class Preparer:
             ]
         else:
             chunks = split_text("\n\n".join(sample.texts), tokenizer, size)
-        # The same text twice would be one chunk at two places; once is enough.
+        # Equal texts are one chunk, which is used once.
         chunks = list({chunk.id: chunk for chunk in chunks}.values())
         if not chunks:
             raise InputError(f"Sample {sample.id} has no text to answer from.")
@@ -140,12 +142,12 @@ class Preparer:
         return chunks
 
     def _rank(self, sample: Sample, chunks: Sequence[Chunk]) -> tuple[list[int], list[float] | None]:
-        """Return the chunks' numbers, best first, and their similarities to the question where these say which is best."""
+        """Return the chunks' numbers, best first, and their similarities to the question if these determine the order."""
         everything = list(range(len(chunks)))
         if len(chunks) <= self._how.k:
             return everything, None
         if sample.task == "dialogue":
-            return everything, None  # examples are drawn at random as it is
+            return everything, None  # examples are already in random order
         if sample.task == "summary":
             return sorted(everything, key=lambda i: (chunks[i].metadata.get("part", i), i)), None
         if self._embedder is None:
@@ -157,12 +159,12 @@ class Preparer:
             float(np.linalg.norm(windows - question, axis=1).min())
             for windows in self._embedder.texts([chunk.text for chunk in chunks])
         ]
-        # Of unit vectors, whose distance says how similar they are.
+        # The vectors have unit length, so that the cosine similarity follows from the distance.
         return sorted(everything, key=lambda i: (distances[i], i)), [1 - d * d / 2 for d in distances]
 
 
 def _packed(texts: Sequence[str], tokenizer: Any, size: int) -> list[str]:
-    """Join whole texts, a blank line between, into chunks of at most ``size`` tokens; a longer one is left out."""
+    """Join whole texts, separated by blank lines, into chunks of at most ``size`` tokens; longer texts are left out."""
     chunks: list[str] = []
     current = ""
     for text in texts:

@@ -1,4 +1,4 @@
-"""Reorders a prompt's chunks so that a prefix cache hits, with and without a blend behind it."""
+"""Reorders a prompt's chunks so that a prefix cache hits, with and without a blend of the other chunks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from cacheblend_rag.prompts.templates import SEPARATOR
 
 
 class ReorderMethod(InTurn):
-    """Chunks in the order that an ordinary prefix cache hits, alone or with the other chunks blended.
+    """Answers with chunks in an order that an ordinary prefix cache hits, alone or with the other chunks blended.
 
-    The cached prefix is computed in its context, without being timed, put into the prompt as one exact span, and deleted
-    behind the answer, so that tokens and times are those of a prefill behind that very prefix. Loading it is free without a
-    blend, as for ``prefix``. The header alone, without a chunk behind it, is not reused.
+    The cached prefix is computed in its context, without being timed, put into the prompt as one exact span, and
+    deleted after the answer. Tokens and times are therefore those of a prefill behind exactly this prefix. Without a
+    blend, loading the prefix is free, as for ``prefix``. The header alone, without a chunk behind it, is not reused.
 
-    A blended prompt leaves approximate KV, which must not serve as an exact prefix: what it adds to the prefix cache is computed
-    once more behind the answer (:attr:`Reply.background_tokens`).
+    A blended prompt leaves approximate KV, which must not serve as an exact prefix. The tokens that it adds to the
+    prefix cache are therefore computed again after the answer (:attr:`Reply.background_tokens`).
     """
 
     def __init__(self, name: str, label: str, blend: BlendSettings | None, budget: int = DEFAULT_BUDGET):
-        """Blend what is not cached with ``blend``; None computes it. The prefix cache holds ``budget`` tokens."""
+        """Blend uncached chunks with ``blend``; None computes them. The prefix cache holds ``budget`` tokens."""
         self.name, self.label, self.key = name, label, name
         self._blend, self._budget = blend, budget
         self._planned: dict[str, tuple[list[Chunk], int]] = {}
@@ -53,27 +53,27 @@ class ReorderMethod(InTurn):
         chunks, count = self._planned[case.sample.id]
         prompt = rag_prompt(engine.tokenizer, chunks, case.sample.question, case.sample.instruction)
         settings, free = (PREFIX_CACHING, True) if self._blend is None else (self._blend, False)
-        if count == 0 and self._blend is None:  # the first chunk's own KV is in the store, but not in the prefix cache
+        if count == 0 and self._blend is None:  # the store holds the first chunk, the prefix cache does not
             settings = FULL_RECOMPUTE
-        engine.precompute_first(chunks[:1])  # which may not be the one that came first before
+        engine.precompute_first(chunks[:1])  # reordering may have changed the first chunk
         with _cached_prefix(engine, prompt, count) as with_prefix:
             reply = generate_reply(engine, with_prefix, case.max_tokens, settings, free)
         want = generate_answer(engine, prompt, SamplingParams(case.max_tokens), FULL_RECOMPUTE)
         spans = engine.tokenize(prompt).spans
-        # The first chunk is exact in a blend, whether it is cached or not.
+        # A blend's first chunk is exact, cached or not.
         behind = 0 if self._blend is None else spans[-1].end - spans[max(count, 1) - 1].end
         return replace(reply, chunks=chunks, reordered_full=want.text.strip(), background_tokens=behind)
 
 
 @contextmanager
 def _cached_prefix(engine: BlendEngine, prompt: BlendPrompt, count: int) -> Iterator[BlendPrompt]:
-    """Give the prompt with its first ``count`` chunks, and what stands between them, as one chunk with stored KV.
+    """Yield the prompt with its first ``count`` chunks, and the text between them, as one chunk with stored KV.
 
     Raises:
         ModelError: The template has changed the chunks, or the prefix does not fit the engine's store.
     """
     if count < 2:
-        yield prompt  # a single chunk behind the header is in the store as it is
+        yield prompt  # the store already holds a single chunk behind the header
         return
     spans = engine.tokenize(prompt).spans
     places = [at for at, segment in enumerate(prompt.segments) if isinstance(segment, Chunk)]

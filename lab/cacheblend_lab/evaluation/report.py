@@ -16,7 +16,7 @@ from cacheblend_rag.calibrate.plotting import figure, render_svg, style
 
 @dataclass(frozen=True)
 class Cell:
-    """A table cell; ``interval`` stands small below it."""
+    """Holds a table cell; ``interval`` is printed small below the text."""
 
     text: str
     interval: str = ""
@@ -24,7 +24,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a heading row."""
+    """Holds a table with a heading row."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -33,7 +33,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: text, what the paper found and what this run did, a plot, tables. ``svg`` is put in as it is."""
+    """Holds a part of the page: text, findings of the paper and of this run, a plot, tables. ``svg`` is inserted unescaped."""
 
     id: str
     title: str
@@ -52,7 +52,7 @@ def render_page(
     settings: Mapping[str, Any],
     result: EvalResult | None = None,
 ) -> str:
-    """Return the page; every text is escaped. Without a ``result`` the worst disagreements are left out."""
+    """Return the page; every text is escaped. Without a ``result`` the page has no worst disagreements."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string((files("cacheblend_lab.evaluation") / "report.html.j2").read_text("utf-8"))
     shown = {key: _in_words(value) for key, value in settings.items()}
@@ -84,7 +84,7 @@ def write_report(path: Path, result: EvalResult) -> Path:
 
 
 def result_sections(result: EvalResult) -> list[Section]:
-    """Return the tables and plots of an evaluation: over all questions, and by kind where there are several."""
+    """Return the tables and plots of an evaluation: over all questions, and by kind if there are several kinds."""
     sections = [
         Section("results", "Results", svg=_overview(result), tables=[results_table(result.summary["methods"], result)])
     ]
@@ -144,13 +144,13 @@ def _cell(
 
 
 def _score(result: EvalResult) -> tuple[str, str]:
-    """Return the score that counts for the data set's task, and its name."""
+    """Return the key and the name of the score for the data set's task."""
     summary_like = any(row["task"] != "qa" for row in result.rows)
     return ("rouge_l", "Rouge-L") if summary_like else ("em", "exact match")
 
 
 def _ends(found: Mapping[str, Any], key: str) -> tuple[float, float]:
-    """Return where an interval is drawn: at the value, without width, where there is none."""
+    """Return the drawn ends of an interval; without an interval both ends are the value."""
     low, high = found["intervals_95"][key] or (found[key], found[key])
     return low, high
 

@@ -1,4 +1,4 @@
-"""Makes the numbers that are shown, with 95% intervals, from rows of answers."""
+"""Computes the reported numbers, with 95% intervals, from rows of answers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _SHARES: Final = {"em", "agreement_with_full", "agreement_with_reordered_full"}
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return ``{"methods": {name: numbers}, "kinds": {kind: {name: numbers}}}``; kinds only where there are several.
+    """Return ``{"methods": {name: numbers}, "kinds": {kind: {name: numbers}}}``; kinds only if there are several.
 
-    ``numbers`` holds means of the scores (0 to 1), of the KL (nats) and of the token counts, ``computed_share`` of the prompt,
-    ``compute_share`` with what choosing those tokens cost besides (a full prefill is 1), ``ttft_s`` with ``median`` and ``p90``,
-    ``requests_per_s`` of one request after another, and under ``intervals_95`` the interval of each: of exact match and
-    agreement the Clopper-Pearson interval, of the others a bootstrap one, None where there are too few questions or all values
-    are equal. A mean is None where it was not measured.
+    ``numbers`` holds means of the scores (0 to 1), of the KL (nats) and of the token counts, ``computed_share`` of the
+    prompt, ``compute_share``, which adds the cost of choosing tokens (a full prefill is 1), ``ttft_s`` with ``median``
+    and ``p90``, and ``requests_per_s`` for one request after another. ``intervals_95`` holds the interval of each
+    number: a Clopper-Pearson interval for exact match and agreement, a bootstrap interval for the others, None if there
+    are too few questions or all values are equal. A mean is None if it was not measured.
     """
     kinds = sorted({row["kind"] for row in rows})
     found: dict[str, Any] = {"methods": _by_method(rows)}
@@ -64,7 +64,7 @@ def _numbers(rows: Sequence[Row]) -> dict[str, Any]:
         found[name] = float(np.mean(numbers))
         intervals[name] = (share_interval if name in _SHARES else mean_interval)(numbers, groups)
         if name == "agreement_with_full" and rows[0]["method"] == "full":
-            intervals[name] = None  # with itself: true by definition, not measured
+            intervals[name] = None  # full recompute agrees with itself by definition
     for name, fields in _COMPUTE.items():
         shares = [sum(row[field] for field in fields) / row["prompt_tokens"] for row in rows]
         found[name] = float(np.mean(shares))
@@ -80,15 +80,16 @@ def _numbers(rows: Sequence[Row]) -> dict[str, Any]:
 def find_worst(rows: Sequence[Row], methods: Sequence[str]) -> tuple[str | None, list[dict[str, Any]]]:
     """Return the ten questions on which a method does worst against full recompute, all answers side by side.
 
-    First those that it alone gets wrong, then other differing answers, then by first-token KL; none that agree as
-    ``agreement_with_full`` counts it, from the first word to the last.
+    Questions are sorted by lost score, then by differing answers, then by first-token KL. Answers that agree by
+    ``agreement_with_full``, from the first word to the last, are left out.
 
     Args:
         rows: Answers.
-        methods: The first of them that ever disagrees is the one that is shown.
+        methods: Methods to examine; the first method that ever disagrees is shown.
 
     Returns:
-        The method, None if all of them always agree or full recompute is not among the rows; and its questions.
+        The method and its questions; the method is None if all methods always agree or full recompute is not among the
+        rows.
     """
     by_id: dict[str, dict[str, Row]] = {}
     for row in rows:

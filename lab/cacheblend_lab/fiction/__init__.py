@@ -1,1 +1,1 @@
-"""Writes a fictional world: documents that refer to one another, and questions that need them to be followed."""
+"""Writes a fictional world: documents that refer to one another, and questions that depend on these references."""

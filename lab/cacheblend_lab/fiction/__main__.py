@@ -1,4 +1,4 @@
-"""Prints generated prompts of the bundled model's world, for a calibration of that model.
+"""Prints generated prompts about the bundled model's fictional world, for calibrating the bundled model.
 
 python -m cacheblend_lab.fiction --count 40 > prompts.jsonl
 cacheblend doctor --calibrate --model bundled --prompts prompts.jsonl
@@ -28,12 +28,13 @@ _SHUFFLED: Final = 0.5
 def calibration_rows(
     tokenizer: Any, count: int, context_window: int, most: int = DEFAULT_CHUNK_TOKENS
 ) -> list[dict[str, Any]]:
-    """Return ``count`` rows of a question, its chunks and its answers, each about documents of its own.
+    """Return ``count`` rows of a question, its chunks and its answers; each row has its own documents.
 
-    Half of them have the chunks in the order of their documents, the others in any order, as a retriever may bring them.
+    About half of the rows have their chunks in random order, as a retriever may return them; the others in document
+    order.
 
     Args:
-        tokenizer: Of the bundled model.
+        tokenizer: Tokenizer of the bundled model.
         count: Number of rows.
         context_window: Most tokens of a prompt.
         most: Most tokens of a chunk.
@@ -42,7 +43,7 @@ def calibration_rows(
     contexts: dict[str, list[Sample]] = {}
     for sample in demo_samples(tokenizer, count * _QUESTIONS_PER_CONTEXT, _SEED, chunks=_CHUNKS, chunk_tokens=size):
         contexts.setdefault(sample.group, []).append(sample)
-    # One question of each context, the kinds in turn: more of one say little more.
+    # One question per context, with the kinds in turn: more questions on one context would add little.
     chosen = [found[number % len(found)] for number, found in enumerate(contexts.values())][:count]
     rng = Random(_SEED)
     orders = [rng.sample(each.texts, len(each.texts)) if rng.random() < _SHUFFLED else each.texts for each in chosen]

@@ -1,4 +1,4 @@
-"""Words what stands between the facts of the fictional world: nicknames, units, remarks and filler."""
+"""Lists the sentences between the facts of the fictional world: nicknames, units, remarks and filler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NICKNAMES: Final = (
     "{S} has the nickname {v}.",
 )
 
-# What one sentence adds to all numbers behind it, up to the next such sentence.
+# A unit note applies to all numbers after it, up to the next unit note.
 UNITS: Final = ("hundred", "thousand", "million", "score")
 UNIT_NOTES: Final = (
     "From here on, numbers are counted by the {u}.",
@@ -23,7 +23,7 @@ UNIT_NOTES: Final = (
     "Below, each number is counted by the {u}.",
 )
 
-# Talk about the subject that states nothing anyone asks for.
+# Remarks about the subject that answer no question.
 REMARKS: Final = (
     "{S} was often in the newspapers.",
     "{S} is mentioned in many old letters.",
@@ -49,7 +49,7 @@ REMARKS: Final = (
     "A short speech about {o} was given last summer.",
 )
 
-# Talk that belongs to the kind of entity, and is about nothing that anyone asks for.
+# Sentences that suit a kind of entity and answer no question.
 ASIDES: Final[dict[str, tuple[str, ...]]] = {
     "person": (
         "The house stood near the {place}.",
@@ -93,7 +93,7 @@ ASIDES: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 
-# Talk about anything else: weather, roads, markets.
+# Sentences about other subjects: weather, roads, markets.
 FILLER: Final = (
     "The {place} was {adj} {time}.",
     "{People} {verb} the {place} {time}.",

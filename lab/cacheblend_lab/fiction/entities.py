@@ -1,4 +1,4 @@
-"""Defines fictional entities, what is true about them, and how a sentence about them is put into words."""
+"""Defines fictional entities and their facts, and renders sentences about entities."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from cacheblend_lab.fiction.phrases import KINDS, Attribute
 
 @dataclass(frozen=True)
 class Place:
-    """Says where a fact is stated, and in which chunks what it refers to.
+    """Holds the chunk that states a fact, and the chunks that the fact depends on.
 
     Attributes:
-        chunk: Index of the chunk that states it.
-        named_in: Index of the chunk that tells whom it is about; of a nickname's, the one that names whom the nickname means.
-        nickname: Whether it is stated of the entity's nickname.
-        title_in: Index of the chunk with the title, for a row of a list.
-        unit_in: Index of the chunk that says what its number is counted by, if any does.
-        unit: What its number is counted by.
+        chunk: Index of the chunk that states the fact.
+        named_in: Index of the chunk that names the entity; for a nickname, of the chunk with the name that the nickname
+            means.
+        nickname: Whether the fact's sentence uses the entity's nickname.
+        title_in: Index of the chunk with the list's title, for a row of a list.
+        unit_in: Index of the chunk that states the unit of the fact's number, if a chunk does.
+        unit: Unit of the fact's number, such as "thousand"; may be empty.
     """
 
     chunk: int
@@ -34,12 +35,12 @@ class Place:
 
     @property
     def named(self) -> bool:
-        """Return whether the chunk itself tells whom the fact is about."""
+        """Return whether the chunk that states the fact also names the entity."""
         return self.named_in == self.chunk
 
     @property
     def kind(self) -> str:
-        """Return what the fact needs beside its chunk: "single" (nothing), "cross", "nickname", "table" or "unit"."""
+        """Return the fact's dependency on another chunk: "single" (none), "cross", "nickname", "table" or "unit"."""
         if self.unit_in not in (None, self.chunk):
             return "unit"
         if self.title_in not in (None, self.chunk):
@@ -51,19 +52,19 @@ class Place:
 
 @dataclass
 class Entity:
-    """An entity and what the documents say about it.
+    """Holds an entity, its facts, and where the documents state the facts.
 
     Attributes:
         kind: Key of `phrases.KINDS`.
-        name: Its name as written inside a sentence.
+        name: Name as written inside a sentence.
         pronoun: "she", "he" or "it".
-        alias: A nickname, if it has one.
-        alias_in: Index of the chunk that states the nickname, -1 before that.
-        alias_from: Index of the chunk that names whom that statement is about.
-        introduced_in: Index of the chunk that names it first, -1 before that.
-        named_in: Index of the last chunk that names it.
+        alias: Nickname, or None.
+        alias_in: Index of the chunk that states the nickname, -1 until a chunk does.
+        alias_from: Index of the chunk that names the entity for the statement of the nickname.
+        introduced_in: Index of the first chunk that names the entity, -1 until a chunk does.
+        named_in: Index of the last chunk that names the entity.
         facts: Attribute -> value.
-        where: Attribute -> where it is stated, for the attributes that are.
+        where: Attribute -> place of its statement, for the stated attributes only.
     """
 
     kind: str
@@ -78,7 +79,7 @@ class Entity:
     where: dict[str, Place] = field(default_factory=dict)
 
     def answer(self, key: str) -> str:
-        """Return the value of attribute `key`, with what its number is counted by."""
+        """Return the value of attribute `key`, with the number's unit if there is one."""
         unit = self.where[key].unit
         return f"{self.facts[key]} {unit}" if unit else self.facts[key]
 
@@ -93,8 +94,8 @@ def render(template: str, entity: Entity, subject: str, value: str = "") -> str:
 
     Args:
         template: A template of `phrases`.
-        entity: Whom it is about.
-        subject: What to call the entity here: its name, its pronoun or a noun ("the firm").
+        entity: Entity that the sentence is about.
+        subject: Word for the entity in the sentence: its name, its pronoun or a noun ("the firm").
         value: The value to state.
     """
     possessive = {"she": "her", "he": "his", "it": "its"}.get(
@@ -113,7 +114,7 @@ def render(template: str, entity: Entity, subject: str, value: str = "") -> str:
 
 
 def filler_sentence(rng: Random, kind: str | None = None) -> str:
-    """Return a sentence that states nothing about any entity; for a `kind` often one that suits it."""
+    """Return a sentence that states no fact; 70% of the sentences for a `kind` of entity suit that kind."""
     pick = {slot: rng.choice(pool) for slot, pool in FILLER_WORDS.items()}
     for slot in ("place", "adj", "people"):
         pick[slot + "2"] = rng.choice([word for word in FILLER_WORDS[slot] if word != pick[slot]])
@@ -122,7 +123,7 @@ def filler_sentence(rng: Random, kind: str | None = None) -> str:
 
 
 def draw_kinds(rng: Random, count: int) -> list[str]:
-    """Return the kinds of `count` entities; often the first two are alike, so that short contexts need the name."""
+    """Return the kinds of `count` entities; often the first two are equal, so that short contexts need the name."""
     kinds = rng.choices(list(KINDS), weights=[3, 3, 2, 2], k=count)
     if count > 1 and rng.random() < 0.4:
         kinds[1] = kinds[0]
@@ -130,7 +131,7 @@ def draw_kinds(rng: Random, count: int) -> list[str]:
 
 
 def make_entities(rng: Random, names: NameMaker, kinds: Sequence[str], alias_share: float) -> list[Entity]:
-    """Return entities of these kinds with all their facts; half of the names among the values are entities of the list."""
+    """Return entities of the given kinds with facts; about half of the names in values are entities of the list."""
     entities = [Entity(kind, *names.draw(kind)) for kind in kinds]
     for entity in entities:
         if rng.random() < alias_share:

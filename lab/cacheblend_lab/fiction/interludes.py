@@ -1,6 +1,6 @@
-"""Writes what stands between documents: lists, sentences about nicknamed entities, the units of numbers.
+"""Writes the texts between documents: lists, sentences about nicknamed entities, and the units of numbers.
 
-Nothing in their wording marks that they depend on another chunk: a list's row is a name and a value.
+The wording does not show that a sentence depends on another chunk: a list's row is only a name and a value.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from cacheblend_lab.fiction.phrases import KINDS
 from cacheblend_lab.fiction.writer import Writer
 
 _ROW_TOKENS: Final = 9
-"""Tokens of a list's row, about."""
+"""Approximate number of tokens of a list's row."""
 _WAIT_TOKENS: Final = 90
-"""Most filler in front of a list, so that a chunk ends within it."""
+"""Most tokens of filler in front of a list; the filler makes the chunk end within the list."""
 _UNIT_SHARE: Final = 0.6
 
 
 class Interludes:
-    """Plans what stands between a context's documents, and writes it where it is due.
+    """Plans the texts between a context's documents, and writes each text at its planned place.
 
     Args:
         rng: Source of randomness.
         chunks: Number of chunks of the context.
-        groups: Entities of one kind each; two lists are made of each group, which only their titles tell apart.
-        crowded: Have units in every context, and use nicknames wherever one is known.
+        groups: Groups of entities of one kind; each group gets two lists, which only their titles distinguish.
+        crowded: Whether every context has units and uses most of the known nicknames.
     """
 
     def __init__(self, rng: Random, chunks: int, groups: Sequence[Sequence[Entity]], *, crowded: bool) -> None:
@@ -37,7 +37,7 @@ class Interludes:
         lists: list[tuple[float, str, list[Entity]]] = []
         for group in groups:
             for key in rng.choice(_pairs(group[0].kind)):
-                # Near a chunk's end, so that the title and most rows are apart.
+                # A list begins near a chunk's end, so that most rows are in another chunk than the title.
                 lists.append((rng.randrange(chunks) + rng.uniform(0.6, 0.9), key, rng.sample(group, len(group))))
         self._lists = sorted(lists, key=lambda planned: planned[0], reverse=True)
         units = rng.sample(UNITS, rng.randint(1, 2) if crowded or rng.random() < _UNIT_SHARE else 0)
@@ -45,11 +45,11 @@ class Interludes:
         self._mentions = 0.8 if crowded else rng.choice([0.0, 0.5, 0.8])
 
     def write(self, writer: Writer, entities: Sequence[Entity]) -> None:
-        """Write what is due at this place between two documents.
+        """Write the texts that are due at the writer's current place between two documents.
 
         Args:
-            writer: Where to.
-            entities: Those with documents.
+            writer: Writer of the context.
+            entities: Entities with documents.
         """
         rng = self._rng
         if self._units and writer.written >= self._units[-1][0]:
@@ -57,7 +57,7 @@ class Interludes:
         if rng.random() < self._mentions:
             known = [entity for entity in entities if entity.alias_in >= 0 and self._unsaid(entity)]
             if known and not writer.full:
-                # The one whose nickname was explained longest ago.
+                # Choose the entity whose nickname was explained first.
                 entity = min(known, key=lambda entity: entity.alias_in)
                 unsaid = self._unsaid(entity)
                 for key in rng.sample(unsaid, min(rng.randint(1, 2), len(unsaid))):
@@ -76,20 +76,20 @@ class Interludes:
 
 
 def _pairs(kind: str) -> list[tuple[str, str]]:
-    """Return the pairs of a kind's attributes that can be listed and have values of one sort."""
+    """Return the pairs of a kind's attributes that can be listed and share a pool of values."""
     attributes = KINDS[kind].attributes
     listed = [key for key, attribute in attributes.items() if attribute.titles]
     return [(a, b) for a, b in combinations(listed, 2) if attributes[a].pool == attributes[b].pool]
 
 
 def list_kinds(rng: Random, chunks: int, chunk_tokens: int, *, crowded: bool) -> list[list[str]]:
-    """Return the kinds of the entities of each group of lists, as many as a context of this size has room for.
+    """Return the kinds of the entities of each group of lists; the size of the context limits the number of groups.
 
     Args:
         rng: Source of randomness.
         chunks: Number of chunks.
         chunk_tokens: Most tokens of a chunk.
-        crowded: Have as many groups as there is room for, instead of some.
+        crowded: Whether to return as many groups as fit, instead of a random number.
     """
     room = chunks * chunk_tokens
     most = sum(room >= least for least in (100, 300, 1000))

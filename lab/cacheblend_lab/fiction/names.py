@@ -1,4 +1,4 @@
-"""Draws names of fictional entities, unique within a context, apart for training and for holding out."""
+"""Draws names of fictional entities, unique within a context; training names and held-out names are disjoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HELD_OUT_SHARE = 8
 
 
 def is_held_out(name: str) -> bool:
-    """Tell whether `name` belongs to the eighth of all names that training never shows."""
+    """Return whether `name` belongs to the eighth of all names that training never uses."""
     return blake2b(name.encode(), digest_size=8).digest()[0] % _HELD_OUT_SHARE == 0
 
 
@@ -25,9 +25,10 @@ class NameMaker:
 
     Args:
         rng: Source of randomness.
-        held_out: Draw held-out names only; otherwise never draw one.
-        unseen_syllables: Build every invented word from syllables that training never shows (needs `held_out`).
-        distinct_first_names: Let no two people share a first name while there are others.
+        held_out: Whether to draw held-out names only, or training names only.
+        unseen_syllables: Whether to build every invented word from syllables that training never uses (needs
+            `held_out`).
+        distinct_first_names: Whether to reuse first names of people only after all have been used.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class NameMaker:
         self._used: set[str] = set()
 
     def draw(self, kind: str) -> tuple[str, str]:
-        """Return a new name of `kind` as it is written inside a sentence, and its pronoun.
+        """Return a new name of `kind` as written inside a sentence, and its pronoun.
 
         The distinguishing word of a name (surname, or a ship's two words) is not repeated within the context.
         """

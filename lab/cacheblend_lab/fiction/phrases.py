@@ -1,8 +1,9 @@
-"""Words the fictional world: the facts an entity can have, sentences that state them, questions about them.
+"""Lists the facts an entity can have, sentences that state the facts, and questions about the facts.
 
-A statement template knows these slots: `{S}` the subject at a sentence start ("The Silver Heron", "It", "The vessel"),
-`{P}` its possessive there ("The vessel's"), `{s}` the subject inside a sentence, `{v}` the value and `{a}` its article.
-A question template knows `{E}`, the entity as a reader would write it inside a sentence.
+A statement template has these slots: `{S}` the subject at a sentence start ("The Silver Heron", "It", "The vessel"),
+`{P}` the subject's possessive at a sentence start ("The vessel's"), `{s}` the subject inside a sentence, `{v}` the
+value and `{a}` the value's article. A question template has the slot `{E}`, the entity's name as written inside a
+sentence.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Attribute:
-    """One kind of fact.
+    """Describes one kind of fact.
 
     Attributes:
-        pool: What the value is: a key of `words.VALUES`, or "person" or "company" for another entity's name.
-        statements: Sentences that state the fact, the subject before the value.
-        questions: Questions that ask for it.
-        value_first: Sentences that name the value before the subject; only for a subject that is already known.
-        links: Noun phrases that stand for the value in a two-hop question.
-        titles: Titles of a list of this fact, whose rows say no more than a name and a value.
-        topic: The word that all `titles` have, which tells them from those of other lists.
-        comparison: A question which of two entities comes first; for years.
+        pool: Pool of values: a key of `words.VALUES`, or "person" or "company" for another entity's name.
+        statements: Sentences that state the fact, with the subject before the value.
+        questions: Questions that ask for the fact.
+        value_first: Sentences with the value before the subject, for a subject that is already known.
+        links: Noun phrases for the value in a two-hop question.
+        titles: Titles of a list of the fact; the list's rows hold only a name and a value.
+        topic: Word that occurs in all `titles`, and in no title of another list.
+        comparison: Question which of two entities comes first, for facts that are years.
     """
 
     pool: str
@@ -38,7 +39,7 @@ class Attribute:
 
 @dataclass(frozen=True)
 class EntityKind:
-    """A kind of entity: the words that refer back to it, its headings, opening sentences and attributes."""
+    """Describes a kind of entity: nouns that refer back to the entity, headings, opening sentences and attributes."""
 
     nouns: tuple[str, ...]
     headings: tuple[str, ...]

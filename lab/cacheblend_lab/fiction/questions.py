@@ -1,4 +1,4 @@
-"""Asks about what a fictional world's documents state, and says what each question depends on."""
+"""Generates questions about the facts in a fictional world's documents, each with the kind of its dependencies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUESTION_KINDS: Final = (
     "alias",
     "comparison",
 )
-"""What a question depends on; `world` describes each."""
+"""Kinds of questions by their dependencies; `world` describes each kind."""
 
 _PREFERRED: Final = {
     "cross": 0.5,
@@ -37,12 +37,12 @@ _PREFERRED: Final = {
 
 @dataclass(frozen=True)
 class Shares:
-    """Says what is asked how often, each from 0 to 1.
+    """Holds the shares of some kinds of questions, each from 0 to 1.
 
     Attributes:
-        two_hop: Two-hop questions, of all questions, at most.
-        alias: Facts of an entity with a nickname which are asked for by the nickname.
-        comparison: Comparisons, of all questions, at most; one at least where two entities can be compared.
+        two_hop: Largest share of two-hop questions, with at least one if any exists.
+        alias: Share of a nicknamed entity's facts that are asked for by the nickname.
+        comparison: Largest share of comparisons, with at least one if two entities can be compared.
     """
 
     two_hop: float = 0.25
@@ -55,13 +55,14 @@ USUAL_SHARES: Final = Shares()
 
 @dataclass(frozen=True)
 class FictionQuestion:
-    """A question, its exact answer and what it depends on.
+    """Holds a question, its exact answer and its dependencies.
 
     Attributes:
         text: The question.
-        answer: The answer, which names what has to be found first ("Mira Halwick, Aberport", "A, 1911; B, 1932: A").
+        answer: The answer, which begins with the intermediate results ("Mira Halwick, Aberport", "A, 1911; B, 1932:
+            A").
         kind: One of `QUESTION_KINDS`.
-        entities: What must be found, in order: names; for an alias question the alias, then the name.
+        entities: Names to be found, in order; for an alias question the alias, then the name.
     """
 
     text: str
@@ -71,19 +72,19 @@ class FictionQuestion:
 
     @property
     def found(self) -> tuple[str, ...]:
-        """Return the names in the answer behind which something about them is looked up, in order."""
+        """Return the names in the answer that are followed by a fact about them, in order."""
         return self.entities if self.kind == "comparison" else self.entities[1:]
 
     @property
     def verdict(self) -> str:
-        """Return what a comparison ends in; empty for other kinds."""
+        """Return the final name in a comparison's answer; empty for other kinds."""
         return self.answer[self.answer.rindex(": ") + 2 :] if self.kind == "comparison" else ""
 
 
 def ask(
     rng: Random, entities: Sequence[Entity], shares: Shares = USUAL_SHARES
 ) -> tuple[list[FictionQuestion], list[FictionQuestion]]:
-    """Return one-hop and two-hop questions about everything the entities' `where` lists."""
+    """Return one-hop questions and two-hop questions about all facts in the entities' `where`."""
     by_name = {entity.name: entity for entity in entities}
     plain: list[FictionQuestion] = []
     hops: dict[str, FictionQuestion] = {}
@@ -110,7 +111,7 @@ def ask(
 
 
 def compare(entities: Sequence[Entity]) -> list[FictionQuestion]:
-    """Return a question for any two entities of a kind that state the same kind of year: which comes first."""
+    """Return a question for each two entities of one kind with different years for a fact: which entity comes first."""
     found = []
     for kind, spoken in KINDS.items():
         for key, attribute in spoken.attributes.items():
@@ -124,7 +125,7 @@ def compare(entities: Sequence[Entity]) -> list[FictionQuestion]:
 def choose_questions(
     rng: Random, entities: Sequence[Entity], most: int, shares: Shares, *, comparisons: bool
 ) -> list[FictionQuestion]:
-    """Draw up to ``most`` questions in random order, those that need another chunk preferred."""
+    """Draw up to ``most`` questions in random order, and prefer questions that need another chunk."""
     plain, hops = ask(rng, entities, shares)
     if comparisons:
         pairs = compare(entities)

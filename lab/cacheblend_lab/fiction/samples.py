@@ -1,4 +1,4 @@
-"""Generates the `demo` data set by seed: documents and questions in the bundled model's world."""
+"""Generates the `demo` data set from a seed: documents and questions of the bundled model's fictional world."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import encoder_for
 
 KINDS: Final = QUESTION_KINDS
-"""What a question can depend on; `fiction.world` describes each."""
+"""Kinds of questions by their dependencies; `fiction.world` describes each kind."""
 
 DEFAULT_KINDS: Final = KINDS[:4]
-"""Asked about contexts of documents alone. With any other kind the contexts have lists, units and nicknames, too."""
+"""Kinds for contexts of documents alone. With any other kind the contexts have lists, units and nicknames, too."""
 
-# Few, since questions of one context share its chunks and thus say less than questions of several contexts.
+# Few questions per context: questions that share chunks are less informative than questions on several contexts.
 _PER_CONTEXT: Final = 8
 _DRAWN: Final = 40
 
@@ -32,12 +32,12 @@ def demo_samples(
     chunks: int = 6,
     chunk_tokens: int = 512,
 ) -> list[Sample]:
-    """Return ``limit`` questions about names that the bundled model's training never showed, the kinds in turn.
+    """Return ``limit`` questions, with the kinds in turn, about names that the bundled model's training never used.
 
     Args:
-        tokenizer: The model's, which chunk lengths are counted with.
+        tokenizer: The model's tokenizer, which counts the tokens of chunks.
         limit: Number of questions.
-        seed: The same seed gives the same questions for the same tokenizer.
+        seed: Seed of the questions; equal seeds and tokenizers give equal questions.
         kinds: Some of :data:`KINDS`.
         chunks: Chunks of each context.
         chunk_tokens: Most tokens of a chunk.
@@ -59,7 +59,7 @@ def demo_samples(
             rng,
             lambda text: len(encoder.document(text)) if text else 0,
             chunks=chunks,
-            # Sentences are counted one by one; joined, a few merge differently.
+            # Tokens are counted per sentence; joined sentences may have a few tokens more or fewer.
             chunk_tokens=max(16, chunk_tokens - chunk_tokens // 64),
             questions=_DRAWN,
             held_out=True,
@@ -67,7 +67,7 @@ def demo_samples(
             interludes=interludes,
         )
         number += 1
-        # In turn from another kind on, since there are more kinds than questions of a context.
+        # Each context starts with another kind, since there are more kinds than questions per context.
         turn = number % len(kinds) if interludes else 0
         drawn = list(
             _take(

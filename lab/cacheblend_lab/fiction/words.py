@@ -1,4 +1,4 @@
-"""Lists the words of the fictional world: names, places and the values that facts take."""
+"""Lists the words of the fictional world: names, places and the values of facts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _split(words: str) -> tuple[str, ...]:
 
 
 def _compounds(count: int, seed: int, fronts: tuple[str, ...], backs: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `count` distinct words "front + back", the same ones for the same seed."""
+    """Return `count` distinct words "front + back"; equal seeds give equal words."""
     everything = [front + back for front, back in product(fronts, backs)]
     return tuple(Random(seed).sample(everything, count))
 
@@ -33,7 +33,7 @@ TOWN_BACKS: Final = _split("bury port mouth field bridge cliff ness tor villa gr
 SURNAMES: Final = _compounds(190, 7, NAME_FRONTS, NAME_BACKS)
 TOWNS: Final = _compounds(110, 11, TOWN_FRONTS, TOWN_BACKS)
 
-# Syllables that training never shows: names made of them test whether the model copies spelling instead of known words.
+# Syllables that training never uses: names made of them test whether the model copies spelling instead of known words.
 UNSEEN_ONSETS: Final = _split("thr pl zw gn sk ch bl vl kw dr pt sz str spr cl tw")
 UNSEEN_CODAS: Final = _split("nth ks lp rd rp nd f sk b sh ck mb rg pf")
 

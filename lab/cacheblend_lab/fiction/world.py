@@ -1,16 +1,16 @@
-"""Generates fictional documents by seed, cut into chunks, and questions about them.
+"""Generates fictional documents from a seed, cuts the documents into chunks, and generates questions about them.
 
-Documents are about people, companies, observatories and ships. A document is cut where the chunk is full, so what a sentence
-means often stands in another chunk than the sentence: a chunk's own KV cannot answer for it. Question kinds:
+Documents are about people, companies, observatories and ships. A document is cut when the chunk is full, so a sentence
+often depends on another chunk, and KV computed for the sentence's chunk alone does not suffice. Question kinds:
 
 - "single": one chunk holds all that is needed.
-- "cross": the fact ("It was founded in 1911.") stands in a later chunk than the name it refers to.
-- "nickname": the fact is stated of a nickname that an earlier chunk explains.
-- "table": the fact is a row of a list ("Silver Heron: 1911.") whose title stands in an earlier chunk.
-- "unit": an earlier chunk says what the number in the fact is counted by.
-- "two_hop", "two_hop_cross": the question names its entity through another one; the latter where a fact needs another chunk.
+- "cross": the fact ("It was founded in 1911.") is in a later chunk than the name it refers to.
+- "nickname": the fact's sentence uses a nickname that an earlier chunk explains.
+- "table": the fact is a row of a list ("Silver Heron: 1911.") with the title in an earlier chunk.
+- "unit": an earlier chunk states the unit of the number in the fact.
+- "two_hop", "two_hop_cross": the question names its entity through another; "cross" if a fact needs another chunk.
 - "alias": the question uses a nickname.
-- "comparison": which of two years is earlier.
+- "comparison": the question asks which of two years is earlier.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from cacheblend_rag.errors import InputError
 
 @dataclass(frozen=True)
 class FictionContext:
-    """Consecutive chunks (lists of sentences) and questions about them."""
+    """Holds consecutive chunks (tuples of sentences) and questions about the chunks."""
 
     chunks: tuple[tuple[Sentence, ...], ...]
     questions: tuple[FictionQuestion, ...]
 
     @property
     def chunk_texts(self) -> list[str]:
-        """Return the chunks as text."""
+        """Return the text of each chunk."""
         return ["".join(s.before * (i > 0) + s.text for i, s in enumerate(chunk)) for chunk in self.chunks]
 
 
 def _drop_chunk(rng: Random, writer: Writer, entities: Sequence[Entity]) -> None:
-    """Remove one chunk, as retrieval may: what it states, and what refers to a name in it, can no longer be asked."""
+    """Remove a random chunk, as retrieval may; drop its facts, and facts that refer to a name which it introduced."""
     gone = rng.randrange(len(writer.chunks))
     del writer.chunks[gone]
     for entity in entities:
@@ -61,7 +61,7 @@ def _drop_chunk(rng: Random, writer: Writer, entities: Sequence[Entity]) -> None
 def _write_documents(
     rng: Random, writer: Writer, entities: Sequence[Entity], filler: float, between: Interludes | None
 ) -> None:
-    """Write about one entity after another, with filler and what else stands between them, until all chunks are full."""
+    """Write the entities' documents in order, with filler and interludes in between, until all chunks are full."""
     for entity in entities:
         if writer.full:
             break
@@ -97,28 +97,31 @@ def sample_context(
     """Draw a context of consecutive chunks, and questions about it in random order.
 
     Args:
-        rng: Source of randomness; the same state gives the same context.
+        rng: Source of randomness; equal states give equal contexts.
         count_tokens: Token count of a text without special tokens; must be additive over sentences.
         chunks: Number of chunks.
         chunk_tokens: Most tokens of a chunk.
-        questions: Most questions, those that need another chunk preferred.
-        held_out: Use the names that training never shows.
-        unseen_syllables: Build names from syllables that training never shows.
-        filler: Share of filler between and inside documents; drawn when None.
+        questions: Most questions; questions that need another chunk are preferred.
+        held_out: Whether to use the names that training never uses.
+        unseen_syllables: Whether to build names from syllables that training never uses.
+        filler: Share of filler between and inside documents; drawn at random if None.
         alias_share: Share of entities with a nickname.
-        missing_chunk: Leave out one chunk of the run, as a retriever does; not together with `interludes`.
-        shares: What is asked how often.
-        interludes: Write lists, units and facts told of a nickname between documents, and ask about them, and for comparisons.
-        crowded: Have as many of these as fit, for training.
+        missing_chunk: Whether to leave out one chunk, as a retriever does; not together with `interludes`.
+        shares: Shares of kinds of questions.
+        interludes: Whether to write lists, units and sentences with nicknames between documents, and to ask about them
+            and for comparisons.
+        crowded: Whether to write as many interludes as fit, for training.
 
     Raises:
-        InputError: Both a missing chunk and interludes, whose titles and units might be what is missing.
+        InputError: Both `missing_chunk` and `interludes` are set: the missing chunk might hold a list's title or a
+            unit.
     """
     if missing_chunk and interludes:
         raise InputError(
             "Ask for missing_chunk or for interludes: what a missing chunk said of lists is not followed up."
         )
-    # Six million parameters tell people of one first name apart nineteen times of twenty, which would hide what blending does.
+    # The model of six million parameters confuses people with one first name one time in twenty, which would hide the
+    # effect of blending.
     names = NameMaker(rng, held_out=held_out, unseen_syllables=unseen_syllables, distinct_first_names=True)
     if filler is None:
         filler = rng.choice((0.1, 0.25, 0.4) if chunk_tokens >= 100 else (0.0, 0.0, 0.2))

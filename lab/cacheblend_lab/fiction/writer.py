@@ -15,17 +15,17 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Sentence:
-    """One sentence (or heading) of a chunk.
+    """Holds one sentence (or heading) of a chunk.
 
     Attributes:
         text: The sentence.
-        before: Text between it and the previous sentence of the same chunk.
-        entity: Name of the entity it is about, None for filler.
-        value: The value it states, if any.
-        opens_document: Whether a new document begins here.
-        attribute: Key of the attribute it states, if any.
-        nickname: What it calls the entity, where that is a nickname.
-        adds: The word of an earlier sentence that its value depends on: a list's topic, or what numbers are counted by.
+        before: Text between the sentence and the previous sentence of the chunk.
+        entity: Name of the entity that the sentence is about, None for filler.
+        value: Value that the sentence states, or None.
+        opens_document: Whether a new document begins with the sentence.
+        attribute: Key of the attribute that the sentence states, or None.
+        nickname: Nickname that the sentence uses for the entity, or None.
+        adds: Word of an earlier sentence that the value depends on (a list's topic, or a unit), or None.
     """
 
     text: str
@@ -40,15 +40,15 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Style:
-    """Says how documents look.
+    """Holds the style of documents.
 
     Attributes:
-        filler: Share of sentences about nothing in particular, between and inside documents.
+        filler: Share of filler sentences between and inside documents.
         headings: Share of documents with a heading.
-        long: Share of long documents where the chunk has room; near a chunk's end most are long.
+        long: Share of long documents if the chunk has room; near a chunk's end most documents are long.
         short_chunks: Share of chunks that end early.
         inline: Share of documents that begin within a paragraph.
-        wordy: Whether documents state all they know, with much talk in between.
+        wordy: Whether documents state all facts of the entity, with many remarks in between.
     """
 
     filler: float = 0.25
@@ -64,10 +64,10 @@ class Writer:
 
     Args:
         rng: Source of randomness.
-        count: Token count of a text.
-        chunks: Number of chunks wanted; the writer is `full` when it has begun one more.
+        count: Returns the number of tokens of a text.
+        chunks: Number of chunks to write; the writer is `full` when it has begun one more.
         chunk_tokens: Most tokens of a chunk.
-        style: How documents look.
+        style: Style of the documents.
     """
 
     def __init__(self, rng: Random, count: CountTokens, *, chunks: int, chunk_tokens: int, style: Style) -> None:
@@ -88,22 +88,22 @@ class Writer:
 
     @property
     def left(self) -> float:
-        """Tokens left in the current chunk."""
+        """Return the number of tokens left in the current chunk."""
         return self._budget - self._used
 
     @property
     def written(self) -> float:
-        """Chunks written so far, the current one as a fraction."""
+        """Return the number of chunks written so far; the current chunk counts as a fraction."""
         return len(self.chunks) - 1 + self._used / self._budget
 
     def close_chunk(self) -> None:
-        """Go on in a new chunk."""
+        """Begin a new chunk."""
         self.chunks.append([])
         self._used = 0
         self._budget = self._new_budget()
 
     def fill(self, tokens: float, before: str = " ", kind: str | None = None) -> None:
-        """Write about `tokens` tokens of filler, as far as they fit, some of it suited to a `kind` of entity."""
+        """Write about `tokens` tokens of filler, or fewer if the chunk is full; many sentences suit `kind`."""
         while tokens > 5:
             text = filler_sentence(self._rng, kind)
             size = self._count(text)
@@ -114,10 +114,10 @@ class Writer:
             before = " "
 
     def write(self, entity: Entity) -> None:
-        """Write the document of `entity`, going on in the next chunk where one is full."""
+        """Write the document of `entity`, and continue in the next chunk when a chunk is full."""
         rng, kind = self._rng, KINDS[entity.kind]
         roomy = self._chunk_tokens >= 100
-        # A long document where the chunk is nearly full spreads references over much of the next chunk.
+        # A long document that begins near a chunk's end spreads references over much of the next chunk.
         wordy = self._style.wordy
         near_end = wordy or (roomy and self.left < 0.4 * self._chunk_tokens and rng.random() < 0.9)
         long = near_end or (roomy and rng.random() < self._style.long)
@@ -151,14 +151,14 @@ class Writer:
                 self.fill(rng.uniform(20, 50) if wordy else rng.uniform(8, 40), kind=entity.kind)
 
     def count_by(self, unit: str) -> None:
-        """Say that all numbers from here on are counted by the `unit`."""
+        """Write a note that all following numbers are counted by the `unit`."""
         text = self._rng.choice(UNIT_NOTES).format(u=unit)
         if self._make_room(text, "\n\n"):
             self._add(Sentence(text, "\n\n", opens_document=True))
             self._unit, self._unit_in = unit, len(self.chunks) - 1
 
     def write_list(self, key: str, entities: Sequence[Entity]) -> None:
-        """Write the fact `key` of entities of one kind as a list: a title, then a name and a value a line."""
+        """Write the fact `key` of entities of one kind as a list: a title, then one line per name and value."""
         attribute = KINDS[entities[0].kind].attributes[key]
         title = self._rng.choice(attribute.titles)
         if not self._make_room(title, "\n\n"):
@@ -176,7 +176,7 @@ class Writer:
             entity.where[key] = Place(here, here, title_in=title_in)
 
     def mention(self, entity: Entity, key: str) -> None:
-        """State the fact `key` of an entity whose nickname is known, by that nickname."""
+        """Write the fact `key` of an entity under the entity's nickname, which an earlier sentence has explained."""
         rng, nickname = self._rng, entity.alias or ""
         before = "\n\n" if rng.random() < 0.5 else " "
         statement = rng.choice(KINDS[entity.kind].attributes[key].statements)
@@ -202,7 +202,7 @@ class Writer:
         entity.where[key] = Place(here, named_in, nickname is not None, unit_in=unit_in, unit=unit)
 
     def _make_room(self, text: str, before: str) -> bool:
-        """Go on in the next chunk where `text` does not fit; False when the last chunk is full."""
+        """Begin the next chunk if `text` does not fit; return False when the last chunk is full."""
         if not self._fits(text, before):
             self.close_chunk()
         return not self.full
@@ -213,7 +213,7 @@ class Writer:
         return self._chunk_tokens * self._rng.uniform(0.93, 1.0)
 
     def _fits(self, text: str, before: str) -> bool:
-        # Two tokens for the line breaks in front; an empty chunk takes anything, or a long sentence would never fit.
+        # Line breaks in front count two tokens. An empty chunk takes any sentence, or a long sentence would never fit.
         return self._used + self._count(text) + (0 if before == " " else 2) <= self._budget or self._used == 0
 
     def _add(self, sentence: Sentence) -> None:
@@ -244,7 +244,7 @@ class Writer:
         return True
 
     def _introduce(self, entity: Entity, template: str, before: str, *, opens: bool) -> bool:
-        """Write a heading or an opening sentence; False when the last chunk is full."""
+        """Write a heading or an opening sentence; return False when the last chunk is full."""
         text = render(template, entity, entity.name)
         if not self._make_room(text, before):
             return False
@@ -253,7 +253,7 @@ class Writer:
         return True
 
     def _state(self, entity: Entity, key: str, before: str, *, known: bool, rename: bool) -> bool:
-        """Write the fact `key`, the subject being `known` or not; False when the last chunk is full."""
+        """Write the fact `key`, with a pronoun or noun for a `known` subject; return False if all chunks are full."""
         rng, attribute, value = self._rng, KINDS[entity.kind].attributes[key], entity.facts[key]
         subject = self._refer(entity) if known else entity.name
         templates = attribute.statements + (attribute.value_first if known else ())

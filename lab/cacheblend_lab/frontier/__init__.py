@@ -1,1 +1,1 @@
-"""Measures how near blends come to full recompute, and at what compute: many prompts at once, on one model."""
+"""Measures agreement of blends with full recompute, and their compute, for many prompts at once on one model."""

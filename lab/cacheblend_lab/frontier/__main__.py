@@ -1,4 +1,4 @@
-"""Runs `python -m cacheblend_lab.frontier prepare|run|summarise`: prompts of data sets, how near blends of them come."""
+"""Runs `python -m cacheblend_lab.frontier prepare|run|summarise`: makes prompts of data sets, and measures blends of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cacheblend_rag.engines.transformers.owner import device_named, load_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run; the table goes to stdout, progress to stderr."""
+    """Run the command; the table goes to stdout, progress to stderr."""
     parser = argparse.ArgumentParser(description="Nearness to full recompute against compute, of every policy.")
     jobs = parser.add_subparsers(required=True)
     prepare = jobs.add_parser("prepare", help="make prompts of data sets; needs the retrieval model")
@@ -88,7 +88,7 @@ def _run(o: argparse.Namespace) -> None:
     if o.threads:
         torch.set_num_threads(o.threads)
     device = device_named(o.device)
-    # Ten bits of mantissa on a GPU: the row that recomputes all shows the noise of that.
+    # A GPU then computes with ten bits of mantissa; the row of full-recompute shows the resulting noise.
     torch.set_float32_matmul_precision("high")
     loaded = load_model(o.model, None, device, dtype_named(o.dtype))
     writing: Any = None if o.writer is None else load_writing_copy(loaded.model, o.writer)

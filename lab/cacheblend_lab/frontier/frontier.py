@@ -1,4 +1,4 @@
-"""Measures how near blends come to full recompute, every policy at every ratio, with a writer and without, many at once."""
+"""Measures how near blends come to full recompute: every policy at every ratio, with and without a writer, in batches."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _REUSE, _ALL = "full-reuse", "full-recompute"
 class Frontier:
     """Measures prompts on one model.
 
-    The first chunk is exact, with a writer and without, as the engines have it. In any case full KV reuse is measured; a
-    blend that recomputes all, without a writer, shows the noise of the numbers.
+    The first chunk is exact, with a writer and without, as in the engines. Full KV reuse is always measured. A blend
+    that recomputes all tokens, without a writer, shows the numerical noise.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class Frontier:
         weights: Mapping[str, Any] | None = None,
         behind: bool = False,
     ):
-        """Set up.
+        """Set up the measurement.
 
         Args:
             lesson: Model and writer; without a writer (None) only the model's own KV is measured.
-            probe: What chunks are ranked behind.
-            ends: Tokens that end an answer.
-            batch_tokens: Most tokens of prompts that are computed at once.
+            probe: Token ids that chunks are ranked behind.
+            ends: Token ids that end an answer.
+            batch_tokens: Maximum number of prompt tokens that are computed at once.
             ratios: Shares of the stale tokens to recompute.
             policies: Names of policies.
-            weights: Copies of the model whose full recompute is measured, too.
-            behind: Whether KV is measured, too, that the model has written behind the probe.
+            weights: Copies of the model whose full recompute is measured, too, by name.
+            behind: Whether the KV that the model computes behind the probe is measured, too.
         """
         self.lesson, self.probe, self.ends, self.batch_tokens = lesson, probe, ends, batch_tokens
         self.behind = behind
@@ -78,7 +78,7 @@ class Frontier:
 
     @torch.no_grad()
     def measure(self, prompts: Sequence[FrontierPrompt]) -> Iterator[list[Measured]]:
-        """Yield what was found of each prompt; those that are answered together follow each other, the longest first."""
+        """Yield the measurements of each prompt; prompts answered together follow each other, the longest first."""
         ids = [each.ids for each in prompts]
         for answered_one in answered(self.lesson.blender.model, ids, ANSWER_TOKENS, self.ends, self.batch_tokens):
             with self.lesson.autocast():
@@ -86,11 +86,11 @@ class Frontier:
             yield found
 
     def needs(self, what: str) -> bool:
-        """Return whether a policy says so of itself: ``needs_static``, ``needs_deviation`` or ``needs_attention``."""
+        """Return whether a policy sets the attribute ``what``: ``needs_static``, ``needs_deviation`` or ``needs_attention``."""
         return any(getattr(policy_named(name), what) for name, _ in self.runs)
 
     def start(self, written: bool, ids: tuple[int, ...]) -> DynamicCache | None:
-        """Return the KV of what chunks are computed behind, by the writer or the model; computed once, None for nothing."""
+        """Return the KV that chunks are computed behind, by the writer or the model, computed once; None without tokens."""
         if ids and (written, ids) not in self._starts:
             model = self.lesson.writing if written else self.lesson.blender.model
             self._starts[written, ids] = self.lesson.blender.start(model, ids)
@@ -98,18 +98,18 @@ class Frontier:
 
 
 class _PromptRun:
-    """Measures one prompt. Behind each blend stand the model's own answer and the right one, which do not see each other."""
+    """Measures one prompt. The model's own answer and the right answer follow each blend, and do not attend to each other."""
 
     def __init__(self, frontier: Frontier, prompt: FrontierPrompt, own: Answered):
         self._frontier, self._prompt, self._answer = frontier, prompt, own.answer
         self._blender, self._cache = frontier.lesson.blender, own.cache
         rest = [*own.answer[:-1], *prompt.gold[:-1]]
         length, watched = len(prompt.ids) + len(rest), 1 + len(rest)
-        # Chunks that do not start behind the header have no exact first one.
+        # The first chunk is exact only if it starts directly behind the header.
         exact = int(prompt.spans[0][0] == len(prompt.header))
         fork = len(prompt.ids) + len(own.answer) - 1 if prompt.gold else 0
         self._layout = BatchLayout(prompt.header, prompt.spans, length, watched, exact, fork)
-        # Tokens that are always computed: before the last chunk's end, and behind it.
+        # Tokens that are always computed: _between before the last chunk's end, and _asked behind it.
         self._asked = len(prompt.ids) - prompt.spans[-1][1]
         self._between = prompt.spans[-1][1] - len(prompt.header) - sum(end - start for start, end in prompt.spans)
         self._ids = torch.tensor([[*prompt.ids, *rest]], device=self._blender.device)
@@ -139,9 +139,10 @@ class _PromptRun:
             yield from self._blends(WRITTEN, alone, static)
 
     def _written_by(self, model: Any) -> tuple[StoredBatch, StoredBatch | None, torch.Tensor | None]:
-        """Return all chunks' KV, the stale ones' as a model writes it behind the header alone, and behind the probe.
+        """Return the chunks' KV, with stale chunks as ``model`` writes them behind the header alone and behind the probe.
 
-        And the static deviation, ``[stored]``. These two are None where neither is needed.
+        The third result is the static deviation, ``[stored]``. The last two results are None if no policy needs static
+        deviations and KV behind the probe is not measured.
         """
         batch, blender, header = self._batch(), self._blender, self._prompt.header
         probe, written = self._frontier.probe, model is not blender.model
@@ -166,7 +167,7 @@ class _PromptRun:
             part = [run for run in runs if policy_named(run[0]).needs_deviation == measured_first]
             source = self._behind_dense_pass(stored) if measured_first and part else stored
             step = max(1, self._frontier.batch_tokens // self._ids.numel())
-            # Rows of a batch are as long as the longest: those of one ratio go together.
+            # All rows of a batch are as long as the longest row, so that runs with equal ratios share a batch.
             for _, group in groupby(part, lambda run: run[1]):
                 same = list(group)
                 for first in range(0, len(same), step):
@@ -185,7 +186,7 @@ class _PromptRun:
             yield self._measured(kv, name, ratio, mine[None], self._compute(name, known, count))
 
     def _compute(self, name: str, known: Candidates, count: int) -> float:
-        """Return what a blend computes, as the fusor counts it: share of the prompt's tokens through all layers."""
+        """Return the compute of a blend as the fusor counts it: a share of the prompt's tokens through all layers."""
         chosen, stale, between = policy_named(name), len(known.positions), self._between
         forced = between + self._asked
         computed = float(forced + count)
@@ -196,13 +197,13 @@ class _PromptRun:
         return computed / len(self._prompt.ids)
 
     def _candidates(self, positions: torch.Tensor, *measured: torch.Tensor | None) -> Candidates:
-        """Return all that a policy may ask about what is stored, the stale tokens and others."""
+        """Return the stored tokens, stale or not, as a policy's candidates."""
         starts = torch.tensor([start for start, _ in self._stale], device=positions.device)
         chunk = torch.searchsorted(starts, positions, right=True) - 1
         return Candidates(positions, chunk, positions - starts[chunk], *measured)
 
     def _behind_dense_pass(self, stored: StoredBatch) -> StoredBatch:
-        """Return what is stored; the layers below the check layer, which the dense pass computes, as they are in context."""
+        """Return the stored KV after a dense pass: layers below the check layer hold the full prefill's KV."""
         layer, fresh = _CHECK_LAYER, self._fresh(stored)
         keys, values = fresh.keys[:layer] + stored.keys[layer:], fresh.values[:layer] + stored.values[layer:]
         return StoredBatch(keys, values, stored.positions)
@@ -214,7 +215,7 @@ class _PromptRun:
         return kv_deviation(new, old)
 
     def _fresh(self, stored: StoredBatch) -> StoredBatch:
-        """Return the full prefill's KV of the chunks' tokens, as far up as the check layer."""
+        """Return the full prefill's KV of the chunks' tokens, up to and including the check layer."""
         fresh = self._blender.in_context(self._cache, stored.positions)
         few = slice(0, _CHECK_LAYER + 1)
         return StoredBatch(
@@ -222,24 +223,24 @@ class _PromptRun:
         )
 
     def _reused(self, stored: StoredBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the logits of full reuse and, if it is needed, the question's attention to stored tokens, ``[stored]``."""
+        """Return the logits of full reuse and, if needed, the question's attention to stored tokens, ``[stored]``."""
         if not self._frontier.needs("needs_attention"):
             return self._blender.blend(self._batch(), stored), None
         first, count = len(self._layout.header), len(stored.positions)
         seen = torch.zeros(count, device=self._ids.device)
 
         def watch(_layer: int, weights: torch.Tensor) -> None:
-            # Behind the question stand, teacher-forced, its answers, which are not asked yet.
+            # The teacher-forced answers behind the question are not part of the question.
             question = weights[:, self._between : self._between + self._asked]
             seen.add_(question[..., first : first + count].float().mean((0, 1)))
 
-        self._blender.header_kv(self._layout.header)  # whose own attention is not meant
+        self._blender.header_kv(self._layout.header)  # first, so that the header's attention is not observed
         with watched(watch):
             logits = self._blender.blend(self._batch(), stored)
         return logits, seen / self._blender.num_layers
 
     def _likelihood(self, logits: torch.Tensor) -> float | None:
-        """Return the right answer's mean log-likelihood, of logits ``[1, watched, vocab]``."""
+        """Return the right answer's mean log-likelihood from logits ``[1, watched, vocab]``; None without a right answer."""
         gold = self._prompt.gold
         if not gold:
             return None

@@ -1,4 +1,4 @@
-"""Holds what was measured of blends: a line of JSON for each prompt, written as it is found; means with intervals; a table."""
+"""Holds measurements of blends, in a file with a JSON line for each prompt; computes means with intervals and a table."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, Final
 from cacheblend_rag.calibrate.intervals import mean_interval
 
 PLAIN, BEHIND, WRITTEN, RECOMPUTED = "as it is", "behind the probe", "by the writer", "full recompute"
-"""What KV of the chunks was blended: the model's own, behind the header and behind the probe, the writer's, none."""
+"""Kinds of chunk KV: the model's own behind the header, the model's own behind the probe, the writer's, no KV."""
 
-# Each way to blend, and what it is compared with on the same prompts.
+# Every blend is compared with the 6-bit weights; blends at ratio _SMALL are also compared with ratio _LARGE.
 _STANDARD: Final = (RECOMPUTED, "6-bit", 1.0)
 _SMALL, _LARGE = 0.15, 0.5
 _NUMBERS = ("kl", "agrees", "whole", "gold_change")
@@ -26,18 +26,19 @@ class Measured:
     """Holds one blend of one prompt, or its full recompute by other weights.
 
     Attributes:
-        data: The data set.
-        prompt: Which prompt of it.
-        group: The prompt's.
-        kv: Whose chunk KV was blended, or that none was.
-        policy: What chose the tokens, or which weights computed all.
+        data: Name of the data set.
+        prompt: Key of the prompt.
+        group: Group of the prompt.
+        kv: Kind of chunk KV that was blended, or ``"full recompute"``.
+        policy: The policy that chose the tokens, or the weights that computed all tokens.
         ratio: Share of the stale tokens that was recomputed.
         kl: Mean KL over the answer's tokens, in nats.
-        agrees: Share of them with the same likeliest token.
-        whole: Whether all of them have it.
-        compute: Share of the prompt's tokens that was computed through all layers, with dense pass and the question's pass.
-        gold: Log-likelihood of the right answer, mean over its tokens, in nats; None where none is known.
-        gold_change: How much more that is than full recompute's.
+        agrees: Share of the answer's tokens with the same likeliest token.
+        whole: Whether all of the answer's tokens have the same likeliest token.
+        compute: Share of the prompt's tokens that was computed through all layers, with dense pass and the question's
+            pass.
+        gold: Log-likelihood of the right answer, mean over its tokens, in nats; None if no right answer is known.
+        gold_change: ``gold`` minus full recompute's log-likelihood of the right answer.
     """
 
     data: str
@@ -55,13 +56,13 @@ class Measured:
 
 
 def append_measured(file: Path, found: Iterable[Measured]) -> None:
-    """Append to a file what was found of one prompt, as a line behind those of earlier ones."""
+    """Append the measurements of one prompt to a file, as one line."""
     with file.open("a", encoding="utf-8") as out:
         out.write("\n" + json.dumps([asdict(each) for each in found]))
 
 
 def read_measured(files: Iterable[Path]) -> list[Measured]:
-    """Read what was appended, without lines that a killed run did not finish; what stands in it twice, or in two files, once."""
+    """Read measurements, each once even if it is in several lines or files; incomplete lines of a killed run are left out."""
     found: dict[tuple[object, ...], Measured] = {}
     for file in files:
         for line in _text_of(file).split("\n") if file.exists() else ():
@@ -75,7 +76,7 @@ def read_measured(files: Iterable[Path]) -> list[Measured]:
 
 
 def _measured_of(each: Measured) -> tuple[object, ...]:
-    """Return what was measured, of which prompt; a file's draws may have prompts in common."""
+    """Return the identity of a measurement: prompt, KV, policy and ratio; draws in one file may share prompts."""
     return each.data, each.prompt, each.kv, each.policy, each.ratio
 
 
@@ -85,7 +86,7 @@ def _text_of(file: Path) -> str:
 
 
 def summarise(found: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Return a row for each data set (``"all"`` for all of them), KV, policy and ratio: means with 95% intervals."""
+    """Return a row for each data set (and ``"all"``), KV, policy and ratio: means with 95% intervals."""
     rows: dict[tuple[str, str, str, float], list[Measured]] = {}
     for each in found:
         for data in (each.data, "all"):
@@ -105,10 +106,11 @@ def summarise(found: Sequence[Measured]) -> list[dict[str, Any]]:
 
 
 def differences(found: Sequence[Measured]) -> list[Measured]:
-    """Return how much more each blend has than others of the same prompt, to be summarised; ``kv`` says against what.
+    """Return each blend's differences from other blends of the same prompt, to be summarised; ``kv`` names both blends.
 
-    Every blend stands against weights of 6 bits; of KV behind the probe, or by a writer, against the same policy over the KV as
-    it is, at the same ratio and at 50% instead of 15%, and full reuse against 15% by `static-query`.
+    Every blend is compared with weights of 6 bits. A blend of KV behind the probe, or by a writer, is also compared
+    with the same policy and ratio over the model's own KV; at ratio 15% also with ratio 50%, and full reuse also with
+    `static-query` at 15%.
     """
     known = {_measured_of(each): each for each in found}
     made = []

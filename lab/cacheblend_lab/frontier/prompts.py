@@ -1,4 +1,4 @@
-"""Holds the prompts that blends are measured on, as token ids: made where the retrieval model is, read where the GPU is."""
+"""Stores the measured prompts as token ids, made with the retrieval model on one machine and read on a GPU machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine
 
 GOLD_TOKENS: Final = 32
-"""Most tokens of a right answer whose likelihood is measured."""
+"""Maximum number of tokens of a right answer whose likelihood is measured."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class FrontierPrompt:
     """Holds a prompt of token ids.
 
     Attributes:
-        data: The name of its data set.
-        header: What its chunks are computed behind.
+        data: Name of the prompt's data set.
+        header: Token ids that the prompt's chunks are computed behind.
         spans: Start and end of each chunk.
-        ids: Its tokens.
-        group: Prompts of one group share their texts.
-        gold: Tokens of a right answer; none if none is known.
+        ids: Token ids of the prompt.
+        group: Group of the prompt; prompts of one group share their texts.
+        gold: Token ids of a right answer; empty if none is known.
     """
 
     data: str
@@ -44,7 +44,7 @@ class FrontierPrompt:
 
     @property
     def key(self) -> str:
-        """Return what tells it from all others."""
+        """Return a hash that identifies the prompt."""
         return sha256(json.dumps([self.data, self.spans, self.ids]).encode()).hexdigest()[:16]
 
 
@@ -56,15 +56,15 @@ def write_prompts(file: Path, prompts: Sequence[FrontierPrompt]) -> None:
 
 
 def read_prompts(file: Path, most: int | None = None, only: Sequence[str] = ()) -> list[FrontierPrompt]:
-    """Read what :func:`write_prompts` wrote, one of each data set in turn: who stops early has as many of each.
+    """Read the prompts of :func:`write_prompts`, one of each data set in turn, so that an early stop covers all sets alike.
 
     Args:
         file: The file.
-        most: Of each data set; None for all.
-        only: Names of data sets; none for all of them.
+        most: Maximum number of prompts of each data set; None for all.
+        only: Names of data sets; empty for all data sets.
 
     Raises:
-        InputError: There are none.
+        InputError: The file holds no such prompts.
     """
     sets: dict[str, list[FrontierPrompt]] = {}
     with gzip.open(file, "rt", encoding="utf-8") as lines:
@@ -82,14 +82,14 @@ def read_prompts(file: Path, most: int | None = None, only: Sequence[str] = ()) 
 def prepare_prompts(
     engine: TransformersEngine, name: str, file: str, most: int, seeds: Sequence[int], how: Preparation
 ) -> list[FrontierPrompt]:
-    """Return prompts of a data set in equal parts drawn by each seed, none twice.
+    """Return prompts of a data set in equal parts drawn by each seed, without repetition.
 
     Args:
-        engine: Its tokenizer and window are used.
-        name: What to call the data set.
+        engine: Engine whose tokenizer and context window are used.
+        name: Name of the data set in the results.
         file: The data set, as ``cacheblend eval`` reads it.
-        most: How many, all draws together.
-        seeds: One for each draw.
+        most: Maximum number of prompts over all draws.
+        seeds: One seed for each draw.
         how: How prompts are made.
     """
     from cacheblend_lab.datasets import load_data_set
@@ -100,7 +100,7 @@ def prepare_prompts(
     found: list[FrontierPrompt] = []
     for draw, seed in enumerate(seeds, 1):
         samples = load_data_set(file, None, (draw + 1) * most, seed, engine.tokenizer).samples
-        # They stand in the order of their file, of which the first ones are no fair part.
+        # Samples come in the order of their file, and the first samples would be no fair draw.
         Random(f"order:{seed}").shuffle(samples)
         set_header(engine, samples)
         preparer = Preparer(engine, how)
@@ -120,7 +120,7 @@ def prepare_prompts(
 
 
 def describe(name: str, prompts: Sequence[FrontierPrompt]) -> str:
-    """Return a line about prompts of a data set."""
+    """Return a line about the prompts of a data set."""
     count = max(1, len(prompts))
     tokens, chunks = sum(len(each.ids) for each in prompts), sum(len(each.spans) for each in prompts)
     return f"{name}: {len(prompts)} prompts of {tokens / count:.0f} tokens, {chunks / count:.1f} chunks"

@@ -1,4 +1,4 @@
-"""Makes the copies of a model that people accept every day: in bf16, in 8, 6 and 4 bits, to set blends beside."""
+"""Makes copies of a model with widely used coarser weights, in bf16 and in 8, 6 and 4 bits, to compare blends with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def coarser(model: Any, names: Sequence[str] = WEIGHTS) -> dict[str, Any]:
 
     Args:
         model: A causal LM in fp32.
-        names: Of :data:`WEIGHTS`; those in bits are as :func:`~cacheblend_rag.calibrate.rounding.rounded` makes them.
+        names: Names in :data:`WEIGHTS`; weights in bits are made by :func:`~cacheblend_rag.calibrate.rounding.rounded`.
     """
     found = {}
     for name in names:

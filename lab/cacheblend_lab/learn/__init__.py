@@ -1,1 +1,1 @@
-"""Trains a *writer*: a LoRA that acts only while chunks' KV is computed, so that it fits any context; the model stays."""
+"""Trains a *writer*: a LoRA that is active only while chunk KV is computed, so that the KV fits any context."""

@@ -1,4 +1,4 @@
-"""Runs `python -m cacheblend_lab.learn`, which `cacheblend learn` is, where the command line's packages are not installed."""
+"""Runs `python -m cacheblend_lab.learn`, a `cacheblend learn` that does not need the command line's packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cacheblend_rag.engines.models import dtype_named
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run; progress goes to stderr."""
+    """Parse the arguments and train a writer; progress goes to stderr."""
     parser = argparse.ArgumentParser(description="Train a KV writer.")
     parser.add_argument("--model")
     parser.add_argument("--out", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""Puts a LoRA into a second copy of a model that shares its weights: the copy writes, the model itself stays as it is."""
+"""Adds a LoRA to a copy of a model that shares the model's weights; the copy is the writer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cacheblend_rag.store.kv import ModelFingerprint
 
 
 def writing_copy(model: nn.Module, rank: int, seed: int = 0) -> Any:
-    """Return a copy of a causal LM with a new LoRA on all linear modules but the output; peft's, scaled by 2.
+    """Return a copy of a causal LM with a new peft LoRA, scaled by 2, on all linear modules but the output.
 
     Raises:
-        InputError: peft is missing.
+        InputError: peft is not installed.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -35,7 +35,11 @@ def writing_copy(model: nn.Module, rank: int, seed: int = 0) -> Any:
 
 
 def load_writing_copy(model: nn.Module, directory: Path, learns: bool = False) -> Any:
-    """Return a copy of a causal LM that writes as a saved writer does, and ``learns`` on; raises InputError if there is none."""
+    """Return a copy of a causal LM with a saved writer's LoRA, which stays trainable if ``learns``.
+
+    Raises:
+        InputError: The directory holds no writer, or a writer without a LoRA.
+    """
     from peft import PeftModel
 
     directory = writer_directory(directory)
@@ -53,7 +57,7 @@ def _sharing(model: nn.Module) -> nn.Module:
 
 
 def _cast_free(model: Any) -> Any:
-    # Autocast picks the dtype; peft's own cast would write every input once more, in fp32.
+    # Autocast chooses the dtype; peft's own cast would copy every input to fp32.
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False
@@ -61,19 +65,19 @@ def _cast_free(model: Any) -> Any:
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return the LoRA's own parameters by name, not copied."""
+    """Return the LoRA's own parameters by name, without copying."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def save_writer(model: Any, directory: Path, fingerprint: ModelFingerprint, card: Mapping[str, Any]) -> None:
-    """Write a writer: peft's files, in bf16, and what it is for."""
+    """Save a writer: peft's files, with bf16 weights, and a description with the model's fingerprint and the card."""
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if ".lora_" in name}
     model.save_pretrained(str(directory), state_dict=weights)
     (directory / "README.md").unlink(missing_ok=True)  # peft's empty card
     file = directory / CONFIG
     config = {
         **json.loads(file.read_text(encoding="utf-8")),
-        "base_model_name_or_path": None,  # a path of this machine's
+        "base_model_name_or_path": None,  # may be a local path
     }
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     describe(directory, fingerprint, card)

@@ -1,4 +1,4 @@
-"""Lets the model answer questions itself, many at once: those are the answers that it must give again from blended KV."""
+"""Generates the model's own answers to questions in batches; training reproduces these answers from blended KV."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transformers import DynamicCache
 
 
 class Answered(NamedTuple):
-    """Holds a prompt's answer, and what computing it left.
+    """Holds a prompt's answer and the prompt's KV.
 
     Attributes:
-        number: Which of the prompts.
-        answer: The answer's tokens.
+        number: Number of the prompt.
+        answer: Token ids of the answer.
         cache: KV of the prompt without its last token, one row.
     """
 
@@ -37,14 +37,14 @@ def greedy(
 def answered(
     model: Any, prompts: Sequence[Sequence[int]], tokens: int, ends: frozenset[int], batch_tokens: int
 ) -> Iterator[Answered]:
-    """Answer prompts greedily, the longest first; an answer has the token that ends it, if it came.
+    """Answer prompts greedily, the longest first; an answer includes its end token, if generated.
 
     Args:
         model: A causal LM.
-        prompts: Their token ids.
+        prompts: Token ids of the prompts.
         tokens: Most tokens of an answer.
-        ends: Tokens that end one.
-        batch_tokens: Most tokens of prompts at once, padding included.
+        ends: Tokens that end an answer.
+        batch_tokens: Most tokens of a batch of prompts and answers, padding included; a batch has at least one prompt.
     """
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]), reverse=True)
     at = 0
@@ -54,7 +54,7 @@ def answered(
         rows = [prompts[number] for number in numbers]
         ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=model.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
-        # Some models' own settings would sample or punish repetition, and keep no more KV than a window.
+        # Override models' own generation settings: sampling, repetition penalties, caches limited to a window.
         cache = DynamicCache()
         out = model.generate(
             ids,

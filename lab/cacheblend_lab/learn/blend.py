@@ -1,7 +1,8 @@
-"""Blends batches of prompts so that gradients reach whoever wrote the chunks' KV: place, then the computed tokens, nothing else.
+"""Blends batches of prompts so that gradients reach the writer of the chunks' KV.
 
-All prompts of a batch have their chunks at the same places. The computed tokens attend by one mask that compares positions, so
-stored KV need not lie in order: padding, and what is recomputed, simply stands at a position that nobody sees.
+All prompts of a batch have their chunks at equal positions. The computed tokens attend by one mask that compares
+positions, so stored KV may be in any order: padding and stale KV of recomputed tokens get a position that no query
+sees.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from cacheblend_rag.blending.rope import Layout, Rope, apply_rotation
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 
 NOWHERE = 1 << 30
-"""A position behind every query: who stands there is not seen."""
+"""Position behind every query, which no query attends to."""
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Says where things stand in every prompt of a batch.
+    """Holds the positions of header, chunks and answer in every prompt of a batch.
 
     Attributes:
-        header: What stands before the chunks, and what they are computed behind.
+        header: Token ids of the header, behind which chunk KV is computed.
         spans: Start and end of each chunk, ascending.
         length: Tokens of a prompt with its answer.
-        watched: So many last tokens are those whose predictions are compared.
-        exact: So many chunks from the first on are as the prefill has them; the others are stale.
-        fork: Where a second continuation of the prompt begins, which sees nothing of the first; 0 if there is none. The
-            prompt's last token is the first that is watched.
+        watched: Number of last tokens whose predictions are compared.
+        exact: Number of first chunks with exact KV, as in a full prefill; the other chunks have stale KV.
+        fork: Place where a second continuation of the prompt begins, which does not attend to the first; 0 without a
+            second one. With a fork, the prompt's last token is the first watched token.
     """
 
     header: tuple[int, ...]
@@ -42,7 +43,7 @@ class BatchLayout:
     fork: int = 0
 
     def positions(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the positions of the tokens at ``places`` of a row: a second continuation stands where the first does."""
+        """Return the positions of the tokens at ``places`` of a row; both continuations begin at one position."""
         second = (places >= self.fork) & (places != NOWHERE)
         return torch.where(second, places - self.fork + self.length - self.watched + 1, places) if self.fork else places
 
@@ -52,9 +53,9 @@ class PromptBatch:
     """Holds prompts of one layout, padded behind their ends.
 
     Attributes:
-        layout: Where their chunks stand.
-        ids: ``[prompts, length]``.
-        weights: What the prediction at each watched token counts, ``[prompts, watched]``; 0 for padding.
+        layout: Layout of the prompts.
+        ids: Token ids, ``[prompts, length]``.
+        weights: Weight of the prediction at each watched token, ``[prompts, watched]``; 0 for padding.
     """
 
     layout: BatchLayout
@@ -63,17 +64,17 @@ class PromptBatch:
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens a full prefill computes."""
+        """Return the number of tokens that a full prefill computes."""
         return self.ids.numel()
 
 
 class StoredBatch(NamedTuple):
-    """Holds chunk KV at its places.
+    """Holds chunk KV with its positions.
 
     Attributes:
-        keys: One a layer, ``[prompts, kv_heads, stored, dim]``, rotated to their positions.
-        values: Likewise.
-        positions: ``[stored]``; padding stands where nobody sees it.
+        keys: Keys of each layer, ``[prompts, kv_heads, stored, dim]``, rotated to their positions.
+        values: Values of each layer, ``[prompts, kv_heads, stored, dim]``.
+        positions: ``[stored]``; padding is at :data:`NOWHERE`.
     """
 
     keys: list[torch.Tensor]
@@ -82,10 +83,10 @@ class StoredBatch(NamedTuple):
 
 
 class BatchBlender:
-    """Runs a model's own forward over whole batches: full prefills, chunk KV, blends of it."""
+    """Runs a model's own forward over batches, for full prefills, chunk KV and blends of chunk KV."""
 
     def __init__(self, model: Any):
-        """Measure the rotation of a loaded causal LM; raises NotRotaryError."""
+        """Measure the rotation of a loaded causal LM; raise `NotRotaryError` if there is none."""
         self.model = model
         runner = ModelRunner(model)
         with torch.no_grad():
@@ -99,18 +100,18 @@ class BatchBlender:
 
     @torch.no_grad()
     def prefill(self, batch: PromptBatch, keep_kv: bool = False) -> tuple[torch.Tensor, DynamicCache | None]:
-        """Return the logits ``[prompts, watched, vocab]`` of full prefills, and their KV if it is wanted."""
+        """Return the logits ``[prompts, watched, vocab]`` of full prefills, and the KV if ``keep_kv``, else None."""
         cache = DynamicCache() if keep_kv else None
         return self._run(self.model, batch.ids, cache, batch.layout.watched), cache
 
     @torch.no_grad()
     def follow(self, batch: PromptBatch, cache: DynamicCache, model: Any = None) -> torch.Tensor:
-        """Return the logits ``[prompts, watched, vocab]`` of full prefills, of which only the watched tokens are left.
+        """Return the logits ``[prompts, watched, vocab]`` of full prefills, and compute only the watched tokens.
 
         Args:
-            batch: The prompts, with one continuation each or two.
-            cache: KV of all tokens before the watched ones; it grows by those.
-            model: Whose; None for this blender's own.
+            batch: The prompts, with one or two continuations each.
+            cache: KV of all tokens before the watched tokens; the KV of the watched tokens is appended.
+            model: Model to run; None for the blender's own model.
         """
         layout = batch.layout
         places = torch.arange(layout.length, device=self.device).expand(len(batch.ids), -1)
@@ -122,7 +123,7 @@ class BatchBlender:
 
     @torch.no_grad()
     def start(self, model: Any, ids: Sequence[int]) -> DynamicCache:
-        """Return a model's KV of what others come behind."""
+        """Return a model's KV of the token ids of a prefix, one row."""
         cache = DynamicCache()
         self._run(model, torch.tensor([ids], device=self.device), cache, 1)
         return cache
@@ -130,13 +131,14 @@ class BatchBlender:
     def write(
         self, model: Any, batch: PromptBatch, probe: Sequence[int] = (), start: DynamicCache | None = None
     ) -> StoredBatch:
-        """Compute the KV of every stale chunk behind the header, and move it to its place.
+        """Compute the KV of every stale chunk directly behind the header, and rotate the keys to the chunk's positions.
 
         Args:
-            model: This blender's own, or one that writes in its place.
+            model: The blender's own model, or a writer.
             batch: The prompts.
-            probe: Token ids that stand between header and chunk.
-            start: That model's KV of header and probe, one row; None computes it beside every chunk, for gradients.
+            probe: Token ids to insert between header and chunk.
+            start: The KV of header and probe by ``model``, one row; None computes it with every chunk, so that
+                gradients flow.
         """
         layout = batch.layout
         h, spans = len(layout.header) + len(probe), layout.spans[layout.exact :]
@@ -145,7 +147,7 @@ class BatchBlender:
         width = max(end - start for start, end in spans)
         offsets = torch.arange(width, device=self.device)
         target = starts + offsets
-        # Padding stands behind each chunk, where causal attention never looks from: any tokens will do.
+        # Padding is behind each chunk, so causal attention in the chunk never sees it: any token ids will do.
         chunks = batch.ids[:, target.clamp(max=layout.length - 1)].flatten(0, 1)
         cache, ids = DynamicCache(), chunks
         if start is None:
@@ -161,14 +163,14 @@ class BatchBlender:
         return StoredBatch(keys, values, positions)
 
     def in_context(self, cache: DynamicCache, positions: torch.Tensor) -> StoredBatch:
-        """Return a full prefill's KV of the tokens at ``positions``, ``[stored]``."""
+        """Return the KV at ``positions``, ``[stored]``, from a full prefill's cache."""
         at = torch.where(positions == NOWHERE, 0, positions)
         sides = zip(*(self._pair(layer) for layer in cache.layers), strict=True)
         keys, values = ([part[:, :, at] for part in side] for side in sides)
         return StoredBatch(keys, values, positions)
 
     def behind_exact(self, layout: BatchLayout, cache: DynamicCache, stale: StoredBatch) -> StoredBatch:
-        """Return the KV of all chunks: the exact ones as a full prefill has them, behind them what :meth:`write` returned."""
+        """Return the KV of all chunks: exact KV from a full prefill's cache, then ``stale`` from :meth:`write`."""
         inside = [torch.arange(*span, device=self.device) for span in layout.spans[: layout.exact]]
         if not inside:
             return stale
@@ -186,13 +188,13 @@ class BatchBlender:
         scores: torch.Tensor | None = None,
         counts: Sequence[int] = (),
     ) -> torch.Tensor:
-        """Return the logits ``[prompts, watched, vocab]`` of blends that recompute the tokens of highest score.
+        """Return the logits ``[prompts, watched, vocab]`` of blends that recompute the tokens with the highest scores.
 
         Args:
             batch: The prompts.
-            stored: Their chunks' KV.
-            scores: Of stored tokens, ``[prompts, stored]``; None recomputes none.
-            counts: How many of them each prompt recomputes.
+            stored: KV of the prompts' chunks.
+            scores: Scores of stored tokens, ``[prompts, stored]``; None recomputes no stored token.
+            counts: Number of stored tokens that each prompt recomputes.
         """
         layout, rows = batch.layout, len(batch.ids)
         queries = self._forced(layout).expand(rows, -1)
@@ -211,7 +213,7 @@ class BatchBlender:
             own_at = torch.cat([own_at, torch.where(spare, NOWHERE, places)], 1)
             queries, order = queries.sort(1)
             own_at = own_at.gather(1, order)
-            # Stored KV that nobody sees need not be read.
+            # Drop stored KV that no query sees.
             seen_at, kept = (each[:, : int((seen_at != NOWHERE).sum(1).max())] for each in seen_at.sort(1))
             keys, values = ([part.take_along_dim(kept[:, None, :, None], 2) for part in side] for side in stored[:2])
             stored = StoredBatch(keys, values, seen_at)
@@ -232,7 +234,7 @@ class BatchBlender:
         return logits
 
     def _forced(self, layout: BatchLayout) -> torch.Tensor:
-        """Return the positions ``[tokens]`` behind the header that no chunk covers."""
+        """Return the places ``[tokens]`` behind the header that no chunk covers."""
         computed = torch.ones(layout.length, dtype=torch.bool)
         computed[: len(layout.header)] = False
         for start, end in layout.spans:
@@ -240,7 +242,7 @@ class BatchBlender:
         return computed.nonzero().squeeze(1).to(self.device)
 
     def _mask(self, layout: BatchLayout, queries: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype) -> Any:
-        """Return the additive mask ``[prompts, 1, queries, keys]``, one for each kind of layer where there are several."""
+        """Return the additive mask ``[prompts, 1, queries, keys]``; a dict if there are several kinds of layers."""
         causal = keys[:, None, None, :] <= queries[:, None, :, None]
         if layout.fork:
             others = (keys > layout.length - layout.watched) & (keys < layout.fork)
@@ -258,19 +260,19 @@ class BatchBlender:
 
     @torch.no_grad()
     def header_kv(self, header: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the header's own KV, which the plain model computes."""
+        """Return the header's KV for each layer, computed by the blender's own model."""
         if header not in self._headers:
-            # Without a header one token stands for it, of which nothing is kept.
+            # An empty header is replaced by one token, whose KV is cut off below.
             pairs = [self._pair(layer) for layer in self.start(self.model, header or (0,)).layers]
             self._headers[header] = [(k[:, :, : len(header)], v[:, :, : len(header)]) for k, v in pairs]
         return self._headers[header]
 
     def _pair(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what is rotated of a layer's cache, and the other."""
+        """Return the rotated part of a layer's cache, then the other part."""
         return (layer.values, layer.keys) if self._latent_first else (layer.keys, layer.values)
 
     def _apart(self, cache: DynamicCache, h: int, prompts: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return keys and values behind the header, the chunks of each prompt one behind the other."""
+        """Return keys and values without the header's, with the chunks of each prompt joined."""
         sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for layer in cache.layers:
             for side, part in zip(sides, self._pair(layer), strict=True):
@@ -279,7 +281,7 @@ class BatchBlender:
         return sides
 
     def _moved(self, keys: list[torch.Tensor], source: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
-        """Return the keys rotated from their source to their target positions; layers of a kind are moved together."""
+        """Return the keys rotated from source to target positions; layers of one kind are rotated together."""
         rotations = self.rope.rotations(source, target)
         found = list(keys)
         groups: dict[tuple[int, Layout, torch.Size], list[int]] = {}
@@ -295,9 +297,10 @@ class BatchBlender:
 
 @torch.no_grad()
 def deviation(stored: StoredBatch, fresh: StoredBatch, chunks: int) -> torch.Tensor:
-    """Return how far stored KV is from fresh KV, ``[prompts, stored]``, as static deviation is measured.
+    """Return the deviation of stored KV from fresh KV, ``[prompts, stored]``, as in the static deviation.
 
-    Squared distance by the mean square of the chunk's fresh KV in that layer, K plus V, mean over the layers behind the first.
+    A token's deviation is its squared distance divided by the mean square of the chunk's fresh KV in the layer, summed
+    over K and V, and averaged over all layers after the first.
     """
     total = torch.zeros(1, device=stored.positions.device)
     inside = (stored.positions != NOWHERE).view(chunks, -1)
@@ -312,11 +315,11 @@ def deviation(stored: StoredBatch, fresh: StoredBatch, chunks: int) -> torch.Ten
 
 
 def divergence(teacher: torch.Tensor, student: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return KL(teacher ‖ student) in nats, the mean over predictions by their weights.
+    """Return the weighted mean of KL(teacher ‖ student) over predictions, in nats.
 
     Args:
         teacher: Logits ``[prompts, watched, vocab]``.
-        student: Likewise.
+        student: Logits ``[prompts, watched, vocab]``.
         weights: ``[prompts, watched]``.
     """
     return (divergences(teacher, student) * weights).sum() / weights.sum().clamp_min(1e-9)
@@ -329,5 +332,5 @@ def divergences(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 
 
 def count_of(layout: BatchLayout, ratio: float) -> int:
-    """Return how many tokens a prompt recomputes at a ratio, as the fusor counts them."""
+    """Return how many stale tokens a prompt recomputes at a ratio, as the fusor counts them."""
     return round(ratio * sum(end - start for start, end in layout.spans[layout.exact :]))

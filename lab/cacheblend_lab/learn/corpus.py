@@ -1,4 +1,4 @@
-"""Holds what prompts are made of: pieces of documents and questions about passages, tokenised once, some of each kept apart."""
+"""Holds tokenised pieces of documents and questions about passages, split into training and held-out texts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from cacheblend_rag.prompts.prompt import (
 from cacheblend_rag.prompts.registry import ChunkRegistry
 
 LEAST_TOKENS: Final = 20_000
-"""So much text is needed at least: less would be learned by heart."""
+"""Fewest tokens of training text; the writer would memorise a smaller text."""
 _HELD_OUT: Final = 0.06
 _LEAST_HELD_OUT: Final = 4
-_PIECE: Final = 9_000  # characters: so long that a chunk and what follows it fit in
+_PIECE: Final = 9_000  # characters: room for a chunk and its continuation
 _BLANK = re.compile(r"\n\s*\n")
 _NAMES = re.compile(r"\b[A-Z][\w'-]+(?: [A-Z][\w'-]+)*")
 
@@ -41,7 +41,7 @@ INSTRUCTIONS: Final = (
     "Reply in one sentence, based on the text.",
     "",
 )
-"""What headers are made of: a writer is not to be bound to one."""
+"""Instructions of the headers in training; several, so that a writer works with any header."""
 
 _REQUESTS: Final = (
     "What do the notes say about {}?",
@@ -60,8 +60,8 @@ class AskedText:
     """Holds a question about passages, or a request.
 
     Attributes:
-        passages: Token ids of each.
-        ids: What stands behind the chunks: the question and the beginning of the answer's turn.
+        passages: Token ids of each passage.
+        ids: Token ids behind the chunks: the question and the beginning of the answer's turn.
         answer: Token ids of the answer; empty if none is known.
     """
 
@@ -72,7 +72,7 @@ class AskedText:
 
 @dataclass(frozen=True)
 class LearnTexts:
-    """Holds pieces of documents, each a stretch of tokens, and questions."""
+    """Holds the token ids of pieces of documents, and questions."""
 
     pieces: list[tuple[int, ...]] = field(default_factory=list)
     asked: list[AskedText] = field(default_factory=list)
@@ -85,14 +85,14 @@ class LearnTexts:
 
 @dataclass(frozen=True)
 class LearnCorpus:
-    """Holds texts to learn from, and others to be judged by.
+    """Holds training texts and held-out texts.
 
     Attributes:
-        train: To learn from.
-        held_out: Kept apart.
-        headers: Token ids of the headers that prompts begin with.
+        train: Training texts.
+        held_out: Held-out texts.
+        headers: Token ids of the prompts' headers.
         separator: Token ids between two chunks.
-        about: What was read, for the writer's card.
+        about: Files, numbers of tokens and questions, for the writer's card.
     """
 
     train: LearnTexts
@@ -110,15 +110,15 @@ def read_corpus(
     requests: int = 1000,
     say: Callable[[str], None] | None = None,
 ) -> LearnCorpus:
-    """Read documents and data sets, and keep some of each apart.
+    """Read documents and data sets, and hold some of each out.
 
     Args:
-        tokenizer: The model's.
-        documents: Files and directories, of the types that are indexed.
+        tokenizer: The model's tokenizer.
+        documents: Files and directories, of the types that `cacheblend index` reads.
         questions: Files of questions with their passages, as `cacheblend eval` reads them.
-        seed: Draws what is kept apart.
-        requests: Questions to make up about pieces of documents, without answers.
-        say: Told how much there is, and of files that were skipped.
+        seed: Seed of the split and of the requests.
+        requests: Number of questions without answers to generate about pieces of documents.
+        say: Called with the amount of text, and with files that were skipped.
 
     Raises:
         InputError: There is too little text, or a file cannot be read.
@@ -160,7 +160,7 @@ def read_corpus(
 
 
 def _read_documents(documents: Iterable[Path | str], say: Callable[[str], None]) -> Iterator[tuple[str, list[str]]]:
-    """Return the name and the stretches of each document that can be read."""
+    """Yield the name and the pieces of each readable document; report the others."""
     from cacheblend_rag.retrieval.documents import Document, find_documents, load_document
 
     for path in find_documents(documents).files:
@@ -172,7 +172,7 @@ def _read_documents(documents: Iterable[Path | str], say: Callable[[str], None])
 
 
 def cut_up(text: str) -> list[str]:
-    """Return a document in stretches of about :data:`_PIECE` characters, cut at empty lines where there are any."""
+    """Return a document in pieces of at most about :data:`_PIECE` characters, cut at empty lines where possible."""
     pieces: list[str] = []
     current: list[str] = []
     size = 0
@@ -192,7 +192,7 @@ def cut_up(text: str) -> list[str]:
 def _apart(
     pieces: Sequence[tuple[int, ...]], asked: Sequence[AskedText], random: Random
 ) -> tuple[LearnTexts, LearnTexts]:
-    """Keep some pieces apart, and the questions about them, as well as some others."""
+    """Split off held-out pieces, the questions about these pieces, and some questions with several passages."""
     count = min(len(pieces) // 2, max(_LEAST_HELD_OUT, round(_HELD_OUT * len(pieces))))
     kept = set(random.sample(pieces, count))
     train, held_out = LearnTexts(), LearnTexts()
@@ -206,7 +206,7 @@ def _apart(
 
 
 class _Frame:
-    """Holds what stands around chunks in this model's prompts, as token ids."""
+    """Holds the token ids around chunks in the model's prompts."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer, self._registry = tokenizer, ChunkRegistry()
@@ -217,7 +217,7 @@ class _Frame:
         self.separator = prompt.token_ids[prompt.spans[0].end : prompt.spans[1].start]
 
     def around(self, question: str) -> tuple[int, ...]:
-        """Return what stands behind the chunks of a prompt that asks this."""
+        """Return the token ids behind the chunks in a prompt with this question."""
         prompt = self._prompt([self._chunk], question.strip())
         return prompt.token_ids[prompt.spans[0].end :]
 
@@ -226,6 +226,6 @@ class _Frame:
 
 
 def with_answers(texts: LearnTexts, answers: dict[int, tuple[int, ...]]) -> LearnTexts:
-    """Return the same texts with other answers to the questions of these numbers."""
+    """Return texts with other answers to some questions, given by number."""
     asked = [replace(each, answer=answers.get(number, each.answer)) for number, each in enumerate(texts.asked)]
     return LearnTexts(texts.pieces, asked)

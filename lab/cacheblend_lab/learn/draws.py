@@ -1,6 +1,6 @@
-"""Draws batches of prompts: chunks of any number, length and order, cut anywhere, and behind them a question or what follows.
+"""Draws batches of prompts: chunks of random number, length, order and place, then a question or a continuation.
 
-The first chunk stands right behind the header, where engines have it as the model itself writes it: exact.
+The first chunk is directly behind the header, where engines have exact KV for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cacheblend_lab.learn.blend import BatchLayout, PromptBatch
 from cacheblend_lab.learn.corpus import LearnCorpus, LearnTexts
 from cacheblend_rag.errors import InputError
 
-_MANY: Final = 0.1  # of batches have more chunks than twelve
+_MANY: Final = 0.1  # share of batches with more than twelve chunks
 _UNIFORM: Final = 0.5
 _CONTINUED: Final = 0.3
 _NEIGHBOURS: Final = 0.5
@@ -27,14 +27,14 @@ _QUESTION_WEIGHT: Final = 0.3
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """Says how large batches are.
+    """Holds the sizes of batches.
 
     Attributes:
         prompt_tokens: Most tokens of a prompt.
-        batch_tokens: Most tokens of a batch, padding included; one prompt there is in any case.
-        shortest: Fewest tokens of a chunk.
+        batch_tokens: Most tokens of a batch, padding included; every batch has at least one prompt.
+        shortest: Fewest tokens of a drawn chunk.
         longest: Most tokens of a chunk.
-        seed: Draws everything.
+        seed: Seed of all random draws.
     """
 
     prompt_tokens: int
@@ -44,7 +44,7 @@ class DrawSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no prompt fits."""
+        """Raise `InputError` for sizes that fit no prompt."""
         if not 1 < self.shortest <= self.longest:
             raise InputError("Chunks need at least 2 tokens, and no fewer at the most than at the least.")
         if self.prompt_tokens < 2 * self.shortest + 2 * _MOST_TAIL:
@@ -52,10 +52,10 @@ class DrawSettings:
 
 
 class Draws:
-    """Makes any batch by its number, always the same."""
+    """Makes batches by number; equal numbers give equal prompts while the batch size is unchanged."""
 
     def __init__(self, corpus: LearnCorpus, settings: DrawSettings, device: torch.device, held_out: bool = False):
-        """Draw from what is there to learn from, or from what was kept apart."""
+        """Draw from the corpus's training texts, or from its held-out texts."""
         self._texts: LearnTexts = corpus.held_out if held_out else corpus.train
         self._corpus, self._settings, self._device = corpus, settings, device
         self._kind = "held out" if held_out else "train"
@@ -63,12 +63,12 @@ class Draws:
 
     @property
     def identity(self) -> str:
-        """Return a hash of texts and settings: what a run must have in common with the one it goes on from."""
+        """Return a hash of texts and settings, which must be equal for a run to resume."""
         read = (self._texts.pieces, self._texts.asked, self._corpus.headers, self._settings)
         return hashlib.sha256(repr(read).encode()).hexdigest()[:16]
 
     def shrink(self, share: float) -> bool:
-        """Make batches smaller from now on; say whether each was a single prompt already."""
+        """Multiply the batch size by ``share``; return True if every batch was a single prompt before."""
         single = self.batch_tokens < self._settings.shortest
         self.batch_tokens = round(self.batch_tokens * share)
         return single
@@ -102,7 +102,7 @@ class Draws:
         return PromptBatch(layout, ids.to(self._device, non_blocking=True), weight.to(self._device, non_blocking=True))
 
     def _lengths(self, random: Random) -> list[int]:
-        """Return the lengths of a prompt's chunks: 2 to 12, seldom up to 24, mixed or all alike."""
+        """Return the lengths of a prompt's 2 to 12, rarely up to 24, chunks; the lengths are random or all equal."""
         how = self._settings
         count = random.randint(13, 24) if random.random() < _MANY else random.randint(2, 12)
         size = round(how.shortest * (how.longest / how.shortest) ** random.random())
@@ -116,7 +116,7 @@ class Draws:
         return [min(length, most) for length in lengths]
 
     def _prompt(self, random: Random, lengths: list[int]) -> tuple[list[tuple[int, ...]], tuple[int, ...], list[float]]:
-        """Return chunks of these lengths, what stands behind them, and what the prediction at each token of that counts."""
+        """Return chunks of these lengths, the token ids behind the chunks, and the weight of each of these tokens."""
         asked = self._texts.asked
         continued = not asked or (bool(self._texts.pieces) and random.random() < _CONTINUED)
         if continued:
@@ -136,12 +136,12 @@ class Draws:
             chunks[slot] = stream[begin : begin + lengths[slot]]
             begin += lengths[slot]
         tail = (*each.ids, *each.answer)[:_MOST_TAIL]
-        # The last token of the question predicts the answer's first.
+        # The last token of the question predicts the answer's first token, so it counts fully.
         question = min(len(each.ids) - 1, len(tail))
         return chunks, tail, [_QUESTION_WEIGHT] * question + [1.0] * (len(tail) - question)
 
     def _continued(self, random: Random, lengths: list[int]) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-        """Return stretches of documents, and what follows the last of them."""
+        """Return chunks cut from documents, and the continuation of the last chunk."""
         pieces = self._texts.pieces
         at = random.randrange(len(pieces))
         near = random.random() < _NEIGHBOURS
@@ -159,7 +159,7 @@ class Draws:
         return chunks, last_chunk[length:]
 
     def _filler(self, random: Random, count: int) -> tuple[int, ...]:
-        """Return ``count`` tokens of other texts."""
+        """Return ``count`` tokens of random other texts."""
         parts: list[int] = []
         while len(parts) < count:
             if self._texts.pieces and (not self._texts.asked or random.random() < 0.5):

@@ -1,4 +1,4 @@
-"""Makes a writer from end to end: reads texts, lets the model answer, trains, and saves it only if it is better."""
+"""Trains a writer from end to end: reads texts, lets the model answer, trains, and saves only an improved writer."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from cacheblend_rag.homes import from_home
 
 _ANSWER_TOKENS: Final = 24
 _CONTEXT: Final = 768
-# By device: most tokens of a prompt and of a batch, questions to answer, requests to make up, held-out batches of a check.
+# By device: tokens of a prompt, tokens of a batch, questions to answer, requests to generate, batches of a check.
 _SIZES: Final = {"cuda": (4096, 16384, 6000, 2500, 8), "cpu": (1536, 1536, 0, 200, 8)}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Says how much is done at once; None: as the device allows.
+    """Holds the sizes of a training run; None takes the default of the device.
 
     Attributes:
         prompt_tokens: Most tokens of a prompt.
         batch_tokens: Most tokens of a batch.
-        answers: Questions that the model answers itself beforehand; others keep the answers they came with.
-        requests: Questions to make up about documents.
+        answers: Questions that the model answers itself before training; other questions keep their answers.
+        requests: Questions to generate about documents.
         looked: Held-out batches of a check.
     """
 
@@ -53,7 +53,7 @@ class Sizes:
     looked: int | None = None
 
     def on(self, device: torch.device) -> tuple[int, int, int, int, int]:
-        """Return them all."""
+        """Return all sizes in order, with the defaults of the device filled in."""
         usual = _SIZES["cuda" if device.type == "cuda" else "cpu"]
         given = self.prompt_tokens, self.batch_tokens, self.answers, self.requests, self.looked
         found = [own if own is not None else default for own, default in zip(given, usual, strict=True)]
@@ -75,27 +75,28 @@ def learn(
     note: str = "",
     say: Say | None = None,
 ) -> tuple[Trained, Path | None]:
-    """Train a writer for a model; the model stays as it is.
+    """Train a writer for a model; the model does not change.
 
     Args:
-        model: A directory, a hub name, a loaded model, or None for the bundled one.
-        output: A new directory for the writer. Beside it lies what an interrupted run goes on from.
-        documents: Files and directories.
+        model: A directory, a hub name, a loaded model, or None for the bundled model.
+        output: A new directory for the writer. A file beside the directory holds the state of an interrupted run.
+        documents: Files and directories of documents.
         questions: Files of questions with their passages.
-        settings: How to train; None: half an hour.
-        sizes: How much at once.
-        tokenizer: Of a loaded model.
-        device: As torch names it.
-        dtype: What the model computes in; None: bf16 on a GPU, fp32 on a CPU.
-        start: Directory of a writer of this model to go on from; None begins with one that changes nothing.
-        note: What the card is to say of the texts, such as their licences.
-        say: Told how it goes, in lines.
+        settings: Settings of the training; None trains for half an hour.
+        sizes: Sizes of prompts, batches and texts.
+        tokenizer: Tokenizer of a loaded model.
+        device: Torch's name of the device.
+        dtype: Data type of the model's computation; None takes bf16 on a GPU, fp32 on a CPU.
+        start: Directory of a writer of the model to continue from; None begins with a new LoRA that has no effect.
+        note: Text about the documents for the writer's card, such as licences.
+        say: Called with lines that report progress.
 
     Returns:
-        What came of it, and the directory; None if the writer is not better, and so not saved.
+        The training's result, and the writer's directory, which is None if the writer is not better and was not saved.
 
     Raises:
-        InputError: There is too little text, the output is there already, the settings are off, or no writer to start from.
+        InputError: There is too little text, the output exists already, a setting is invalid, or ``start`` holds no
+            writer.
         ModelError: The model cannot be loaded or blended.
     """
     settings, say = settings or LearnSettings(minutes=30), say or (lambda line: None)
@@ -135,7 +136,7 @@ def _blender(loaded: LoadedModel) -> BatchBlender:
 def _lesson(
     loaded: LoadedModel, start: Path | None, settings: LearnSettings
 ) -> tuple[Lesson, LearnSettings, dict[str, Any]]:
-    """Return what is to be learned, the settings with the rank of the writer that learns on, if there is one, and the origin."""
+    """Return the lesson, the settings (with the rank of the writer in ``start``, if given), and the origin."""
     blender, origin = _blender(loaded), {"model": loaded.fingerprint.digest}
     if start is None:
         return Lesson(blender, writing_copy(loaded.model, settings.rank, settings.seed)), settings, origin
@@ -147,7 +148,7 @@ def _lesson(
 def _answered(
     loaded: LoadedModel, corpus: LearnCorpus, most: int, batch_tokens: int, seed: int, say: Say
 ) -> LearnCorpus:
-    """Let the model answer questions from a part of their passages."""
+    """Let the model answer up to ``most`` training and ``most`` / 4 held-out questions from part of their passages."""
     ends = end_tokens(loaded.model.config, getattr(loaded.model, "generation_config", None), loaded.tokenizer)
     random = Random(seed)
     found = []
@@ -191,7 +192,7 @@ def card_of(
     note: str,
     start: Path | None,
 ) -> dict[str, Any]:
-    """Return what `writer.json` says of how the writer was made."""
+    """Return the card for `writer.json`: texts, settings and results of the training."""
     best = trained.best
     assert best is not None
     return {

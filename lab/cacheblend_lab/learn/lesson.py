@@ -1,4 +1,4 @@
-"""Gives the loss of a batch: KL of the model's own full prefill and the blend of what the writer wrote."""
+"""Computes the loss of a batch: the KL divergence between the model's full prefill and a blend of the writer's KV."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _KERNELS: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, S
 
 
 class Lesson:
-    """Compares a model with itself."""
+    """Compares a model's full prefill with the model's blend of a writer's KV."""
 
     def __init__(self, blender: BatchBlender, writing: Any):
-        """Blend by ``blender`` what ``writing`` writes; see :func:`cacheblend_lab.learn.adapter.writing_copy`."""
+        """Set the blender, and the writer from :func:`cacheblend_lab.learn.adapter.writing_copy`."""
         self.blender, self.writing = blender, writing
 
     def loss(self, batch: PromptBatch, ratio: float = 0.0, plain: bool = False) -> torch.Tensor:
-        """Return the KL in nats, a scalar that gradients can be taken of.
+        """Return the KL divergence in nats, a differentiable scalar.
 
         Args:
             batch: The prompts.
-            ratio: Share of the stale tokens that is recomputed: those whose KV deviates most.
-            plain: Let the model itself write.
+            ratio: Share of the stale tokens to recompute; the tokens with the largest KV deviation are chosen.
+            plain: Whether the model itself computes the chunk KV instead of the writer.
         """
         with self.autocast():
             layout = batch.layout
@@ -51,15 +51,15 @@ class Lesson:
         return divergence(teacher, student, batch.weights)
 
     def _scores(self, layout: BatchLayout, stale: StoredBatch, cache: Any) -> torch.Tensor:
-        """Return the KV deviation of all that is stored: none of the exact chunks."""
+        """Return the KV deviation of all stored tokens, ``[prompts, stored]``; 0 for the exact chunks."""
         fresh = self.blender.in_context(cache, stale.positions)
         found = deviation(stale, fresh, len(layout.spans) - layout.exact)
         return pad(found, (sum(end - start for start, end in layout.spans[: layout.exact]), 0))
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Run the LoRA, whose parameters are fp32, in the model's dtype."""
+        """Run the LoRA, whose parameters are fp32, in the model's dtype inside the context."""
         low, device = self.blender.dtype != torch.float32, self.blender.device.type
-        # cuDNN's attention is compiled for every new shape, and every batch has one.
+        # cuDNN's attention compiles for every new shape, and every batch has a new shape.
         with sdpa_kernel(_KERNELS), torch.autocast(device, self.blender.dtype if low else torch.bfloat16, enabled=low):
             yield

@@ -1,4 +1,4 @@
-"""Trains a writer: steps of AdamW on one batch each, judged by held-out prompts, saved as it goes, the best of it kept."""
+"""Trains a writer with AdamW, checks it on held-out prompts, saves the state, and restores the best weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from cacheblend_lab.learn.draws import Draws
 from cacheblend_lab.learn.lesson import Lesson
 from cacheblend_rag.errors import InputError, ModelError, StoreError
 
-_WARM_UP: Final = 0.03  # of all steps
+_WARM_UP: Final = 0.03  # share of the training
 _TRIED: Final = 3
-_SYNC: Final = 10  # steps between two looks at the clock of a device that runs ahead
+_SYNC: Final = 10  # steps between synchronisations, so that the clock measures an asynchronous GPU
 _SMALLER: Final = 0.7
 
 Say = Callable[[str], None]
@@ -29,19 +29,19 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class LearnSettings:
-    """Says how to train.
+    """Holds the settings of training a writer; exactly one of ``minutes`` and ``steps`` must be set.
 
     Attributes:
-        minutes: How long; the learning rate decays over it.
-        steps: How many steps instead; then the same run gives the same writer.
-        rank: Of the LoRA.
+        minutes: Duration, over which the learning rate decays.
+        steps: Number of steps; equal settings with ``steps`` give equal writers.
+        rank: Rank of the LoRA.
         rate: Highest learning rate.
         recomputed: Share of the steps that blend at ``ratio`` instead of at 0.
-        ratio: See there.
-        checks: How often held-out prompts are looked at.
-        patience: Checks without a better one, after which to stop.
-        save_s: Seconds between two savings of what an interrupted training goes on from.
-        seed: Draws everything.
+        ratio: Recompute ratio of these steps.
+        checks: Number of checks on held-out prompts.
+        patience: Number of checks without an improvement after which training stops.
+        save_s: Seconds between two saves of the state for resuming.
+        seed: Seed of all random draws.
     """
 
     minutes: float | None = None
@@ -56,7 +56,7 @@ class LearnSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that are out of range."""
+        """Raise `InputError` for values out of range."""
         if (self.minutes is None) == (self.steps is None):
             raise InputError("Give minutes or steps to train, one of them.")
         long = self.minutes if self.steps is None else self.steps
@@ -67,14 +67,14 @@ class LearnSettings:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Return the ratios that the writer is trained for, and judged at."""
+        """Return the recompute ratios that the writer is trained for and checked at."""
         every = (0.0,) if self.recomputed < 1 else ()
         return (*every, self.ratio) if self.recomputed else every
 
 
 @dataclass(frozen=True)
 class LearnPoint:
-    """Says how far training is.
+    """Holds a point of the training curve.
 
     Attributes:
         step: Steps done.
@@ -91,15 +91,15 @@ class LearnPoint:
 
 @dataclass
 class Trained:
-    """Holds what came of it.
+    """Holds the result of training.
 
     Attributes:
-        before: Held-out KL at each ratio, of the model's own KV.
-        curve: Every check.
-        best: The best one; training leaves the writer as it was there.
-        stopped: Why it ended, in words.
-        prompts: Prompts learned from.
-        tokens: And their tokens.
+        before: Held-out KL at each ratio with the model's own chunk KV.
+        curve: Start and checks.
+        best: Best check, whose weights the trained writer has; None before the first check.
+        stopped: Reason why training ended, as text; empty while it runs.
+        prompts: Number of prompts trained on.
+        tokens: Number of tokens of these prompts.
     """
 
     before: tuple[float, ...]
@@ -110,12 +110,12 @@ class Trained:
     tokens: int = 0
 
     def share(self, point: LearnPoint) -> float:
-        """Return the KL that is left at a point, as a share of that before, the mean over the ratios."""
+        """Return the KL at a point divided by the KL before training, averaged over the ratios."""
         return sum(a / max(b, 1e-12) for a, b in zip(point.kl, self.before, strict=True)) / len(self.before)
 
 
 class Training:
-    """One run: it can be broken off at any time, and goes on from where it last saved."""
+    """Runs one training; an interrupted run resumes from its last saved state."""
 
     def __init__(
         self,
@@ -128,17 +128,17 @@ class Training:
         looked: int,
         origin: dict[str, Any],
     ):
-        """Make ready.
+        """Prepare the optimiser.
 
         Args:
-            lesson: What is trained.
-            train: Batches to learn from.
-            held_out: Batches to judge by.
-            settings: How.
-            state: The file that an interrupted run goes on from.
-            say: Told how it goes, in lines.
-            looked: How many held-out batches a check looks at.
-            origin: Names the model and what the writer began as.
+            lesson: Computes the loss; holds the writer to train.
+            train: Batches to train on.
+            held_out: Batches to check on.
+            settings: Settings of the training.
+            state: File with the state of an interrupted run.
+            say: Called with lines that report progress.
+            looked: Number of held-out batches in a check.
+            origin: Identifies the model and the writer to start from; must be equal for resuming.
         """
         self._lesson, self._train, self._held_out, self._how = lesson, train, held_out, settings
         self._state, self._say, self._looked, self._origin = state, say, looked, origin
@@ -152,7 +152,7 @@ class Training:
         self._since: list[torch.Tensor] = []
 
     def run(self) -> Trained:
-        """Train; see :class:`Trained`."""
+        """Train the writer, restore its best weights, and return the result."""
         self._trained = self._resumed() or self._begin()
         trained, how = self._trained, self._how
         self._began = self._saved = time.monotonic()
@@ -171,7 +171,7 @@ class Training:
         return self._spent + time.monotonic() - self._began
 
     def _share(self) -> float:
-        """Return how much of the training is done."""
+        """Return the share of the training that is done, from 0."""
         if self._how.steps is not None:
             return self._step / self._how.steps
         assert self._how.minutes is not None
@@ -196,7 +196,7 @@ class Training:
             torch.cuda.synchronize()
 
     def _fitting(self, work: Callable[[], None]) -> None:
-        """Work with batches as large as the device has room for."""
+        """Call ``work``; if the device runs out of memory, shrink the batches and call it again."""
         while True:
             with suppress(torch.OutOfMemoryError):
                 work()
@@ -208,8 +208,8 @@ class Training:
             self._say(f"out of memory: batches of {self._train.batch_tokens:,} tokens from now on")
 
     def _begin(self) -> Trained:
-        """Say how long it will take, and how far the model's own KV is."""
-        self._fitting(lambda: self._try(1))  # the first one warms up
+        """Report the expected duration, and measure the held-out KL of the model's own chunk KV."""
+        self._fitting(lambda: self._try(1))  # warm up
         begin = time.monotonic()
         self._fitting(lambda: self._try(_TRIED))
         each = (time.monotonic() - begin) / _TRIED
@@ -221,7 +221,7 @@ class Training:
         return trained
 
     def _try(self, steps: int) -> None:
-        """Take steps that change nothing."""
+        """Compute losses and gradients without changing the weights, for timing."""
         for number in range(steps):
             torch.autograd.backward(self._lesson.loss(self._train.batch(number), self._how.ratio))
             self._optimiser.zero_grad()
@@ -250,7 +250,7 @@ class Training:
 
     @torch.no_grad()
     def _kl(self, plain: bool = False) -> tuple[float, ...]:
-        """Return the held-out KL at each ratio, the mean over batches."""
+        """Return the held-out KL at each ratio, averaged over batches."""
         found = []
         for ratio in self._how.ratios:
             parts = [self._lesson.loss(self._held_out.batch(i), ratio, plain) for i in range(self._looked)]
@@ -263,7 +263,7 @@ class Training:
                 self._weights[name].copy_(tensor)
 
     def _save(self) -> None:
-        """Write what it takes to go on, whole or not at all."""
+        """Write the state for resuming, completely or not at all."""
         self._saved = time.monotonic()
         state = {
             "settings": self._identity(),
@@ -283,7 +283,7 @@ class Training:
             raise StoreError(f"{self._state} cannot be written ({error}); free some space.") from error
 
     def _resumed(self) -> Trained | None:
-        """Go on from the file, if there is one."""
+        """Restore the state from the file and return the result so far; None without a file."""
         if not self._state.exists():
             return None
         try:
@@ -308,7 +308,7 @@ class Training:
         )
 
     def _identity(self) -> dict[str, Any]:
-        """Return what must be the same for a run to go on."""
+        """Return the settings and identities that must be equal for a run to resume."""
         return {**asdict(self._how), "save_s": 0.0, "texts": self._train.identity, **self._origin}
 
 

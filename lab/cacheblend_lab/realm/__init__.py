@@ -1,6 +1,6 @@
-"""Trains REALM (arXiv 2002.08909): a retriever that learns what helps its encoder fill masks and find answers.
+"""Trains REALM (arXiv 2002.08909): a retriever that learns which passages help its encoder fill masks and find answers.
 
-``passages.py`` and ``examples.py`` make what ``model.py`` learns from, in ``pretrain.py`` and ``finetune.py``; both run on
-``runs.py``, which goes on after a kill, while ``refresh.py`` renews the index in a process of its own. ``reading.py`` answers.
-No :class:`~cacheblend_rag.rag.pipeline.RagPipeline` can use what it makes: it is the paper's own.
+``passages.py`` and ``examples.py`` make the training data of ``model.py``. ``pretrain.py`` and ``finetune.py`` train
+the model; both use ``runs.py``, which resumes a killed run, and ``refresh.py``, which rebuilds the index in a separate
+process. ``reading.py`` answers questions. No :class:`~cacheblend_rag.rag.pipeline.RagPipeline` can use these models.
 """

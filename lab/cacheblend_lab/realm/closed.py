@@ -1,4 +1,4 @@
-"""Answers without looking anything up: the closed-book reader, the same encoder, that retrieval is compared with."""
+"""Answers without retrieval: the closed-book reader, which has the same encoder, is the baseline for retrieval."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def closed_book(
     device: torch.device,
     say: Say = lambda done, of, at: None,
 ) -> list[dict[str, Any]]:
-    """Teach the encoder to fill the answer into masks behind the question, and ask it.
+    """Train the encoder to fill the answer into masks behind the question, and ask the questions of ``ask``.
 
-    It begins as the reader does, with what pre-training on the whole corpus has put into the encoder, and is told how many word
-    pieces the answer has, which makes it somewhat better than it could be.
+    The encoder starts from the pre-trained weights, as the reader does. The number of masks reveals how many word
+    pieces the answer has, which makes the scores somewhat too high.
 
     Returns:
         One row per question of ``ask``: ``question``, ``answer`` and ``em``.
@@ -44,7 +44,7 @@ def closed_book(
 
     def loss(step: int) -> tuple[Tensor, Told]:
         rng = Random(f"{settings.seed}:{_STAGE}:{step}")
-        # Without passages there is room for more questions in a step of the same size.
+        # A step without passages has room for `k` times as many questions.
         drawn = [rng.choice(train_on) for _ in range(settings.batch * settings.k)]
         logprobs, targets = _predict(encoder, collator, drawn)
         return torch.nn.functional.nll_loss(logprobs, targets), Told()

@@ -1,4 +1,4 @@
-"""Runs all of it on a fictional world, with a small BERT: from the inverse cloze task alone to answers."""
+"""Runs every stage of REALM on fictional worlds with a small BERT, from the inverse cloze task to answers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Scores = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Sizes, by default those that take minutes on one core.
+    """Holds the sizes of a demonstration; the defaults take minutes on one core.
 
     Attributes:
-        entities: How many the world has.
-        pretrain: How to pre-train.
-        finetune: How to fine-tune, and to teach the closed-book reader.
+        entities: Number of entities in a world.
+        pretrain: Settings of the pre-training.
+        finetune: Settings of the fine-tuning and of the closed-book reader's training.
     """
 
     entities: int = 120
@@ -52,18 +52,18 @@ def run_demo(
     output: Path | None,
     say: Callable[[str, float, int], None] = lambda at, done, of: None,
 ) -> dict[str, Any]:
-    """Train on a world of each seed, ask the questions about entities that no training question named, and pool the answers.
+    """Train one model per seed's world, ask about entities that no training question names, and pool the answers.
 
     Args:
-        seeds: One world, and one model, each.
+        seeds: Seeds of the worlds; each world gets its own model.
         settings: Sizes.
-        output: Keeps the models, to look into them or to go on after a stop; None throws them away.
-        say: Told what is done, how far.
+        output: Directory that keeps the models, for inspection or for resuming; None deletes the models.
+        say: Called with the current task, the steps done and the number of steps.
 
     Returns:
-        ``scores``: a summary (see :func:`summary`) after each stage and of the closed-book reader; ``gains``: the difference in
-        ``recall@1`` of the first and the last, and in ``em`` to the closed-book reader, each with its interval; ``seeds``: the
-        same for each seed; ``worlds``: how large they are.
+        ``scores``: a summary (see :func:`summary`) after each stage and of the closed-book reader; ``gains``: the
+        fine-tuned model's gain in ``recall@1`` over the inverse cloze task alone and in ``em`` over the closed-book
+        reader, each with its interval; ``seeds``: scores and gains of each seed; ``worlds``: sizes of each world.
     """
     pooled: Scores = {}
     groups: list[str] = []
@@ -102,7 +102,7 @@ def _one(
         write_aside(kept, json.dumps(scores[ICT]))
 
     model = pretrain(world.passages, place / "pretrained", how, device, told("pre-training"), warmed)
-    scores.setdefault(ICT, json.loads(kept.read_text(encoding="utf-8")))  # a run that goes on has scored it before
+    scores.setdefault(ICT, json.loads(kept.read_text(encoding="utf-8")))  # a resumed run reads the earlier scores
     score(PRETRAINED, model, Library(world.passages, PassageIndex.load(place / "pretrained" / "index"), model))
     taught = replace(settings.finetune, seed=seed)
     tuned, library = finetune(place / "pretrained", world.train, place / "tuned", taught, device, told("fine-tuning"))
@@ -121,7 +121,7 @@ def _one(
 
 @contextmanager
 def _directory(output: Path | None, seed: int) -> Iterator[Path]:
-    """Yield a directory for one seed."""
+    """Yield a directory for one seed; a temporary one without ``output``."""
     if output is not None:
         place = output / f"seed-{seed}"
         place.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def _sizes(world: RealmWorld) -> dict[str, int]:
 def _summaries(scores: Scores, groups: Sequence[str]) -> dict[str, Any]:
     found = {stage: summary(rows, groups) for stage, rows in scores.items()}
     for stage in (ICT, PRETRAINED):
-        found.get(stage, {}).pop("em", None)  # no reader has been trained yet
+        found.get(stage, {}).pop("em", None)  # the reader is untrained at this stage
     return found
 
 

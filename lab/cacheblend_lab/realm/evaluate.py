@@ -1,4 +1,4 @@
-"""Counts how often the answer is right, and how often it is among what was retrieved, with intervals."""
+"""Counts how often the answer is right, and how often a retrieved passage holds the answer, with intervals."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ def evaluate(
     k: int = 5,
     say: Say = lambda done, of, at: None,
 ) -> list[dict[str, Any]]:
-    """Answer questions, and score each.
+    """Answer questions, and score each answer.
 
     Args:
-        model: A fine-tuned model; of any other only what was retrieved means anything.
-        library: What is retrieved from.
-        questions: The questions.
-        collator: The model's.
+        model: A fine-tuned model; for any other model only the recalls are meaningful.
+        library: Passages to retrieve from.
+        questions: Questions to answer.
+        collator: The model's collator.
         k: Passages read for each question.
-        say: Told of each batch.
+        say: Called after each batch.
 
     Returns:
-        One row per question: ``question``, ``answer``, ``probability``, ``em`` and ``recall@k`` for :data:`RECALLS`: whether one
-        of the passages known to answer it was retrieved; where none is known, one in which an answer stands.
+        One row per question: ``question``, ``answer``, ``probability``, ``em`` and ``recall@k`` for :data:`RECALLS`.
+        The recall counts the passages known to answer the question, or the passages that contain an answer if none is
+        known.
 
     Raises:
-        InputError: There are no questions.
+        InputError: ``questions`` is empty.
     """
     if not questions:
         raise InputError("There are no questions to evaluate.")
@@ -59,7 +60,7 @@ def evaluate(
 def retrieve_many(
     model: RealmModel, library: Library, collator: Collator, questions: Sequence[RealmQuestion]
 ) -> list[list[int]]:
-    """Return as many passages of each question as the longest recall looks at."""
+    """Return the passages of each question, best first: as many as the largest recall needs."""
     with torch.no_grad():
         vectors = model.query(collator.queries(as_queries(model, questions)))
     return library.index.search(vectors, max(RECALLS))
@@ -69,8 +70,8 @@ def summary(rows: Sequence[dict[str, Any]], groups: Sequence[str]) -> dict[str, 
     """Return the mean of each score of :func:`evaluate` with its 95% interval.
 
     Args:
-        rows: Its rows, or others with some of its scores.
-        groups: Of each row the group; questions of one group are not independent.
+        rows: Rows of :func:`evaluate`, or other rows with some of its scores.
+        groups: Group of each row; questions of one group are not independent.
     """
     found: dict[str, Any] = {"questions": len(rows)}
     for name in (name for name in ("em", *(f"recall@{k}" for k in RECALLS)) if name in rows[0]):

@@ -1,4 +1,4 @@
-"""Makes pre-training's examples: sentences with the passage around them, and sentences with masked spans."""
+"""Makes the examples of pre-training: sentences with their passage, and sentences with masked spans."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _MASKED_SHARE = 0.15
 
 @dataclass(frozen=True)
 class Masked:
-    """A query with masks, and the passage it was taken from."""
+    """Holds a query with masks, and the number of its source passage."""
 
     query: Query
     source: int
 
 
 class Examples:
-    """Draws examples from passages; the same random state draws the same ones."""
+    """Draws examples from passages; equal random states draw equal examples."""
 
     def __init__(self, passages: Sequence[Passage], tokenized: Sequence[Tokenized], mask: int, query_tokens: int):
-        """Draw from these passages.
+        """Set the passages to draw from.
 
         Args:
             passages: The corpus.
-            tokenized: The same as word pieces.
-            mask: Id of the mask.
+            tokenized: The corpus as word pieces.
+            mask: Id of the mask token.
             query_tokens: Most word pieces of a query.
         """
         self._passages, self._tokenized = passages, tokenized
         self._mask, self._size = mask, query_tokens
 
     def cloze(self, rng: Random, count: int) -> tuple[list[Query], list[Tokenized]]:
-        """Draw sentences, each with its passage, from which the sentence is taken out nine times of ten.
+        """Draw ``count`` sentences, each with its passage, for the inverse cloze task (Lee et al., arXiv 1906.00300).
 
-        This is the inverse cloze task (Lee et al., arXiv 1906.00300).
+        Nine times of ten, the sentence is removed from the passage.
         """
         queries: list[Query] = []
         passages: list[Tokenized] = []
@@ -51,10 +51,10 @@ class Examples:
             tokens = self._tokenized[at]
             start, end = rng.choice(sentences(self._passages[at].text))
             touched = tokens.pieces(start, end)
-            if touched is None:  # behind what the model reads of the passage
+            if touched is None:  # the sentence lies behind the tokens that the model reads
                 continue
             first, last = touched
-            # A sentence of an article mostly says "it": half of the time the title says of what.
+            # Most sentences of an article refer to their subject as "it", so half of the queries include the title.
             about = tokens.title if rng.random() < _TITLED else []
             queries.append(Query([*about, *tokens.body[first : last + 1]][: self._size], [], []))
             if rng.random() >= _KEEP_SENTENCE:
@@ -67,7 +67,7 @@ class Examples:
         return queries, passages
 
     def words(self, rng: Random, count: int) -> list[Masked]:
-        """Draw sentences in which 15% of the word pieces are masked, in random spans, as BERT is trained."""
+        """Draw ``count`` sentences with about 15% of their words masked in random spans, as in BERT's training."""
         found: list[Masked] = []
         while len(found) < count:
             at, span = self._sentence(rng)
@@ -81,16 +81,16 @@ class Examples:
         return found
 
     def spans(self, rng: Random, count: int, finder: Finder | None) -> list[Masked]:
-        """Draw sentences in which one span is masked: one that ``finder`` finds, or without one a random span.
+        """Draw sentences with one masked span: a span found by ``finder``, or a random span if ``finder`` is None.
 
-        Fewer than ``count`` where salient spans are rare.
+        Returns fewer than ``count`` sentences if salient spans are rare.
         """
         found: list[Masked] = []
         for _ in range(count * _DRAWS):
             at, span = self._sentence(rng)
             text = self._passages[at].text[span[0] : span[1]]
             candidates = random_spans(text, rng) if finder is None else finder(text)
-            # What the title says is no knowledge.
+            # The title is part of the query, so a span from the title would be no test of knowledge.
             title = self._passages[at].title.lower()
             candidates = [(a, b) for a, b in candidates if text[a:b].lower() not in title]
             if not candidates:
@@ -107,7 +107,7 @@ class Examples:
         return at, rng.choice(sentences(self._passages[at].text))
 
     def _query(self, at: int, sentence: Span, spans: Sequence[Span]) -> Query | None:
-        """Return title and sentence with ``spans`` of the sentence masked; None where they lie behind what the model reads."""
+        """Return title and sentence with ``spans`` of the sentence masked; None if the model reads no masked token."""
         tokens = self._tokenized[at]
         touched = tokens.pieces(*sentence)
         if touched is None:

@@ -1,4 +1,4 @@
-"""Fine-tunes on questions (paper section 3.3): query tower and reader learn; passages' vectors stay, or are renewed."""
+"""Fine-tunes query tower and reader on questions (paper section 3.3); the index stays fixed or is rebuilt."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _STAGE = 2
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """Says how to fine-tune.
+    """Holds the settings of fine-tuning.
 
     Attributes:
-        steps: How many.
+        steps: Number of steps.
         batch: Questions in a step.
-        rate: Learning rate.
-        k: Passages read for each question; the paper's 5.
-        save_every: Steps between checkpoints, where the index is not renewed.
-        refresh_every: Steps between two checkpoints for the index to be renewed from, the document tower learning, too; 0
-            leaves both as they are, as the paper does.
-        seed: Of the order of questions.
+        rate: Highest learning rate.
+        k: Passages read for each question; 5 in the paper.
+        save_every: Steps between checkpoints, if ``refresh_every`` is 0.
+        refresh_every: Steps between the checkpoints from which the index is rebuilt, with the document tower trained,
+            too; 0 freezes index and document tower, as in the paper.
+        seed: Seed of the drawn questions.
     """
 
     steps: int = 2000
@@ -53,7 +53,7 @@ class FinetuneSettings:
         """Check the numbers.
 
         Raises:
-            InputError: One is out of range.
+            InputError: A number is out of range.
         """
         for name, value in asdict(self).items():
             least = 0 if name == "refresh_every" else 1
@@ -69,20 +69,24 @@ def finetune(
     device: torch.device,
     say: Say = lambda done, of, at: None,
 ) -> tuple[RealmModel, Library]:
-    """Fine-tune a pre-trained model into another directory; called again after it was killed, go on where it was.
+    """Fine-tune a pre-trained model into another directory; a second call resumes a killed run.
 
     Args:
-        directory: What :func:`pretrain` wrote; it stays as it is.
-        questions: What to learn from.
-        output: Gets checkpoints, ``metrics.jsonl``, passages and index of ``directory``, and in the end the model.
-        settings: How.
-        device: Where.
-        say: Told of each step.
+        directory: Output directory of :func:`pretrain`; it is not changed.
+        questions: Questions to learn from.
+        output: Directory for checkpoints, ``metrics.jsonl``, the passages and index of ``directory``, and the final
+            model.
+        settings: Settings of the fine-tuning.
+        device: Device to train on.
+        say: Called after each step.
+
+    Returns:
+        The fine-tuned model, and its passages with their index.
 
     Raises:
-        InputError: There are no questions, or another run's settings are in ``output``.
+        InputError: ``questions`` is empty, ``output`` is ``directory``, or ``output`` holds a run with other settings.
         ModelError: ``directory`` holds no model.
-        StoreError: Another run is at work in ``output``.
+        StoreError: Another run is active in ``output``.
     """
     if not questions:
         raise InputError("There are no questions to learn from.")
@@ -99,7 +103,7 @@ def finetune(
         _bring(directory, output)
         tuning = Finetuning(model, library, questions, settings, run, device)
         if settings.refresh_every:
-            model.save(output)  # the process that renews the index reads the shape from it
+            model.save(output)  # the process that rebuilds the index reads the shape from `output`
         with tuning.index.renewed(_STAGE, settings.steps if settings.refresh_every else 0, factory) as saved:
             stage = Stage(_STAGE, "fine-tuning", settings.steps, settings.rate, tuning.loss, tuning.learning, saved)
             train(run, model, stage, settings.refresh_every or settings.save_every, settings.seed, say)
@@ -114,22 +118,22 @@ def open_library(directory: Path, model: RealmModel) -> Library:
     """Return the passages of a model's directory with their newest index.
 
     Raises:
-        InputError: There are none.
+        InputError: The directory has no passages or no index.
     """
     return Library(load_passages(directory / PASSAGES), PassageIndex.load(directory / "index"), model)
 
 
 def is_tuned(directory: Path) -> bool:
-    """Say whether the model in a directory was fine-tuned, and has a reader."""
+    """Return whether the model in a directory was fine-tuned, and so has a trained reader."""
     return any(row["stage"] == _STAGE for row in RunDirectory(directory).metrics())
 
 
 class Finetuning:
-    """The loss of a step.
+    """Computes the loss of a step.
 
     Attributes:
-        index: The run's.
-        learning: What the loss reaches: all but the document tower, unless the index is renewed.
+        index: The run's index.
+        learning: Trained parameters: all but the document tower's, or all if the index is rebuilt.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class Finetuning:
         run: RunDirectory,
         device: torch.device,
     ):
-        """Prepare."""
+        """Tokenize the questions and choose the parameters to train."""
         self._model, self._library, self._settings = model, library, settings
         self._questions = questions
         self._queries = as_queries(model, questions)
@@ -151,7 +155,10 @@ class Finetuning:
         self.learning = [parameter for parameter in model.parameters() if parameter not in frozen]
 
     def loss(self, step: int) -> tuple[Tensor | None, Told]:
-        """Return -log p(y|x) of a batch, of the questions whose answer stands in a retrieved passage; None where none does."""
+        """Return the mean -log p(y|x) of a batch's questions with an answer in a retrieved passage, and figures to log.
+
+        The loss is None if no question of the batch has one.
+        """
         rng = Random(f"{self._settings.seed}:{_STAGE}:{step}")
         drawn = [rng.randrange(len(self._questions)) for _ in range(self._settings.batch)]
         questions, queries = [self._questions[at] for at in drawn], [self._queries[at] for at in drawn]
@@ -165,7 +172,7 @@ class Finetuning:
         return -log_marginal(relevance[answerable], likelihood[answerable]).mean(), told
 
     def _retrieve(self, queries: Inputs, step: int) -> tuple[list[list[int]], Tensor, Told]:
-        """Return the passages of each question, f(x, z), and figures to keep."""
+        """Return the passages of each question, f(x, z), and figures to log."""
         k = self._settings.k
         if not self._settings.refresh_every:
             return *retrieve(self._model, self._library, queries, k), {}
@@ -176,7 +183,7 @@ class Finetuning:
 
 
 def _bring(directory: Path, output: Path) -> None:
-    """Give ``output`` the passages and the newest index of ``directory``."""
+    """Link or copy the passages and the newest index of ``directory`` into ``output``."""
     if not (output / PASSAGES).exists():
         link(directory / PASSAGES, output / PASSAGES)
     if newest_step(output / "index") is None:

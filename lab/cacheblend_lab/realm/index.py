@@ -1,4 +1,4 @@
-"""Searches passages' vectors, made by the document tower of one step, for the largest inner product."""
+"""Searches the passages' vectors, computed by the document tower of one step, for the largest inner products."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _KEPT = 2
 
 
 class PassageIndex:
-    """Vectors in FAISS.
+    """Holds the passages' vectors in FAISS.
 
     Attributes:
-        step: The step of the parameters that made the vectors.
-        size: How many passages it holds.
+        step: Training step of the parameters that computed the vectors.
+        size: Number of passages.
     """
 
     def __init__(self, vectors: Any, step: int):
-        """Take a FAISS index; see :meth:`build` and :meth:`load`."""
+        """Wrap a FAISS index; see :meth:`build` and :meth:`load`."""
         self._faiss = vectors
         self.step = step
         self.size: int = vectors.ntotal
@@ -43,11 +43,11 @@ class PassageIndex:
 
         Args:
             vectors: ``[passages, vector]``.
-            step: The step of the parameters that made them.
-            factory: What kind of index, in FAISS's words; ``Flat`` is exact.
+            step: Training step of the parameters that computed the vectors.
+            factory: FAISS index factory string; ``Flat`` is exact.
 
         Raises:
-            InputError: FAISS knows no such kind, or it cannot be made of these vectors.
+            InputError: FAISS does not know the kind of index, or cannot build it from the vectors.
         """
         import faiss
 
@@ -65,12 +65,12 @@ class PassageIndex:
         return cls(index, step)
 
     def search(self, queries: Tensor, k: int, without: Sequence[int] | None = None) -> list[list[int]]:
-        """Return the ``k`` passages of the largest inner product with each query, best first.
+        """Return the ``k`` passages with the largest inner product with each query, best first.
 
         Args:
             queries: ``[queries, vector]``.
-            k: How many; fewer where there are no more.
-            without: Of each query the passage that must not be found: the one that it was taken from.
+            k: Number of passages per query; a smaller index returns fewer.
+            without: Passage to exclude for each query: the source of the query.
         """
         wanted = min(k + (without is not None), self.size)
         array = np.ascontiguousarray(queries.detach().cpu().float().numpy())
@@ -82,13 +82,13 @@ class PassageIndex:
         return rows
 
     def vectors(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Return the indexed vectors of passages: ``[rows, passages, vector]``; all rows of one length."""
+        """Return the indexed vectors of passages: ``[rows, passages, vector]``; all rows must have one length."""
         flat = np.asarray([at for row in rows for at in row], np.int64)
         found = torch.from_numpy(np.asarray(self._faiss.reconstruct_batch(flat)))
         return found.view(len(rows), -1, found.shape[-1])
 
     def save(self, directory: Path) -> None:
-        """Write the index beside those of earlier steps, and then name it in one rename; two are kept."""
+        """Write the index into its own subdirectory, made visible by one rename; the two newest indexes remain."""
         import faiss
 
         aside = directory / f".building-{os.getpid()}"
@@ -106,10 +106,10 @@ class PassageIndex:
 
     @classmethod
     def load(cls, directory: Path) -> PassageIndex:
-        """Read the newest index that is whole.
+        """Read the newest complete index.
 
         Raises:
-            InputError: There is none.
+            InputError: The directory has no complete index.
         """
         import faiss
 
@@ -118,18 +118,18 @@ class PassageIndex:
                 about = json.loads((place / _ABOUT).read_text(encoding="utf-8"))
                 return cls(faiss.read_index(str(place / _VECTORS)), about["step"])
             except (OSError, RuntimeError, ValueError):
-                continue  # a newer one has taken its place meanwhile
+                continue  # a newer index has replaced it meanwhile
         raise InputError(f"There is no index in {directory}; `cacheblend realm pretrain` makes one.")
 
 
 def newest_step(directory: Path) -> int | None:
-    """Return the step of the newest index in a directory, without reading it."""
+    """Return the step of the newest index in a directory, without reading the index; None without an index."""
     steps = _steps(directory)
     return int(steps[-1].name.removeprefix("step-")) if steps else None
 
 
 def bring_index(source: Path, target: Path) -> None:
-    """Let a run begin with the newest index of another, as the index of its own step 0: by a link where that can be."""
+    """Link or copy the newest index of one run into another run, as the index of step 0."""
     newest = _steps(source)[-1]
     size = json.loads((newest / _ABOUT).read_text(encoding="utf-8"))["passages"]
     clear_unfinished(target)
@@ -141,11 +141,11 @@ def bring_index(source: Path, target: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where the file system has only one for each."""
+    """Make a hard link to a file, or a copy if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:
-        aside = target.with_name(f".{target.name}.{os.getpid()}")  # a copy that is stopped leaves no half of a file
+        aside = target.with_name(f".{target.name}.{os.getpid()}")  # an interrupted copy leaves no partial `target`
         shutil.copyfile(source, aside)
         aside.replace(target)
 
@@ -153,8 +153,8 @@ def link(source: Path, target: Path) -> None:
 def embed(
     tower: Tower, passages: Sequence[Tokenized], collator: Collator, go_on: Callable[[], bool] = lambda: True
 ) -> Tensor | None:
-    """Return the vectors of passages: ``[passages, vector]``; None as soon as ``go_on`` says no."""
-    # Passages of like length side by side, for less padding.
+    """Return the vectors of passages: ``[passages, vector]``; None as soon as ``go_on`` returns False."""
+    # Batches of similar lengths need less padding.
     order = sorted(range(len(passages)), key=lambda at: len(passages[at].body))
     found: Tensor | None = None
     with torch.no_grad():
@@ -170,7 +170,7 @@ def embed(
 
 
 def clear_unfinished(directory: Path) -> None:
-    """Remove what a process that was killed left unfinished; only for the one process that may write here."""
+    """Remove the unfinished directories of a killed process; only the directory's one writer may call it."""
     for left in directory.glob(".building-*"):
         shutil.rmtree(left, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Puts word pieces together as BERT reads them, and pads them into tensors."""
+"""Joins word pieces into BERT's input format, and pads them into tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MASKED_MOST = 10
 
 @dataclass(frozen=True)
 class Inputs:
-    """Texts as BERT reads them.
+    """Holds a batch of texts as BERT's inputs.
 
     Attributes:
         ids: ``[texts, tokens]``, padded.
         mask: ``[texts, tokens]``: 1 for tokens, 0 for padding.
-        segments: ``[texts, tokens]``: 1 for what belongs to the passage of a pair.
-        bodies: ``[texts, 2]``: of a pair, where the text of its passage begins and ends.
+        segments: ``[texts, tokens]``: 1 for the tokens of a pair's passage.
+        bodies: ``[texts, 2]``: begin and end of the passage's text in a pair.
     """
 
     ids: Tensor
@@ -32,23 +32,23 @@ class Inputs:
     bodies: Tensor
 
     def arguments(self) -> dict[str, Tensor]:
-        """Return them as `BertModel` takes them."""
+        """Return the inputs as keyword arguments of `BertModel`."""
         return {"input_ids": self.ids, "attention_mask": self.mask, "token_type_ids": self.segments}
 
     def readable(self) -> Tensor:
-        """Return ``[texts, tokens]``: 1 for tokens of the passage's text, where answers are."""
+        """Return ``[texts, tokens]``: 1 for tokens of the passage's text, which may hold answers."""
         at = torch.arange(self.ids.shape[1], device=self.ids.device)[None]
         return ((at >= self.bodies[:, :1]) & (at < self.bodies[:, 1:])).long()
 
 
 @dataclass(frozen=True)
 class Query:
-    """A question, or a sentence with a masked span.
+    """Holds a question, or a sentence with a masked span.
 
     Attributes:
-        ids: Its word pieces, without special tokens.
+        ids: Word pieces, without special tokens.
         masked: Positions of the masks in ``ids``.
-        targets: The word piece behind each mask.
+        targets: Word piece that each mask replaces.
     """
 
     ids: list[int]
@@ -57,15 +57,15 @@ class Query:
 
     @classmethod
     def question(cls, text: str, tokenizer: Any, size: int) -> Query:
-        """Return a question of at most ``size`` word pieces."""
+        """Return a question, cut to at most ``size`` word pieces."""
         return cls(tokenizer(text, add_special_tokens=False, truncation=True, max_length=size)["input_ids"], [], [])
 
 
 class Collator:
-    """Makes tensors of word pieces, for one tokenizer on one device."""
+    """Makes tensors from word pieces, for one tokenizer on one device."""
 
     def __init__(self, tokenizer: Any, device: torch.device):
-        """Take the special tokens of ``tokenizer``."""
+        """Read the special tokens of ``tokenizer``."""
         self.cls, self.sep, self.pad, self.mask = (
             tokenizer.cls_token_id,
             tokenizer.sep_token_id,
@@ -75,15 +75,15 @@ class Collator:
         self.device = device
 
     def queries(self, queries: Sequence[Query]) -> Inputs:
-        """Return ``[CLS] x [SEP]`` for each."""
+        """Return ``[CLS] x [SEP]`` for each query."""
         return self._inputs([([self.cls, *q.ids, self.sep], 0, 0, 0) for q in queries])
 
     def documents(self, passages: Sequence[Tokenized | None]) -> Inputs:
-        """Return ``[CLS] title [SEP] text [SEP]`` for each; None is the null document, with neither."""
+        """Return ``[CLS] title [SEP] text [SEP]`` for each passage; None, the null document, gives ``[CLS] [SEP]``."""
         return self._inputs([([self.cls, *self._passage(p)], 0, 0, 0) for p in passages])
 
     def pairs(self, queries: Sequence[Query], passages: Sequence[Tokenized | None]) -> Inputs:
-        """Return ``[CLS] x [SEP] title [SEP] text [SEP]`` for each query and the passage beside it."""
+        """Return ``[CLS] x [SEP] title [SEP] text [SEP]`` for each query and the passage at the same position."""
         rows = []
         for query, passage in zip(queries, passages, strict=True):
             first = [self.cls, *query.ids, self.sep]

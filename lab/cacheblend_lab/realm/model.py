@@ -1,4 +1,4 @@
-"""Defines the networks: two towers whose inner product retrieves, an encoder with a masked-LM head, a span head."""
+"""Defines the networks: two towers whose inner product ranks passages, an encoder with masked-LM head, a span head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY: Final = "tiny"
 BUNDLED: Final = "minilm"
 """The bundled embedding's encoder: a trained BERT of 6 layers of 384, without a masked-LM head."""
 Dtype = Literal["float32", "bfloat16"]
-# Finite, so that a passage without any span has a gradient of 0 and not of NaN.
+# A finite value: a passage without any span then has a gradient of 0 and not of NaN.
 _NEVER: Final = -1e30
 _WEIGHTS, _SHAPE = "model.safetensors", "realm.json"
 
@@ -31,11 +31,11 @@ class Shape:
     Attributes:
         query_tokens: Most word pieces of a question, or of the text around a mask.
         passage_tokens: Most word pieces of a passage.
-        vector: Size of the vectors that are compared.
+        vector: Size of the towers' vectors.
         span_tokens: Most word pieces of an answer.
-        random: Whether the weights began as random numbers and not as those of a trained BERT.
-        new_head: Whether the masked-LM head did: the encoder then learns to fill in words in the warm start.
-        dtype: What BERT's matrices are multiplied in; weights, losses and what comes out of BERT are float32.
+        random: Whether the weights began as random numbers and not as the weights of a trained BERT.
+        new_head: Whether the masked-LM head began at random; the warm start then trains the encoder to fill in words.
+        dtype: Data type of BERT's matrix products; weights, losses and BERT's outputs are float32.
     """
 
     query_tokens: int = 64
@@ -48,17 +48,17 @@ class Shape:
 
 
 class Tower(nn.Module):
-    """Texts to vectors: W · BERT_CLS(text), then a layer norm, as the authors' code has it (paper section 3.2)."""
+    """Maps texts to vectors: W · BERT_CLS(text), then a layer norm, as in the authors' code (paper section 3.2)."""
 
     def __init__(self, bert: Any, size: int, dtype: Dtype):
-        """Put a projection to ``size`` on a BERT without a pooler."""
+        """Add a projection to ``size`` dimensions to a BERT without a pooler."""
         super().__init__()
         self.bert, self._dtype = bert, dtype
         self.project = nn.Linear(bert.config.hidden_size, size)
         self.norm = nn.LayerNorm(size)
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """Return a vector of each text: ``[texts, vector]``."""
+        """Return one vector per text: ``[texts, vector]``."""
         states = _states(self.bert, inputs, self._dtype)[:, 0]
         vectors: Tensor = self.norm(self.project(states))
         return vectors
@@ -75,7 +75,7 @@ class SpanHead(nn.Module):
     """Scores every span of the passage: MLP([h_start; h_end]) (paper section 3.2)."""
 
     def __init__(self, hidden: int, span_tokens: int):
-        """Score spans of up to ``span_tokens`` tokens of states of size ``hidden``."""
+        """Make a head for spans of up to ``span_tokens`` tokens and states of size ``hidden``."""
         super().__init__()
         self.start, self.end = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden, bias=False)
         self.norm = nn.LayerNorm(hidden)
@@ -83,20 +83,20 @@ class SpanHead(nn.Module):
         self._width = span_tokens
 
     def forward(self, states: Tensor, readable: Tensor) -> Tensor:
-        """Return log p(span) of each text, over all its spans.
+        """Return log p(span) for every span of each text, normalised over the text's spans.
 
         Args:
             states: ``[texts, tokens, hidden]``.
-            readable: ``[texts, tokens]``: where an answer may stand.
+            readable: ``[texts, tokens]``: 1 for tokens that may belong to an answer.
 
         Returns:
-            ``[texts, tokens, span_tokens]``: of the span that starts at a token and is one, two... tokens long; minus
-            infinity for what is no span, and everywhere in a text without any.
+            ``[texts, tokens, span_tokens]``: entry ``[t, i, j]`` is log p of the span of ``j + 1`` tokens that starts
+            at token ``i``; minus infinity if the span has a token that is not readable.
         """
-        # The first layer of an MLP over a concatenation is a sum of two layers, each computed once per token.
+        # The MLP's first layer over [h_start; h_end] is the sum of two layers; each is computed once per token.
         start, end = self.start(states), self.end(states)
         scores = []
-        # A span may stand where all its tokens may.
+        # All tokens of a span must be readable.
         inside = readable.bool()
         for longer in range(self._width):
             if longer:
@@ -110,23 +110,23 @@ class SpanHead(nn.Module):
 
 
 class RealmModel(nn.Module):
-    """Holds all networks that are trained, with their tokenizer.
+    """Holds all trained networks and their tokenizer.
 
     Attributes:
-        query: Embed_input.
-        document: Embed_doc.
+        query: Query tower, Embed_input in the paper.
+        document: Document tower, Embed_doc in the paper.
         encoder: The knowledge-augmented encoder: a `BertForMaskedLM` over ``[CLS] x [SEP] z [SEP]``.
-        reader: The span head on the encoder's states.
+        reader: Span head on the encoder's states.
         tokenizer: A fast tokenizer.
         shape: Lengths and sizes.
     """
 
     def __init__(self, config: Any, tokenizer: Any, shape: Shape):
-        """Make a model of random weights.
+        """Make a model with random weights.
 
         Args:
             config: A `BertConfig`.
-            tokenizer: Its fast tokenizer.
+            tokenizer: Fast tokenizer of the BERT.
             shape: Lengths and sizes.
         """
         from transformers import BertForMaskedLM, BertModel
@@ -139,9 +139,9 @@ class RealmModel(nn.Module):
         self.reader = SpanHead(config.hidden_size, shape.span_tokens)
 
     def relevance(self, queries: Tensor, documents: Tensor) -> Tensor:
-        """Return f(x, z): inner products of ``[x, vector]`` with ``[x, z, vector]``, or with ``[z, vector]``: ``[x, z]``.
+        """Return f(x, z), ``[x, z]``: inner products of ``[x, vector]`` with ``[x, z, vector]`` or ``[z, vector]``.
 
-        Divided by the root of the vectors' size, which the projection could do as well: softmax starts out soft.
+        The products are divided by the square root of the vectors' size, so that the softmax is flat at the start.
         """
         scaled = queries / self.shape.vector**0.5
         return scaled @ documents.T if documents.dim() == 2 else torch.einsum("xv,xzv->xz", scaled, documents)
@@ -165,10 +165,10 @@ class RealmModel(nn.Module):
 
     @classmethod
     def load(cls, directory: Path) -> RealmModel:
-        """Load what :meth:`save` wrote.
+        """Load a model that :meth:`save` wrote.
 
         Raises:
-            ModelError: It is no such directory.
+            ModelError: The directory holds no such model.
         """
         shape = read_shape(directory)
         try:
@@ -181,16 +181,16 @@ class RealmModel(nn.Module):
 
     @classmethod
     def create(cls, bert: str, shape: Shape, seed: int = 0) -> RealmModel:
-        """Begin a model: with random weights (``tiny``), or with a trained BERT in both towers and the encoder.
+        """Make a new model, with random weights (``tiny``) or with a trained BERT in both towers and the encoder.
 
         Args:
             bert: ``tiny`` (2 layers of 128, and the vocabulary of the bundled embedding), ``minilm`` (the bundled embedding's own
                 encoder), or a directory of a BERT, with a masked-LM head or without.
-            shape: Lengths and sizes; lengths beyond what the BERT can read are cut down to it.
-            seed: Of random weights.
+            shape: Lengths and sizes; passages are shortened to the BERT's number of positions.
+            seed: Seed of the random weights.
 
         Raises:
-            ModelError: It is no BERT.
+            ModelError: ``bert`` names no usable BERT.
         """
         torch.manual_seed(seed)
         if bert == TINY:
@@ -226,16 +226,16 @@ class RealmModel(nn.Module):
             num_attention_heads=4,
             intermediate_size=512,
             max_position_embeddings=length,
-            # BERT's 0.02 is for 768 dimensions: with it hardly anything of the text would reach [CLS] at first.
+            # BERT's 0.02 suits 768 dimensions; with 128, the [CLS] state would hardly depend on the text at first.
             initializer_range=128**-0.5,
-            # There is too little training for dropout to pay.
+            # The training is too short to benefit from dropout.
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
         return cls(config, tokenizer, replace(shape, random=True, new_head=True))
 
     def _begin_with(self, trained: Any) -> None:
-        """Begin the encoder and both towers with one BERT: a text and its like are near each other from the start."""
+        """Copy one BERT into the encoder and both towers, so that similar texts have similar vectors from the start."""
         self.encoder.load_state_dict(trained.state_dict())
         self.query.bert.load_state_dict(trained.bert.state_dict())
         self.document.load_state_dict(self.query.state_dict())
@@ -244,7 +244,7 @@ class RealmModel(nn.Module):
 def _waves(positions: int, size: int) -> Tensor:
     """Return sinusoidal positions of variance 1 (Vaswani et al., section 3.5), ``[positions, size]``.
 
-    A position is a rotation of the one before it, so that "the word before" need not be learned for each position anew.
+    Each position is a rotation of the previous one, so "the word before" need not be learned anew for each position.
     """
     angles = torch.arange(positions)[:, None] / 10_000 ** (torch.arange(0, size, 2) / size)
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(1) * 2**0.5
@@ -254,7 +254,7 @@ def read_shape(directory: Path) -> Shape:
     """Return the shape of a saved model without loading it.
 
     Raises:
-        ModelError: There is none.
+        ModelError: The directory holds no such model.
     """
     try:
         return Shape(**json.loads((directory / _SHAPE).read_text(encoding="utf-8")))
@@ -269,7 +269,7 @@ def _no_model(directory: Path, error: Exception) -> ModelError:
 
 
 def save_weights(model: nn.Module, directory: Path) -> None:
-    """Write a model's weights; tensors that are shared are written once."""
+    """Write a model's weights; shared tensors are written once."""
     seen: set[int] = set()
     kept = {}
     for name, tensor in model.state_dict().items():
@@ -280,10 +280,10 @@ def save_weights(model: nn.Module, directory: Path) -> None:
 
 
 def load_weights(model: nn.Module, directory: Path, part: str = "") -> None:
-    """Read the weights of a model, or of one ``part`` of the model that was saved (``document.``).
+    """Read weights into a model; with ``part`` (``document.``), only the saved weights whose names begin with it.
 
     Raises:
-        ModelError: The file lacks weights, or has others.
+        ModelError: The file lacks weights, or has unknown ones.
     """
     found = load_file(directory / _WEIGHTS)
     weights = {name.removeprefix(part): tensor for name, tensor in found.items() if name.startswith(part)}
@@ -298,10 +298,10 @@ def load_weights(model: nn.Module, directory: Path, part: str = "") -> None:
 
 
 def check_device(name: str | None) -> torch.device:
-    """Return the device of that name; without one a CUDA device where there is one.
+    """Return the device called ``name``; None chooses CUDA if available, else the CPU.
 
     Raises:
-        InputError: There is no such device.
+        InputError: The device cannot be used.
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -330,12 +330,12 @@ def _bundled() -> Path:
 
 
 def _trained(directory: Path) -> tuple[Any, bool]:
-    """Return a BERT, and whether it was saved with its masked-LM head; without one that head begins at random."""
+    """Return a BERT, and whether it was saved with its masked-LM head; a missing head gets random weights."""
     from transformers import BertForMaskedLM
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # a head that is missing is no damage here, as it would report
+    logging.set_verbosity_error()  # suppress the warning about a missing head, which is allowed
     try:
         model, info = BertForMaskedLM.from_pretrained(str(directory), output_loading_info=True)
     finally:
@@ -347,7 +347,11 @@ def _trained(directory: Path) -> tuple[Any, bool]:
 
 
 def _fitted(shape: Shape, positions: int) -> Shape:
-    """Return ``shape`` with passages short enough for a query, a title and the separators to stand before them."""
+    """Return ``shape`` with passages shortened to leave positions for a query, a title and the separators.
+
+    Raises:
+        ValueError: Fewer than 16 positions remain for a passage.
+    """
     room = positions - shape.query_tokens - 32
     if room < 16:
         raise ValueError(f"it reads {positions} tokens, too few for {shape.query_tokens} of a query and a passage")

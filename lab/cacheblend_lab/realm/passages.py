@@ -1,4 +1,4 @@
-"""Reads the passages that are retrieved from files, cut between sentences, as word pieces."""
+"""Reads files as passages, cut between sentences, and splits the passages into word pieces."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of an article.
+    """Holds a piece of an article.
 
     Attributes:
         title: The article's title; may be empty.
-        text: The piece.
+        text: Text of the piece.
     """
 
     title: str
@@ -36,12 +36,12 @@ class Passage:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """A passage as word pieces, without special tokens.
+    """Holds a passage as word pieces, without special tokens.
 
     Attributes:
         title: Ids of the title.
         body: Ids of the text.
-        offsets: Of each id of ``body``, the characters it stands for.
+        offsets: Begin and end, in characters of the text, of each id of ``body``.
     """
 
     title: list[int]
@@ -49,13 +49,13 @@ class Tokenized:
     offsets: list[Span]
 
     def pieces(self, start: int, end: int) -> Span | None:
-        """Return the first and the last id of ``body`` that touch the characters ``[start, end)``; None if there is none."""
+        """Return the first and last position in ``body`` that touch characters ``[start, end)``; None if none does."""
         inside = [at for at, (first, last) in enumerate(self.offsets) if first < end and last > start]
         return (inside[0], inside[-1]) if inside else None
 
 
 def sentences(text: str) -> list[Span]:
-    """Return where the sentences of ``text`` begin and end, white space left out."""
+    """Return begin and end of each sentence of ``text``, without surrounding white space."""
     found, start = [], 0
     for match in [*_SENTENCE_END.finditer(text), None]:
         end = len(text) if match is None else match.start()
@@ -70,7 +70,7 @@ def sentences(text: str) -> list[Span]:
 def cut(title: str, text: str, tokenizer: Any, size: int) -> Iterator[Passage]:
     """Cut an article into passages of at most ``size`` word pieces, between sentences.
 
-    A sentence longer than that is a passage of its own; what is read of it ends where the model's input does.
+    A longer sentence becomes a passage of its own; the model reads its first ``size`` word pieces.
     """
     spans = sentences(text)
     lengths = [
@@ -88,11 +88,11 @@ def cut(title: str, text: str, tokenizer: Any, size: int) -> Iterator[Passage]:
 
 
 def tokenize(passages: Sequence[Passage], tokenizer: Any, size: int, title_size: int = 16) -> list[Tokenized]:
-    """Return each passage as at most ``size`` word pieces below at most ``title_size`` of its title.
+    """Return each passage as at most ``size`` word pieces of text and at most ``title_size`` of its title.
 
     Args:
-        passages: What :func:`read_corpus` returned.
-        tokenizer: A fast tokenizer of the model.
+        passages: Passages from :func:`read_corpus`.
+        tokenizer: The model's fast tokenizer.
         size: Most word pieces of a text.
         title_size: Most word pieces of a title.
     """
@@ -112,13 +112,14 @@ def read_corpus(path: Path, tokenizer: Any, size: int) -> list[Passage]:
     """Read a corpus and cut it into passages.
 
     Args:
-        path: A directory or file of documents (whatever `cacheblend index` reads; a Markdown heading is the title of what is
-            below it), a ``.jsonl`` or ``.jsonl.gz`` of ``{"title", "text"}``, or DPR's ``.tsv`` of id, text and title.
+        path: A directory or file of documents (all types that `cacheblend index` reads; a Markdown heading is the title
+            of the text below it), a ``.jsonl`` or ``.jsonl.gz`` of ``{"title", "text"}``, or DPR's ``.tsv`` of id, text
+            and title.
         tokenizer: Counts the word pieces.
         size: Most word pieces of a passage.
 
     Raises:
-        InputError: There is no such path, or fewer than two passages in it.
+        InputError: The path does not exist, or holds fewer than two passages.
     """
     name = path.name.lower()
     if name.endswith((".jsonl", ".jsonl.gz")):
@@ -140,7 +141,7 @@ def save_passages(passages: Iterable[Passage], path: Path) -> None:
 
 
 def load_passages(path: Path) -> list[Passage]:
-    """Read what :func:`save_passages` wrote.
+    """Read the passages that :func:`save_passages` wrote.
 
     Raises:
         InputError: The file cannot be read.

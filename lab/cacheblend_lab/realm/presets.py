@@ -1,4 +1,4 @@
-"""Sets what the user leaves open: for a tiny BERT of random weights, the bundled one, and any other trained one."""
+"""Sets the defaults for a tiny BERT with random weights, for the bundled BERT, and for any other trained BERT."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _TINY: Final = PretrainSettings(
     refresh_every=20,
 )
 _TINY_TUNING: Final = FinetuneSettings(steps=400, batch=12, rate=1e-3)
-# The demonstration's: a trained BERT learns at lower rates, and each of its steps takes longer.
+# Settings of the demonstration: a trained BERT needs lower learning rates, and its steps take longer.
 _BUNDLED_DEMO: Final = replace(_TINY, bert=BUNDLED, warm_steps=150, warm_batch=32, warm_rate=1e-4, rate=3e-5)
 _BUNDLED_DEMO_TUNING: Final = FinetuneSettings(steps=300, batch=12, rate=1e-4, refresh_every=30)
 
 
 def pretraining(bert: str) -> PretrainSettings:
-    """Return how to pre-train: ``tiny`` for minutes on one core, any other BERT as in the paper but for the steps."""
+    """Return the settings of pre-training: minutes on one core for ``tiny``, else the paper's, with fewer steps."""
     return _TINY if bert == TINY else PretrainSettings(bert=bert)
 
 
 def tuning(random: bool) -> FinetuneSettings:
-    """Return how to fine-tune a model that began with random weights, or a trained one."""
+    """Return the settings of fine-tuning, for a model that began with random weights or with a trained BERT."""
     return _TINY_TUNING if random else FinetuneSettings()
 
 
 def demonstration(bert: str) -> tuple[PretrainSettings, FinetuneSettings]:
-    """Return how the demonstration trains ``tiny`` or ``minilm``."""
+    """Return the demonstration's settings of pre-training and fine-tuning for ``tiny`` or ``minilm``."""
     if bert == TINY:
         return _TINY, _TINY_TUNING
     shape = replace(_BUNDLED_DEMO.shape, dtype=_fast_dtype())
@@ -47,6 +47,6 @@ def demonstration(bert: str) -> tuple[PretrainSettings, FinetuneSettings]:
 
 
 def _fast_dtype() -> Dtype:
-    """Return bfloat16 where this CPU multiplies in it; elsewhere it need not be any faster."""
-    can: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not say
+    """Return bfloat16 if the CPU has bfloat16 instructions, else float32; bfloat16 may be slower without them."""
+    can: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older torch versions lack the function
     return "bfloat16" if can.get("avx512_bf16") or can.get("amx_bf16") else "float32"

@@ -1,4 +1,4 @@
-"""Pre-trains (paper sections 3.3, 3.4): a warm start, then masked spans filled with the help of retrieved passages."""
+"""Pre-trains a model (paper sections 3.3, 3.4): a warm start, then filling masked spans from retrieved passages."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ WARM, MASKED = 0, 1
 
 @dataclass(frozen=True)
 class PretrainSettings:
-    """Says how to pre-train; the defaults are the paper's, but for numbers of steps, which suit one machine.
+    """Holds the settings of pre-training; the defaults are the paper's, with fewer steps to suit one machine.
 
     Attributes:
-        bert: ``tiny`` or the directory of a BERT.
+        bert: ``tiny``, ``minilm`` or the directory of a BERT.
         shape: Lengths and sizes.
         ict: Whether the towers begin with the inverse cloze task.
         warm_steps: Steps of the warm start.
-        warm_batch: Sentences in a step of it.
-        warm_rate: Its learning rate.
+        warm_batch: Sentences in a step of the warm start.
+        warm_rate: Highest learning rate of the warm start.
         steps: Steps of masked spans over retrieved passages.
-        batch: Sentences in a step.
-        rate: Learning rate.
-        candidates: Passages that are retrieved for each, the null document not counted.
-        refresh_every: Steps between two checkpoints for the index to be renewed from; 0 never renews it.
-        spans: What is masked.
-        faiss: Kind of index, in FAISS's words.
-        seed: Of all that is drawn.
+        batch: Sentences in a step of masked spans.
+        rate: Highest learning rate of masked spans.
+        candidates: Passages retrieved for each sentence, besides the null document.
+        refresh_every: Steps between the checkpoints from which the index is rebuilt; 0 never rebuilds the index.
+        spans: Kind of spans to mask.
+        faiss: FAISS index factory string.
+        seed: Seed of all random draws.
     """
 
     bert: str = "tiny"
@@ -67,7 +67,7 @@ class PretrainSettings:
         """Check the numbers.
 
         Raises:
-            InputError: One is out of range.
+            InputError: A number is out of range, or ``spans`` is unknown.
         """
         for name in ("warm_batch", "batch", "candidates"):
             if getattr(self, name) < 1:
@@ -90,20 +90,21 @@ def pretrain(
     say: Say = lambda done, of, at: None,
     warmed: Looker = lambda model, index: None,
 ) -> RealmModel:
-    """Pre-train into a directory; called again after it was killed, go on where it was.
+    """Pre-train a model into a directory; a second call resumes a killed run.
 
     Args:
-        corpus: The passages, or what makes them of the tokenizer and the size of a passage.
-        output: Gets checkpoints, indexes, ``metrics.jsonl``, and in the end the model.
-        settings: How.
-        device: Where.
-        say: Told of each step.
-        warmed: Shown the model and its first index after the warm start; not in a run that goes on beyond it.
+        corpus: The passages, or a function that returns them from the tokenizer and the size of a passage.
+        output: Directory for checkpoints, indexes, ``metrics.jsonl`` and the final model.
+        settings: Settings of the pre-training.
+        device: Device to train on.
+        say: Called after each step.
+        warmed: Called with the model and its first index after the warm start; not called if the run resumes a later
+            stage.
 
     Raises:
-        InputError: Another run's settings are in ``output``, or the corpus is too small.
+        InputError: ``output`` holds a run with other settings, or the corpus is too small.
         ModelError: The BERT cannot be used.
-        StoreError: Another run is at work there, or it cannot be written.
+        StoreError: Another run is active in ``output``, or ``output`` cannot be written.
     """
     run = RunDirectory(output)
     how = asdict(settings)
@@ -113,7 +114,7 @@ def pretrain(
             made = corpus(model.tokenizer, model.shape.passage_tokens) if callable(corpus) else corpus
             aside = output / f".{PASSAGES}"
             save_passages(made, aside)
-            model.save(output)  # the refresher reads the shape from it, and a user's eye the tokenizer
+            model.save(output)  # the refresher reads the shape from `output`
             aside.replace(output / PASSAGES)
         passages = load_passages(output / PASSAGES)
         run.begin(how)
@@ -128,7 +129,7 @@ def pretrain(
 
 
 class Pretraining:
-    """The two stages, over one model and corpus."""
+    """Runs the two stages over one model and corpus."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class Pretraining:
         settings: PretrainSettings,
         device: torch.device,
     ):
-        """Prepare; nothing is trained yet."""
+        """Tokenize the corpus and set up the examples, without training."""
         self.model, self.run, self.settings = model, run, settings
         self.passages = tokenize(passages, model.tokenizer, model.shape.passage_tokens)
         self.collator = Collator(model.tokenizer, device)
@@ -148,7 +149,7 @@ class Pretraining:
         self.index = RenewedIndex(run, model, self.passages, self.collator)
 
     def warm_start(self, say: Say) -> None:
-        """Run the inverse cloze task; an encoder whose head is new learns to fill in words meanwhile, as BERT has."""
+        """Train the towers on the inverse cloze task, and an encoder with a new head to fill in words, as in BERT."""
         how, model = self.settings, self.model
         parts: list[nn.Module] = [*([model.query, model.document] if how.ict else [])]
         parts += [model.encoder] if model.shape.new_head else []
@@ -177,7 +178,7 @@ class Pretraining:
         return torch.stack(losses).sum(), told
 
     def fill_masks(self, say: Say) -> None:
-        """Run masked language modelling over retrieved passages, the index being renewed beside it."""
+        """Run masked language modelling over retrieved passages, while another process rebuilds the index."""
         how = self.settings
         self.open_index()
         with self.index.renewed(MASKED, how.steps if how.refresh_every else 0, how.faiss) as saved:
@@ -202,13 +203,13 @@ class Pretraining:
         prior = relevance.detach().softmax(-1)
         told["p_null"] = prior[:, 0].mean().item()
         if fewest:
-            # The paper's retrieval utility, of what the retriever likes best.
+            # The paper's retrieval utility, for the passage that the retriever ranks first.
             best = likelihood.detach().gather(1, 1 + prior[:, 1:].argmax(1, keepdim=True))
             told["utility"] = (best[:, 0] - likelihood.detach()[:, 0]).mean().item()
         return -log_marginal(relevance, likelihood).mean(), told
 
     def _fill(self, drawn: Sequence[Masked], candidates: Sequence[Sequence[Tokenized | None]]) -> Tensor:
-        """Return log p(y|z,x) of each query's masks together, for each of its candidates: ``[queries, candidates]``."""
+        """Return log p(y|z,x), summed over a query's masks, for each candidate: ``[queries, candidates]``."""
         queries = [example.query for example, row in zip(drawn, candidates, strict=True) for _ in row]
         states = self.model.states(self.collator.pairs(queries, [passage for row in candidates for passage in row]))
         masks = [(pair, 1 + at) for pair, query in enumerate(queries) for at in query.masked]
@@ -219,12 +220,12 @@ class Pretraining:
         return total.view(len(drawn), -1)
 
     def open_index(self) -> PassageIndex:
-        """Return the newest index; the first one is made here, since there is nothing to go on with before it."""
+        """Return the newest index, and build it first if there is none yet."""
         if newest_step(self.run.index) is None:
             self.index.build(0, self.settings.faiss)
         return self.index.newest()
 
     def finish(self) -> None:
-        """Keep the model and an index made by it."""
+        """Save the model and an index built with its final weights."""
         self.index.build(self.settings.steps, self.settings.faiss)
         self.model.save(self.run.path)

@@ -1,4 +1,4 @@
-"""Reads questions with answers as they are published: NQ-open, WebQuestions, CuratedTREC, plain JSON lines."""
+"""Reads questions with answers in their published formats: NQ-open, WebQuestions, CuratedTREC, plain JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_lab.rows import read_rows
 from cacheblend_rag.calibrate.metrics import exact_match
 from cacheblend_rag.errors import InputError
 
-# Stanford's WebQuestions has its answers as (list (description "Jazmyn Bieber") (description "..."))
+# Stanford's WebQuestions writes answers as (list (description "Jazmyn Bieber") (description "..."))
 _DESCRIPTION = re.compile(r'\(description (?:"((?:[^"\\]|\\.)*)"|([^()"]+))\)')
 _REGEX_FLAGS = re.IGNORECASE | re.UNICODE | re.MULTILINE
 _FORMATS = (
@@ -26,14 +26,14 @@ _FORMATS = (
 
 @dataclass(frozen=True)
 class RealmQuestion:
-    """A question.
+    """Holds a question.
 
     Attributes:
         text: The question.
-        answers: Any of them is right.
+        answers: Right answers.
         regex: Whether the answers are regular expressions.
-        passages: The passages that answer it, where that is known.
-        group: Questions of one group are not independent of each other; may be empty.
+        passages: Numbers of the passages that answer the question; empty if unknown.
+        group: Group of questions that are not independent of each other; may be empty.
     """
 
     text: str
@@ -44,14 +44,14 @@ class RealmQuestion:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Return what finds an answer in a text, in whole words unless the answers are expressions."""
+        """Return a pattern that finds an answer in a text; answers other than regular expressions match whole words."""
         if self.regex:
             return re.compile("|".join(f"(?:{answer})" for answer in self.answers), _REGEX_FLAGS)
         escaped = (r"\s+".join(map(re.escape, answer.split())) for answer in self.answers)
         return re.compile("|".join(rf"(?<!\w){answer}(?!\w)" for answer in escaped), _REGEX_FLAGS)
 
     def right(self, answer: str) -> float:
-        """Return 1 for a right answer, else 0: SQuAD's exact match, or for expressions a match from its start on, as DrQA."""
+        """Return 1 for a right answer, else 0: by SQuAD's exact match, or by a match at the start as in DrQA."""
         if self.regex:
             return float(any(re.match(pattern, answer, _REGEX_FLAGS) for pattern in self.answers))
         return exact_match(answer, self.answers)
@@ -62,8 +62,8 @@ class RealmQuestionFile:
     """Holds a file's questions.
 
     Attributes:
-        questions: Its questions.
-        skipped: Rows that cannot be used, each with why.
+        questions: The questions.
+        skipped: Rows that cannot be used, each with the reason.
     """
 
     questions: list[RealmQuestion]
@@ -71,7 +71,7 @@ class RealmQuestionFile:
 
 
 def read_questions(path: Path) -> RealmQuestionFile:
-    """Read questions; a row that cannot be used is skipped, and said so.
+    """Read questions; report each row that cannot be used as skipped.
 
     Raises:
         InputError: The file cannot be read, or none of its rows can be used.
@@ -130,7 +130,7 @@ def _columns(row: list[str]) -> RealmQuestion:
         return _checked(row[2], [row[3].strip()], True)
     if len(row) == 2:
         given = row[1].strip()
-        # DPR writes fields with quotes in them as CSV does.
+        # DPR quotes a field that contains quotes, as CSV does.
         if len(given) > 1 and given[0] == given[-1] == '"':
             given = given[1:-1].replace('""', '"')
         listed = ast.literal_eval(given) if given.startswith("[") else [given]

@@ -1,4 +1,4 @@
-"""Answers by a span reader (paper section 3.2): which spans answer, log p(y|z,x), and the best answer."""
+"""Answers questions with a span reader (paper section 3.2): the spans that match, log p(y|z,x), and the best answer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class SpanAnswer:
     """Holds the answer to one question.
 
     Attributes:
-        text: The answer; empty where no passage has a span.
-        probability: p(y|x), summed over all passages and spans with this text.
-        passages: The passages that were retrieved, best first.
+        text: The answer; empty if no passage has a span.
+        probability: p(y|x), summed over the spans of all passages with this text, after SQuAD's normalisation.
+        passages: Numbers of the retrieved passages, best first.
     """
 
     text: str
@@ -35,15 +35,15 @@ class SpanAnswer:
 
 
 class Library:
-    """Passages as texts, as word pieces, and in an index whose vectors the reader takes as they are."""
+    """Holds passages as texts, as word pieces, and in an index."""
 
     def __init__(self, passages: Sequence[Passage], index: PassageIndex, model: RealmModel):
-        """Put together what belongs together."""
+        """Tokenize the passages."""
         self.passages, self.index = passages, index
         self.tokenized: list[Tokenized] = tokenize_for(model, passages)
 
     def matches(self, question: RealmQuestion, passage: int, longest: int) -> list[tuple[int, int]]:
-        """Return S(z,y): first word piece and number of word pieces of each span of a passage that is an answer."""
+        """Return S(z,y): first piece and number of pieces of each span that is an answer, up to ``longest`` pieces."""
         found = []
         tokens = self.tokenized[passage]
         for match in question.pattern.finditer(self.passages[passage].text):
@@ -54,24 +54,24 @@ class Library:
 
 
 def tokenize_for(model: RealmModel, passages: Sequence[Passage]) -> list[Tokenized]:
-    """Return passages as word pieces of the model, as long as it reads them."""
+    """Return passages as the model's word pieces, cut to the model's passage length."""
     return tokenize(passages, model.tokenizer, model.shape.passage_tokens)
 
 
 def as_queries(model: RealmModel, questions: Sequence[RealmQuestion]) -> list[Query]:
-    """Return questions as word pieces of the model."""
+    """Return questions as the model's word pieces."""
     return [Query.question(question.text, model.tokenizer, model.shape.query_tokens) for question in questions]
 
 
 def search(index: PassageIndex, vectors: Tensor, k: int) -> list[list[int]]:
-    """Return the ``k`` best passages of each question's vector; fewer, of all, where an inexact index finds fewer."""
+    """Return the ``k`` best passages for each question's vector; fewer for all if an inexact index finds fewer."""
     found = index.search(vectors, k)
     fewest = min(map(len, found))
     return [row[:fewest] for row in found]
 
 
 def retrieve(model: RealmModel, library: Library, queries: Inputs, k: int) -> tuple[list[list[int]], Tensor]:
-    """Return the ``k`` best passages of each question, and f(x, z): ``[questions, k]``; only the query tower gets a gradient."""
+    """Return each question's ``k`` best passages, and f(x, z), ``[questions, k]``, with gradients to the query tower."""
     vectors = model.query(queries)
     rows = search(library.index, vectors, k)
     return rows, model.relevance(vectors, library.index.vectors(rows).to(vectors.device))
@@ -80,7 +80,7 @@ def retrieve(model: RealmModel, library: Library, queries: Inputs, k: int) -> tu
 def read(
     model: RealmModel, library: Library, collator: Collator, queries: Sequence[Query], rows: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Inputs]:
-    """Return log p(span|z,x) of every question and passage, ``[pairs, tokens, span_tokens]``, and what was read."""
+    """Return log p(span|z,x) of question and passage, ``[pairs, tokens, span_tokens]``, and the encoder's inputs."""
     pairs = collator.pairs(
         [query for query, row in zip(queries, rows, strict=True) for _ in row],
         [library.tokenized[at] for row in rows for at in row],
@@ -99,7 +99,7 @@ def answer_likelihood(
         for at in row
     ]
     most = max(1, *map(len, found))
-    # Finite instead of minus infinity within the sum: a sum of nothing has a gradient of 0 and not of NaN.
+    # A finite value instead of minus infinity: an empty sum then has a gradient of 0 and not of NaN.
     values = spans.new_full((len(found), most), -1e30)
     chosen = [
         (pair, number, begins[pair] + first, length - 1)

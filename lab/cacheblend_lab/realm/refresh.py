@@ -1,4 +1,4 @@
-"""Renews the index in a process beside the training (paper section 3.3): newest checkpoint in, new index out."""
+"""Rebuilds the index from the newest checkpoint, in a process beside the training (paper section 3.3)."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _LOOK_S = 0.2
 
 
 class Refresher:
-    """The process, as its trainer holds it."""
+    """Starts and ends the process that rebuilds the index; the trainer owns the object."""
 
     def __init__(self, directory: Path, stage: int, factory: str, device: str):
-        """Make it for a run; :meth:`ensure` starts it.
+        """Prepare the process for a run; :meth:`ensure` starts it.
 
         Args:
-            directory: The run's.
-            stage: Whose checkpoints are indexed.
-            factory: Kind of FAISS index.
-            device: Where passages are embedded.
+            directory: Directory of the run.
+            stage: Stage whose checkpoints are indexed.
+            factory: FAISS index factory string.
+            device: Device that embeds the passages.
         """
         self._arguments = (str(directory), stage, factory, device, torch.get_num_threads())
         self._process: BaseProcess | None = None
         self.starts = 0
 
     def ensure(self) -> None:
-        """Start the process if it does not run: at first, and after it was killed."""
+        """Start the process unless it is running."""
         if self._process is None or not self._process.is_alive():
-            # A fresh interpreter: a fork would share the trainer's threads and device.
+            # Spawn a fresh interpreter: a fork would share the trainer's threads and device.
             context = multiprocessing.get_context("spawn")
             self._process = context.Process(target=refresh, args=self._arguments, daemon=True)
             self._process.start()
@@ -50,7 +50,7 @@ class Refresher:
 
     @property
     def pid(self) -> int | None:
-        """Return the process's id."""
+        """Return the process's id, or None before the first start."""
         return self._process.pid if self._process is not None else None
 
     def close(self) -> None:
@@ -61,8 +61,8 @@ class Refresher:
 
 
 def refresh(directory: str, stage: int, factory: str, device: str, threads: int) -> None:
-    """Index the newest checkpoint again and again, until the process that started this one has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    """Index each newest checkpoint, until the parent process has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     torch.set_num_threads(threads)
     parent = multiprocessing.parent_process()
 
@@ -75,7 +75,7 @@ def refresh(directory: str, stage: int, factory: str, device: str, threads: int)
         try:
             lock.acquire(timeout=1)
         except Timeout:
-            continue  # the refresher of a trainer that was killed has not noticed yet
+            continue  # the refresher of a killed trainer still holds the lock
         with lock:
             clear_unfinished(run.index)
             _keep_fresh(run, stage, factory, torch.device(device), wanted)
@@ -94,7 +94,7 @@ def _keep_fresh(run: RunDirectory, stage: int, factory: str, device: torch.devic
         try:
             load_weights(tower, newest[2], "document.")
         except (OSError, ModelError):
-            continue  # a newer checkpoint has taken its place meanwhile
+            continue  # a newer checkpoint has replaced it meanwhile
         vectors = embed(tower, passages, collator, wanted)
         if vectors is not None:
             PassageIndex.build(vectors, newest[1], factory).save(run.index)

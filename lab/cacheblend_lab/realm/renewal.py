@@ -1,4 +1,4 @@
-"""Holds the index of a run while a stage trains: the newest is searched, another process makes newer ones."""
+"""Holds the index of a run in training: the trainer searches the newest index, another process builds new ones."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from cacheblend_lab.realm.runs import RunDirectory, Told
 
 
 class RenewedIndex:
-    """Vectors of all passages, by parameters that are a few steps old (paper section 3.3)."""
+    """Holds the vectors of all passages, computed by parameters that are some steps old (paper section 3.3)."""
 
     def __init__(self, run: RunDirectory, model: RealmModel, passages: Sequence[Tokenized], collator: Collator):
-        """Take the run's index, once there is one.
+        """Set the run; the index may be built later.
 
         Args:
-            run: Where indexes and checkpoints are.
-            model: Its document tower makes the vectors.
-            passages: All of them.
-            collator: Makes them into batches.
+            run: Directory of the indexes and checkpoints.
+            model: Model whose document tower computes the vectors.
+            passages: All passages of the corpus.
+            collator: Makes batches of passages.
         """
         self._run, self._model, self._passages, self._collator = run, model, passages, collator
         self._index: PassageIndex | None = None
 
     def build(self, step: int, factory: str) -> None:
-        """Make the index of the current parameters, here, unless there is one of this step.
+        """Build the index from the current parameters in the calling process, unless the newest index is of this step.
 
         Args:
-            step: Of the parameters.
-            factory: Kind of FAISS index.
+            step: Training step of the current parameters.
+            factory: FAISS index factory string.
         """
         if newest_step(self._run.index) != step:
             vectors = embed(self._model.document.eval(), self._passages, self._collator)
@@ -44,10 +44,10 @@ class RenewedIndex:
             PassageIndex.build(vectors, step, factory).save(self._run.index)
 
     def newest(self) -> PassageIndex:
-        """Return the newest index, read only if it is newer than the one before.
+        """Return the newest index; the file is read only if it is newer than the index in memory.
 
         Raises:
-            InputError: There is none.
+            InputError: The run has no index.
         """
         step = newest_step(self._run.index)
         if self._index is None or (step is not None and step > self._index.step):
@@ -56,15 +56,15 @@ class RenewedIndex:
 
     @contextmanager
     def renewed(self, stage: int, steps: int, factory: str) -> Iterator[Callable[[int], None]]:
-        """Have another process renew the index meanwhile, from each checkpoint; the trainer never waits for it.
+        """Run another process inside the context that rebuilds the index from new checkpoints; the trainer never waits.
 
         Args:
-            stage: Whose checkpoints.
-            steps: How many the stage has, behind whose last one :meth:`build` makes the index; 0 never renews it.
-            factory: Kind of FAISS index.
+            stage: Stage whose checkpoints are indexed.
+            steps: Number of steps of the stage, after which the caller uses :meth:`build`; 0 never rebuilds the index.
+            factory: FAISS index factory string.
 
         Yields:
-            What is to be called with the step after each checkpoint: it starts the process again if it was killed.
+            A function to call with the step after each checkpoint; it restarts a killed process.
         """
         refresher = Refresher(self._run.path, stage, factory, str(self._collator.device))
 
@@ -79,12 +79,12 @@ class RenewedIndex:
             refresher.close()
 
     def vectors(self, rows: Sequence[Sequence[int | None]]) -> Tensor:
-        """Return the vectors of candidates by the current parameters, whose gradients reach the document tower.
+        """Return the candidates' vectors by the current parameters, with gradients to the document tower.
 
-        The index only says which passages to look at.
+        The index only selects the candidates.
 
         Args:
-            rows: Candidates of each query, None being the null document; all rows of one length.
+            rows: Candidates of each query; None is the null document. All rows must have one length.
 
         Returns:
             ``[rows, candidates, vector]``.
@@ -97,5 +97,5 @@ class RenewedIndex:
 
 
 def age(index: PassageIndex, step: int) -> Told:
-    """Return the figures of an index in a step: which it was, and how many steps old."""
+    """Return the figures of an index at a training step: the step of the index, and its age in steps."""
     return {"index_step": index.step, "staleness": step - index.step}

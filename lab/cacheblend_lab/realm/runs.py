@@ -1,4 +1,4 @@
-"""Keeps a training run in a directory: checkpoints, figures of every step; it goes on after a kill."""
+"""Stores a training run in a directory, with checkpoints and the figures of every step, and resumes a killed run."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ Say = Callable[[float, int, str], None]
 
 @dataclass(frozen=True)
 class Stage:
-    """One optimisation.
+    """Describes one stage of training.
 
     Attributes:
-        number: Where it stands among the stages of a run, from 0.
-        name: What it is called in ``metrics.jsonl``.
-        steps: How many steps.
-        rate: The highest learning rate: it rises over the first tenth of the steps, and falls to 0 at the last.
-        loss: Of a step: the loss, and figures to keep.
-        parameters: What learns.
+        number: Number of the stage in its run, from 0.
+        name: Name of the stage in ``metrics.jsonl``.
+        steps: Number of steps.
+        rate: Highest learning rate; the rate rises over the first tenth of the steps, and falls to 0 at the last step.
+        loss: Returns the loss of a step (None for no update) and figures to log.
+        parameters: Parameters to train.
         saved: Called after each checkpoint with the step.
     """
 
@@ -53,7 +53,7 @@ class Stage:
 
 
 class RunDirectory:
-    """Keeps what a run must not lose. What it has written is whole: files are written aside and renamed."""
+    """Stores the settings, checkpoints and figures of a run; settings and checkpoints are written aside and renamed."""
 
     def __init__(self, path: Path):
         """Use a directory."""
@@ -63,11 +63,11 @@ class RunDirectory:
 
     @contextmanager
     def alone(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Make the directory, keep other runs out of it, and see to it that an earlier run in it had the same settings.
+        """Make the directory, lock it against other runs, and check that an earlier run in it had equal settings.
 
         Raises:
-            StoreError: Another run is at work in it, or it cannot be written.
-            InputError: It holds a run with other settings.
+            StoreError: Another run is active in the directory, or the directory cannot be written.
+            InputError: The directory holds a run with other settings.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ class RunDirectory:
             lock.release()
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the run in it; empty where there was none."""
+        """Return the settings of the run in the directory; empty without a run."""
         file = self.path / _SETTINGS
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         return found
@@ -101,11 +101,11 @@ class RunDirectory:
             )
 
     def begin(self, settings: dict[str, Any]) -> None:
-        """Keep the settings, once all that could be wrong with them has been looked at."""
+        """Write the settings; call it after the settings have been checked."""
         write_aside(self.path / _SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
     def newest(self, number: int | None = None) -> tuple[int, int, Path] | None:
-        """Return stage, step and directory of the newest checkpoint, of one stage if ``number`` is given; None without one."""
+        """Return stage, step and directory of the newest checkpoint, of stage ``number`` if given; None without any."""
         found = sorted(self.checkpoints.glob("[0-9]*" if number is None else f"{number}-*"))
         if not found:
             return None
@@ -113,7 +113,7 @@ class RunDirectory:
         return int(stage), int(step), found[-1]
 
     def save(self, stage: int, step: int, model: nn.Module, parts: dict[str, Any]) -> None:
-        """Keep a checkpoint: the weights, and ``parts`` as state dicts. Older ones go, but for one."""
+        """Write a checkpoint of weights and of ``parts``' state dicts; only the two newest checkpoints remain."""
         aside = self.checkpoints / ".building"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -124,12 +124,12 @@ class RunDirectory:
             shutil.rmtree(old)
 
     def tell(self, row: Told) -> None:
-        """Append a line to the figures."""
+        """Append a line to ``metrics.jsonl``."""
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the figures of every step; half a line, left by a run that was killed, is none."""
+        """Return the figures of every step, without the incomplete line that a killed run may leave."""
         file = self.path / METRICS
         rows = []
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
@@ -140,23 +140,24 @@ class RunDirectory:
         return rows
 
     def forget_after(self, stage: int, step: int) -> None:
-        """Drop the figures of the steps from ``step`` on, which will be made again."""
+        """Remove the figures of the stage's steps from ``step`` on, and of later stages; those steps will run again."""
         kept = [row for row in self.metrics() if (row["stage"], row["step"]) < (stage, step)]
         write_aside(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def train(run: RunDirectory, model: nn.Module, stage: Stage, save_every: int, seed: int, say: Say) -> None:
-    """Run a stage to its end, from its newest checkpoint on if there is one.
+    """Run a stage to its end, from its newest checkpoint if there is one; skip a stage that the run has passed.
 
-    What a step draws depends on ``seed``, stage and step alone, so that steps after a checkpoint are the same when made again.
+    The random draws of a step depend only on ``seed``, stage and step, so a resumed run repeats the steps of a killed
+    run.
 
     Args:
-        run: Where checkpoints are.
-        model: What they hold.
-        stage: What to do.
-        save_every: Steps between checkpoints; the last step has one, too.
-        seed: Of dropout.
-        say: Told of each step.
+        run: Directory of the checkpoints.
+        model: Model to save in the checkpoints.
+        stage: Stage to run.
+        save_every: Steps between checkpoints; the last step writes a checkpoint, too.
+        seed: Seed of dropout.
+        say: Called after each step.
     """
     from transformers import get_linear_schedule_with_warmup
 
@@ -184,7 +185,7 @@ def train(run: RunDirectory, model: nn.Module, stage: Stage, save_every: int, se
         if loss is not None:
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(parameters, _CLIP)
-        optimizer.step()  # without a loss there is no gradient, and nothing moves
+        optimizer.step()  # skips all parameters if there was no loss, since they have no gradient
         schedule.step()
         figures = {"loss": loss.item()} if loss is not None else {}
         run.tell({"stage": stage.number, "name": stage.name, "step": step, **figures, **told, "s": monotonic() - began})
@@ -196,7 +197,7 @@ def train(run: RunDirectory, model: nn.Module, stage: Stage, save_every: int, se
 
 
 def write_aside(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     aside = file.with_name(f".{file.name}.{os.getpid()}")
     aside.write_text(text, encoding="utf-8")
     aside.replace(file)

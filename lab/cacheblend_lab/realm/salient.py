@@ -1,4 +1,4 @@
-"""Finds the spans of a sentence that take knowledge of the world to fill, and so are masked (paper section 3.4)."""
+"""Finds the spans of a sentence to mask: those that need knowledge of the world to fill in (paper section 3.4)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from cacheblend_lab.realm.passages import Span
 
 Spans = Literal["salient", "random"]
-"""``random`` is the paper's ablation: spans of a few words, wherever they are (as SpanBERT masks)."""
+"""Kind of spans to mask; ``random`` is the paper's ablation: spans of a few words at random places, as in SpanBERT."""
 
 _MONTH = "(?:January|February|March|April|May|June|July|August|September|October|November|December)"
 _DATE = re.compile(
@@ -18,7 +18,7 @@ _DATE = re.compile(
     rf"|{_MONTH}(?: \d{{4}})?|\d{{4}}-\d{{2}}-\d{{2}}|(?:1\d|20)\d{{2}}s?)\b"
 )
 _NAME = re.compile(r"\b[A-Z][\w’'-]*(?:(?: (?:of|de|von|van|da|la))? [A-Z][\w’'-]*)*")
-# Words that begin a sentence with a capital letter, and no name.
+# Capitalised first words of a sentence that are no names.
 _NO_NAME = re.compile(
     "The|A|An|It|Its|He|She|His|Her|They|Their|We|Our|I|In|On|At|Of|And|But|Or|If|As|By|For|From|To|With|This|That|These|Those"
     "|There|When|Where|Who|What|Which|How|Some|Many|Most|Nobody|Not|No"
@@ -30,10 +30,9 @@ Finder = Callable[[str], list[Span]]
 
 
 def salient_finder() -> tuple[str, Finder]:
-    """Return what finds entities and dates in a sentence, and its name.
+    """Return the name of a finder of entities and dates, and the finder.
 
-    spaCy with ``en_core_web_sm`` where both are installed; else patterns: dates, and words with a capital letter that do not
-    merely begin the sentence.
+    The finder is spaCy with ``en_core_web_sm`` if both are installed, else :func:`pattern_spans`.
     """
     try:
         import spacy
@@ -45,13 +44,13 @@ def salient_finder() -> tuple[str, Finder]:
 
 
 def entity_spans(document: Any) -> list[Span]:
-    """Return the named entities and dates of a spaCy document, and the dates that the pattern finds."""
+    """Return the named entities and dates of a spaCy document, and the dates that the date pattern finds."""
     named = [(e.start_char, e.end_char) for e in document.ents if e.label_ in _NAMED]
     return _apart([*named, *_dates(document.text)])
 
 
 def pattern_spans(sentence: str) -> list[Span]:
-    """Return dates and capitalised names of a sentence. A single capitalised word that begins it is no name."""
+    """Return dates and capitalised names of a sentence; a single capitalised word at the start is no name."""
     dates = _dates(sentence)
     names = []
     for match in _NAME.finditer(sentence):
@@ -68,7 +67,7 @@ def pattern_spans(sentence: str) -> list[Span]:
 
 
 def random_spans(sentence: str, rng: Random) -> list[Span]:
-    """Return one span of one to four words, anywhere in the sentence; none if it has no words."""
+    """Return one span of one to four words at a random place; an empty list if the sentence has no words."""
     words = [match.span() for match in re.finditer(r"\w+", sentence)]
     if not words:
         return []
@@ -82,7 +81,7 @@ def _dates(sentence: str) -> list[Span]:
 
 
 def _apart(spans: list[Span]) -> list[Span]:
-    """Return the spans in order, without those that overlap one before."""
+    """Return the spans in order, without spans that overlap an earlier span."""
     kept: list[Span] = []
     for start, end in sorted(spans):
         if not kept or start >= kept[-1][1]:

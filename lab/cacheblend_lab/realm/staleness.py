@@ -1,4 +1,4 @@
-"""Counts how old the index was at every step, in steps, and draws it."""
+"""Computes and plots the age of the index at every step, in steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LOSS_WINDOW = 50
 
 
 def staleness(directory: Path) -> dict[str, Any]:
-    """Return what a run's figures say: ``steps``, ``loss`` over its last steps and, where an index was searched, its staleness.
+    """Return a run's ``steps``, mean ``loss`` over the last 50 and, if an index was searched, the index's staleness.
 
-    Staleness is the number of steps between the parameters that search and those that made the index; ``refreshes`` counts the
-    indexes that came into use after the first one.
+    Staleness is the number of steps between the parameters that search and the parameters that built the index;
+    ``refreshes`` counts the indexes used after the first one.
     """
     rows = RunDirectory(directory).metrics()
     losses = [row["loss"] for row in rows if "loss" in row][-_LOSS_WINDOW:]
@@ -32,7 +32,7 @@ def staleness(directory: Path) -> dict[str, Any]:
 
 
 def plot_staleness(directory: Path) -> Path | None:
-    """Draw the staleness of every step into ``staleness.svg`` and ``.png``; return the former, or None without matplotlib."""
+    """Plot the staleness into ``staleness.svg`` and ``.png``; return the SVG's path, or None without matplotlib."""
     rows = [row for row in RunDirectory(directory).metrics() if "staleness" in row]
     try:
         with figure() as (made, axes):

@@ -1,4 +1,4 @@
-"""Writes a world to try it on: articles by seed, each entity in two volumes, and questions about its facts."""
+"""Writes a fictional world from a seed: two articles about each entity, and questions about the entity's facts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_lab.realm.passages import Passage, cut
 from cacheblend_lab.realm.questions import RealmQuestion
 
 VOLUMES: Final = 2
-"""How often an entity is written about: what one volume says, another one may say in other words, as in an encyclopedia."""
+"""Number of articles about each entity; two articles may state one fact in different words, as in encyclopedias."""
 
 _STYLE: Final = Style(filler=0.1, headings=0.0, long=0.0, short_chunks=0.0, inline=1.0)
 _ASKED_LATER: Final = 0.3
@@ -24,12 +24,12 @@ _ENDLESS: Final = 1_000_000
 
 @dataclass(frozen=True)
 class RealmWorld:
-    """A corpus and questions about it.
+    """Holds a corpus and questions about the corpus.
 
     Attributes:
         passages: The corpus.
         train: Questions to learn from.
-        held_out: Questions about other entities of the same corpus.
+        held_out: Questions about other entities of the corpus.
     """
 
     passages: list[Passage]
@@ -41,8 +41,8 @@ def make_world(seed: int, entities: int, tokenizer: Any, size: int) -> RealmWorl
     """Write articles about fictional entities, and ask about every fact in them.
 
     Args:
-        seed: The same seed gives the same world.
-        entities: How many people, companies, observatories and ships.
+        seed: Seed of the world; equal seeds give equal worlds.
+        entities: Number of entities: people, companies, observatories and ships.
         tokenizer: Counts the word pieces of passages.
         size: Most word pieces of a passage.
     """
@@ -78,7 +78,7 @@ def _write(rng: Random, entity: Entity) -> Sequence[Sentence]:
 
 
 def _ask(rng: Random, entity: Entity, stated: dict[str, list[int]], *, every: bool) -> list[RealmQuestion]:
-    """Return a question about each stated fact, or one in each of the known wordings."""
+    """Return one question about each stated fact in a random wording or, with ``every``, in each known wording."""
     found = []
     for key, places in stated.items():
         wordings = KINDS[entity.kind].attributes[key].questions

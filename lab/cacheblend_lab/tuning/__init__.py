@@ -1,5 +1,6 @@
-"""Tunes the retriever by what helps the reader: its likelihood of the answer over each chunk's stored KV (REALM).
+"""Tunes the retriever to find chunks that help the reader, by its answer likelihood over a chunk's stored KV (REALM).
 
-Questions come from ``questions.py`` or ``generate.py``, scores from ``teacher.py``; ``training.py`` fits one of ``students.py``
-to them by ``losses.py``, ``judging.py`` compares before and after, ``saving.py`` writes; ``tune.py`` holds it together.
+Questions come from ``questions.py`` or ``generate.py``, scores from ``teacher.py``. ``training.py`` fits one of the
+encoders in ``students.py`` to the scores by a loss in ``losses.py``; ``judging.py`` compares before and after;
+``saving.py`` writes the encoder. ``tune.py`` runs all steps.
 """

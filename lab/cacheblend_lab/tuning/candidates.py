@@ -1,4 +1,4 @@
-"""Finds a question's candidates, which its relevance is computed against, by the index's or the student's vectors."""
+"""Computes a question's similarity to its candidate chunks, by the index's or the student's vectors."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from cacheblend_lab.tuning.teacher import Judged
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
 
-_NEVER = -1e4  # a log-likelihood or similarity that has no share in anything
+_NEVER = -1e4  # a log-likelihood or similarity whose softmax is 0
 EMBEDDED: Final = 4
-"""Of a question's candidates, how many are embedded anew in a step."""
+"""Number of a question's candidates that are embedded in a step."""
 
 
 class CandidateChunks(Protocol):
-    """Candidates of all questions."""
+    """Holds the candidates of all questions."""
 
     def of(self, rows: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the similarity of questions ``rows``, whose vectors are ``[rows, dim]``, to candidates, ``[rows, candidates]``.
+        """Return questions' similarities to candidates, and the reader's log p(y|z, x), both ``[rows, candidates]``.
 
-        And the reader's log p(y|z, x) of these, in the same places.
+        ``rows`` are numbers of questions; ``vectors`` are the questions' vectors, ``[rows, dim]``.
         """
 
 
 class StoredCandidates:
-    """The vectors of all candidates, the null document's behind them, as the index has them.
+    """Holds the index's vectors of all candidates, with the null document as each question's last candidate.
 
-    Each vector is held once. A chunk of several windows counts with the one that is nearest to the question, as in a search.
+    Each vector is stored once. A chunk of several windows counts by the window nearest to the question, as in a search.
     """
 
     def __init__(self, judged: Sequence[Judged], index: ChunkIndex, embedder: Embedder, device: torch.device):
@@ -54,7 +54,7 @@ class StoredCandidates:
                 reader[row, column] = each.logprobs[column]
         self._table = torch.from_numpy(np.concatenate(list(windows.values()))).to(device)
         self._slots = torch.from_numpy(slots).to(device)
-        # A question with fewer candidates than others: its empty places have neither relevance nor likelihood.
+        # If a question has fewer candidates than others, its empty places get no relevance and no likelihood.
         self._reader = torch.from_numpy(np.maximum(reader, _NEVER)).to(device)
 
     def of(self, rows: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,14 +65,15 @@ class StoredCandidates:
 
 
 class LearnedCandidates:
-    """Candidates that the student embeds anew in each step, so that the gradient reaches them.
+    """Holds candidates that the student embeds in each step, so that gradients reach the chunks' vectors.
 
-    Of each question's: the one its reader likes best, and some others, drawn; all that are drawn in a step are candidates of
-    each of its questions. One that was not judged for a question is as good as no chunk at all.
+    For each question, a step takes the chunk with the reader's highest likelihood and some random others. All chunks of
+    a step are candidates of all its questions. A chunk that was not judged for a question gets the likelihood of the
+    null document.
     """
 
     def __init__(self, judged: Sequence[Judged], index: ChunkIndex, embedder: Embedder, student: Both, seed: int):
-        """Cut the chunks into what ``embedder`` reads at once."""
+        """Cut the chunks into the windows that ``embedder`` reads at once."""
         self._judged, self._student = judged, student
         names = dict.fromkeys(name for each in judged for name in each.chunks)
         self._windows = {"": [""], **{name: embedder.windows(index.chunk(name).text) for name in names}}

@@ -1,4 +1,4 @@
-"""Writes the card of a tuned query encoder, and the question that it shows."""
+"""Writes the model card of a tuned query encoder, and chooses an example question."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LABELS = {
     "em": "answers, exact match",
     "f1": "answers, F1",
 }
-"""The measures as people read them."""
+"""Display names of the measures."""
 
 _CARD = """---
 library_name: sentence-transformers
@@ -58,7 +58,7 @@ _BOTH = (
 
 
 def rows_of(result: TuneResult) -> list[list[str]]:
-    """Return the table of before and after, its heading first."""
+    """Return the rows of the table of before and after; the first row is the heading."""
     rows = [["", "before", "after", "gain, 95% interval"]]
     for where, found in (("", result.held_out), ("out of domain, ", result.out_of_domain)):
         for name, each in found.items():
@@ -87,10 +87,10 @@ def write_card(directory: Path, result: TuneResult) -> None:
 
 @torch.no_grad()
 def example(judged: Sequence[Judged], index: ChunkIndex, tuned: ChunkIndex, temperature: float) -> dict[str, Any]:
-    """Return the question whose posterior is farthest from its prior: what the reader found useful that the retriever did not.
+    """Return the question whose posterior differs most from its prior: where reader and retriever disagree most.
 
-    Beside each candidate's text: p(z|x) before, p(z|x, y) by the reader, and p(z|x) after. ``index`` and ``tuned`` are the same
-    chunks, as they are embedded and asked before and after.
+    Each candidate has its text, p(z|x) before (``prior``), p(z|x, y) by the reader (``posterior``), and p(z|x)
+    ``after``. ``index`` and ``tuned`` hold equal chunks, with the embedding before and after tuning.
     """
     texts = [each.question.text for each in judged]
     rows = torch.arange(len(judged))

@@ -1,4 +1,4 @@
-"""Estimates how long tuning will take, from a little of each part of it."""
+"""Estimates how long tuning will take, by timing a small part of each step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRIED: Final = 16
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return how many seconds something takes."""
+    """Call ``work`` and return how many seconds the call takes."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
@@ -29,24 +29,24 @@ def timed(work: Callable[[], object]) -> float:
 def estimate_training(
     split: Split, vectors: Vectors, index: ChunkIndex, embedder: Embedder, settings: TrainSettings
 ) -> float:
-    """Take two steps with a student that is thrown away; return how many seconds training takes at the most.
+    """Take two steps with a temporary student; return an upper estimate of the seconds that training takes.
 
     Args:
         split: The questions.
-        vectors: Those of its questions to learn from, ``[questions, dim]``.
+        vectors: Vectors of the questions in ``split.train``, ``[questions, dim]``.
         index: The chunks.
-        embedder: What embedded them.
-        settings: How to train.
+        embedder: The index's embedding model.
+        settings: Settings of the training.
     """
     student = STUDENTS[settings.part](embedder.model)
     asked = zip(split.train[: settings.size], vectors, strict=False)
     batch = [_unread(question, vector, index) for question, vector in asked]
     lessons = Lessons(student, batch, index, embedder, settings)
     rows = range(len(batch))
-    lessons.step(rows, 0.0)  # the first one warms up
+    lessons.step(rows, 0.0)  # warm up
     step = timed(lambda: lessons.step(rows, 0.0))
     seconds = step * settings.rounds * -(-len(split.train) // settings.size)
-    if student.documents:  # after each round it is tried on chunks that it embeds anew
+    if student.documents:  # the student embeds chunks before the first round and after each round
         seconds += (settings.rounds + 1) * estimate_embedding(index, embedder, len(split.dev) * NEAREST)
     return seconds
 
@@ -57,29 +57,29 @@ def _unread(question: TuningQuestion, vector: Vectors, index: ChunkIndex) -> Jud
 
 
 def estimate_embedding(index: ChunkIndex, embedder: Embedder, most: int | None = None) -> float:
-    """Embed some chunks; return how many seconds all of them take, or ``most``."""
+    """Embed some chunks; return the estimated seconds for all chunks, or for at most ``most`` chunks."""
     texts = [chunk.text for chunk, _ in zip(index.chunks(), range(_TRIED), strict=False)]
     count = index.count() if most is None else min(most, index.count())
     return timed(lambda: embedder.texts(texts)) * count / max(1, len(texts))
 
 
 def estimate_checking(embedder: Embedder, elsewhere: int, times: int) -> float:
-    """Search a little out of domain; return how many seconds ``times`` searches among ``elsewhere`` passages take."""
+    """Search a few out-of-domain passages; return the estimated seconds of ``times`` searches of ``elsewhere`` ones."""
 
     def check() -> None:
         task = DocstringTask(embedder, _TRIED)
         task.ranks(embedder.questions(task.questions))
 
-    check()  # the first one collects the passages
+    check()  # warm up: the first call collects the passages
     return timed(check) * times * elsewhere / _TRIED
 
 
 def in_words(seconds: float) -> str:
-    """Return a duration to be read."""
+    """Return a duration as text, in seconds or minutes."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def total(parts: Sequence[tuple[str, float]]) -> str:
-    """Return the sum of several durations, and in brackets each."""
+    """Return the sum of several durations as text, with each duration in brackets."""
     listed = ", ".join(f"{in_words(seconds)} {name}" for name, seconds in parts)
     return f"{in_words(sum(seconds for _, seconds in parts))} ({listed})"

@@ -1,4 +1,4 @@
-"""Has the reader write questions, and keeps those that find their chunk and answer again (round-trip filtering)."""
+"""Generates questions with the reader, and keeps those that retrieve their chunk and answer (round-trip filtering)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cacheblend_rag.rag.pipeline import RagPipeline
 
 REQUEST = "Write one short question that these notes answer. Reply with the question alone."
 _ANSWER = SamplingParams(max_tokens=32, stop=("\n",))
-_ALIKE = 0.5  # F1 of two answers that count as the same
-_TRIES = 4  # chunks tried for each question wanted
-_SHORTEST = 3  # words of a question
-_HOPELESS = 60  # tries after which a model that brings back fewer than one in ten is given up
+_ALIKE = 0.5  # lowest F1 of two answers that count as equal
+_TRIES = 4  # chunks tried for each wanted question
+_SHORTEST = 3  # fewest words of a question
+_HOPELESS = 60  # tries after which generation stops if fewer than one question in ten was kept
 
 Progress = Callable[[float, int, str], None]
 
@@ -30,11 +30,11 @@ class Generated:
     """Holds the questions that the reader wrote.
 
     Attributes:
-        questions: Those that came back, each with the chunk it was written from as the relevant one.
-        tried: How many it wrote.
-        empty: How many were no question.
-        unanswered: How many it could not answer from the very chunk.
-        lost: How many did not bring the chunk, or the answer, back from the whole index.
+        questions: Questions that passed the filter; the relevant chunk of each is its source chunk.
+        tried: Number of texts that the reader wrote.
+        empty: Number of texts that were too short or repeated.
+        unanswered: Number of questions that the reader could not answer from their source chunk.
+        lost: Number of questions for which the whole index returned another chunk or another answer.
     """
 
     questions: list[TuningQuestion]
@@ -45,13 +45,13 @@ class Generated:
 
 
 def generate_questions(pipeline: RagPipeline, count: int, seed: int, progress: Progress) -> Generated:
-    """Let the reader write ``count`` questions, each from one chunk drawn by ``seed``.
+    """Let the reader write up to ``count`` questions, each from one chunk drawn by ``seed``.
 
-    It answers each from its chunk alone, and then from the whole index as `cacheblend ask` does. A question stays if retrieval
-    brings its chunk up and the two answers agree.
+    The reader answers each question from its chunk alone, and from the whole index as `cacheblend ask` does. A question
+    is kept if retrieval finds its chunk and the two answers agree.
 
     Raises:
-        InputError: Nothing is indexed, or fewer than one question in ten chunks came back.
+        InputError: Nothing is indexed, or fewer than one question in ten was kept.
     """
     chunks = list(pipeline.chunks.chunks())
     if not chunks:
@@ -91,7 +91,7 @@ def _write(pipeline: RagPipeline, chunk: Chunk, seed: int) -> str:
     if getattr(engine.tokenizer, "chat_template", None) and not _continues(pipeline):
         prompt = rag_prompt(engine.tokenizer, [chunk], REQUEST, pipeline.instruction)
     else:
-        # A model that was not taught to follow requests goes on with what it is shown.
+        # A base model follows no request: the prompt ends where the question begins, and the model continues it.
         asked = rag_prompt(engine.tokenizer, [chunk], "\0", pipeline.instruction)
         *before, last = asked.segments
         assert isinstance(last, str)
@@ -102,7 +102,7 @@ def _write(pipeline: RagPipeline, chunk: Chunk, seed: int) -> str:
 
 
 def _continues(pipeline: RagPipeline) -> bool:
-    """Say whether the prompt of a question ends in ``Answer:``, as that of models without turns does."""
+    """Return whether a question's prompt ends in ``Answer:``, as prompts for models without chat turns do."""
     last = rag_prompt(pipeline.engine.tokenizer, [], "x", pipeline.instruction).segments[-1]
     return isinstance(last, str) and last.rstrip().endswith("Answer:")
 

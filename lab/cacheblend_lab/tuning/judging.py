@@ -1,4 +1,4 @@
-"""Judges how well questions find their chunks, before and after: ranks, recall@k, MRR, the gain with its interval."""
+"""Measures how well questions find their chunks before and after tuning: ranks, recall@k, MRR, gains with intervals."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from cacheblend_rag.calibrate.intervals import mean_interval
 from cacheblend_rag.prompts.chunk import Chunk
 
 DEPTH: Final = 20
-"""Chunks behind this rank count as not found."""
+"""Last rank that counts as found."""
 
 Vectors = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Gain:
-    """A measure before and after, as shares of 1.
+    """Holds a measure before and after tuning, as shares of 1.
 
     Attributes:
-        before: Its mean with the embedding model.
-        after: Its mean with the tuned query encoder.
-        low: Lower end of the 95% interval of the difference, question by question, groups resampled; ``after - before`` where
-            the questions are too few, or all alike.
-        high: Upper end of it.
+        before: Mean with the embedding model.
+        after: Mean with the tuned query encoder.
+        low: Lower end of the difference's 95% interval, over paired questions with groups resampled; if there is no
+            interval (too few questions, or all alike), the smaller of 0 and the difference.
+        high: Upper end of the interval; without an interval, the larger of 0 and the difference.
     """
 
     before: float
@@ -37,35 +37,35 @@ class Gain:
 
     @property
     def difference(self) -> float:
-        """Return how much better it has become."""
+        """Return ``after - before``."""
         return self.after - self.before
 
     @property
     def sure(self) -> bool:
-        """Return whether it is better with 95% confidence."""
+        """Return whether ``after`` is better than ``before`` with 95% confidence."""
         return self.low > 0 and self.difference > 0
 
 
 def gain(before: Sequence[float], after: Sequence[float], groups: Sequence[str]) -> Gain:
-    """Return the gain over questions asked before and after."""
+    """Return the gain from the values of each question before and after tuning."""
     difference = [b - a for a, b in zip(before, after, strict=True)]
     interval = mean_interval(difference, groups)
     mean = float(np.mean(difference))
-    # All questions alike: an interval of no width would call a handful of them proof.
+    # If all differences are equal, an interval of width 0 would make a handful of questions look conclusive.
     low, high = interval or (min(mean, 0.0), max(mean, 0.0))
     return Gain(float(np.mean(before)), float(np.mean(after)), low, high)
 
 
 class Texts:
-    """Texts in memory; one of several windows is as near as the nearest of them, as in an index."""
+    """Holds the vectors of texts in memory; a text of several windows counts by its nearest window, as in an index."""
 
     def __init__(self, windows: Sequence[Vectors]):
-        """Take each text's vectors, ``[windows, dim]``."""
+        """Store each text's vectors, ``[windows, dim]``."""
         self._vectors = np.concatenate(list(windows))
         self._starts = np.cumsum([0, *map(len, windows)])[:-1]
 
     def similarity(self, vectors: Vectors) -> Vectors:
-        """Return how near each text is to each of ``vectors [..., dim]``: ``[..., texts]``."""
+        """Return the similarity of each text to each of ``vectors [..., dim]``: ``[..., texts]``."""
         return np.maximum.reduceat(vectors @ self._vectors.T, self._starts, axis=-1)
 
 
@@ -80,7 +80,7 @@ class Searched(Protocol):
 
 
 def ranks(index: Searched, questions: Sequence[TuningQuestion], vectors: Vectors) -> list[int]:
-    """Return the rank of the first chunk that answers each question, from 1; 0 where none is among the first :data:`DEPTH`."""
+    """Return the rank, from 1, of the first chunk that answers each question; 0 if it is beyond :data:`DEPTH`."""
     found = []
     for question, vector in zip(questions, vectors, strict=True):
         hits = (index.chunk(name) for name, _ in index.nearest(vector, DEPTH))
@@ -89,12 +89,12 @@ def ranks(index: Searched, questions: Sequence[TuningQuestion], vectors: Vectors
 
 
 def recall(of: Sequence[int], k: int) -> list[float]:
-    """Return for each rank whether it is among the first ``k``."""
+    """Return 1 for each rank among the first ``k``, else 0."""
     return [float(0 < rank <= k) for rank in of]
 
 
 def reciprocal(of: Sequence[int]) -> list[float]:
-    """Return the reciprocal of each rank, 0 for what was not found; its mean is MRR@20."""
+    """Return the reciprocal of each rank, and 0 for rank 0; the mean is MRR@20."""
     return [1 / rank if rank else 0.0 for rank in of]
 
 

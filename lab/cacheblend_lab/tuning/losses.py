@@ -1,7 +1,7 @@
-"""Computes the losses of a query encoder over a question's candidates, the last of which is the null document.
+"""Computes the losses of a query encoder over a question's candidates; the null document is one of the candidates.
 
-All take the relevance f(x, z) of each candidate as logits ``[questions, candidates]`` and the reader's log p(y|z, x) likewise.
-p(z|x) is the softmax of f over the candidates, from the current parameters (REALM, section 3.1).
+All losses take the relevance f(x, z) as logits and the reader's log p(y|z, x), both ``[questions, candidates]``. p(z|x)
+is the softmax of f over the candidates, from the current parameters (REALM, section 3.1).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def marginal_loss(relevance: torch.Tensor, reader: torch.Tensor) -> torch.Tensor
 
 
 def kl_loss(relevance: torch.Tensor, reader: torch.Tensor) -> torch.Tensor:
-    """Return the mean KL of p(z|x) from the reader's own preference, its likelihoods normalised over the candidates (REPLUG)."""
+    """Return the mean KL of p(z|x) from the reader's likelihoods, normalised over the candidates (REPLUG)."""
     wanted = reader.log_softmax(-1)
     return torch.nn.functional.kl_div(relevance.log_softmax(-1), wanted, log_target=True, reduction="batchmean")
 
 
 def infonce_loss(relevance: torch.Tensor, reader: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy of the candidate that the reader likes best; the others are its negatives.
+    """Return the mean cross entropy of the candidate with the reader's highest likelihood; the others are negatives.
 
-    Candidates that it likes nearly as well (half the likelihood or more) are no negatives.
+    Candidates with more than half of the highest likelihood are left out.
     """
     best = reader.max(-1, keepdim=True)
     rivals = reader > best.values - torch.log(torch.tensor(2.0))
@@ -40,5 +40,5 @@ def infonce_loss(relevance: torch.Tensor, reader: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(name: Loss, relevance: torch.Tensor, reader: torch.Tensor) -> torch.Tensor:
-    """Return the loss of that name."""
+    """Return the loss called ``name``."""
     return {"marginal": marginal_loss, "kl": kl_loss, "infonce": infonce_loss}[name](relevance, reader)

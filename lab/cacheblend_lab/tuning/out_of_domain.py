@@ -1,6 +1,6 @@
-"""Makes a task that no retriever was tuned for: Python's documentation, found by each docstring's first line.
+"""Makes a retrieval task out of domain: finding the rest of a docstring in Python's standard library by its first line.
 
-It comes with every Python, so it is there without a download: real English about something else than the user's documents.
+The docstrings need no download, and are real English on other subjects than the user's documents.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _MODULES: Final = (
     "tokenize unittest urllib.parse uuid wave xml.dom.minidom zipfile "
 )
 _SHORTEST: Final = 80
-_LONGEST: Final = 400  # characters; enough to tell them apart
+_LONGEST: Final = 400  # characters; enough to distinguish the passages
 _FEWEST_WORDS: Final = 4
 
 
 class DocstringTask:
-    """Passages, and a first line that each is to be found by.
+    """Holds passages, and one question for each passage.
 
     Attributes:
-        questions: The first lines.
+        questions: First lines of the docstrings, in the order of the passages.
     """
 
     def __init__(self, embedder: Embedder, count: int, others: bool = False):
-        """Draw and embed ``count`` passages; with ``others``, as far as there are so many, none of those that are drawn without.
+        """Draw and embed ``count`` passages; ``others`` draws up to ``count`` different ones.
 
         Raises:
             InputError: Python runs without docstrings (``-OO``).
@@ -55,7 +55,7 @@ class DocstringTask:
         self._texts = Texts(embedder.texts([passage for _, passage in drawn]))
 
     def ranks(self, vectors: Vectors) -> list[int]:
-        """Return the rank of each question's own passage, 0 behind :data:`DEPTH`; ``vectors`` are ``[questions, dim]``."""
+        """Return the rank of each question's passage, 0 beyond :data:`DEPTH`; ``vectors`` are ``[questions, dim]``."""
         scores = self._texts.similarity(vectors)
         own = np.diagonal(scores)[:, None]
         found = 1 + (scores > own).sum(1)
@@ -64,7 +64,7 @@ class DocstringTask:
 
 @cache
 def _pairs() -> dict[str, str]:
-    """Return the rest of every docstring by its first line, where both say something and no other has that first line."""
+    """Return the rest of docstrings by their first lines; short docstrings and ambiguous first lines are left out."""
     found: dict[str, str | None] = {}
     for owner in {id(owner): owner for owner in _owners()}.values():
         first, _, rest = (inspect.getdoc(owner) or "").partition("\n\n")

@@ -1,4 +1,4 @@
-"""Reads the questions a retriever is tuned with, finds the chunks that answer them, and splits them."""
+"""Reads the questions for tuning a retriever, finds the chunks that answer the questions, and splits the questions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ FORMAT = (
     'A row is {"question": "...", "answers": ["..."]}; a file of LlamaIndex\'s EmbeddingQAFinetuneDataset is read, too.'
 )
 MIN_QUESTIONS = 40
-_SHARES = (0.6, 0.15)  # to learn from, and to stop by; the rest is held out
+_SHARES = (0.6, 0.15)  # shares of train and dev; the rest is held out
 
 
 @dataclass(frozen=True)
 class TuningQuestion:
-    """A question of known answer, or of known chunks.
+    """Holds a question with known answers or known chunks.
 
     Attributes:
         text: The question.
-        answers: Acceptable answers; none where only the chunks are known.
-        relevant: Ids of the chunks that answer it; none where they are not known: then those that hold an answer count.
-        group: Questions of one group (about one thing) are on the same side of a split.
+        answers: Acceptable answers; empty if only the chunks are known.
+        relevant: Ids of the chunks that answer the question; empty if unknown: then chunks that contain an answer
+            count.
+        group: Group of questions on one subject, which a split never separates.
     """
 
     text: str
@@ -39,7 +40,7 @@ class TuningQuestion:
     group: str = ""
 
     def answered_by(self, chunk: Chunk) -> bool:
-        """Say whether a chunk counts as found: it is a relevant one or, where none are known, it holds an answer."""
+        """Return whether a chunk is relevant or, if no relevant chunks are known, contains an answer."""
         if self.relevant:
             return chunk.id in self.relevant
         text = f" {normalize(chunk.text)} "
@@ -56,7 +57,7 @@ class TuningQuestionFile:
 
 @dataclass(frozen=True)
 class Split:
-    """Questions to learn from, to stop by, and to judge by; no group is in two of them."""
+    """Holds the questions to train on, to stop early by (dev) and to evaluate with; no group is in two of the parts."""
 
     train: list[TuningQuestion]
     dev: list[TuningQuestion]
@@ -101,7 +102,7 @@ def _question(row: Mapping[str, Any]) -> TuningQuestion:
 
 
 def _llama_index(name: str, data: Mapping[str, Any], index: ChunkIndex) -> TuningQuestionFile:
-    """Read an ``EmbeddingQAFinetuneDataset``: its nodes are the chunks with the same text, or those they lie in or hold."""
+    """Read an ``EmbeddingQAFinetuneDataset``; a node means all chunks whose text contains or is part of it."""
     chunks = list(index.chunks())
     texts: Mapping[str, str] = data.get("corpus", {})
     found: dict[str, frozenset[str]] = {
@@ -121,10 +122,10 @@ def _llama_index(name: str, data: Mapping[str, Any], index: ChunkIndex) -> Tunin
 
 
 def split_questions(questions: Sequence[TuningQuestion], seed: int) -> Split:
-    """Split by groups, drawn by ``seed``: 60% to learn from, 15% to stop by, 25% held out.
+    """Split questions by groups, drawn by ``seed``: 60% of the groups for training, 15% for dev, 25% held out.
 
     Raises:
-        InputError: Too few questions to say anything.
+        InputError: There are fewer than 40 questions or 8 groups.
     """
     groups: dict[str, list[TuningQuestion]] = {}
     for question in questions:

@@ -1,4 +1,4 @@
-"""Searches a few chunks in place of the index while the encoder of its chunks is learning."""
+"""Searches a few chunks in place of the index while the encoder of the chunks is trained."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
 
 NEAREST: Final = 32
-"""Of each question, how many chunks are in it."""
+"""Chunks taken for each question, besides the known relevant chunks."""
 
 
 class Rehearsal:
-    """The chunks nearest to some questions in the index, and those known to answer them, as the student embeds them."""
+    """Holds the chunks nearest to some questions in the index and their relevant chunks, embedded by the student."""
 
     def __init__(self, index: ChunkIndex, questions: Sequence[TuningQuestion], embedder: Embedder, student: Both):
-        """Choose the chunks; :meth:`embed` must be called before they are searched."""
+        """Choose the chunks; :meth:`embed` must be called before a search."""
         self._embedder = Embedder(embedder.name, student.model)
         self._student = student
         names = dict.fromkeys(name for question in questions for name in sorted(index.known(sorted(question.relevant))))
@@ -32,7 +32,7 @@ class Rehearsal:
         self._names = list(names)
 
     def embed(self) -> None:
-        """Embed all chunks by what the student is now."""
+        """Embed all chunks by the student's current weights."""
         self._student.model.eval()
         self._texts = Texts(self._embedder.texts([self._chunks[name].text for name in self._names]))
         self._student.model.train()

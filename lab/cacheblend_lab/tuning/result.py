@@ -1,4 +1,4 @@
-"""Holds what a tuned query encoder was worth."""
+"""Holds the result of tuning a query encoder."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from cacheblend_lab.tuning.training import Point
 
 @dataclass(frozen=True)
 class TuneResult:
-    """Holds what came of it.
+    """Holds the result of one tuning run.
 
     Attributes:
-        saved: Where the tuned encoder is; None if it is not better, and not saved.
-        documents: Whether it embeds documents, too: an index needs :meth:`ChunkIndex.rebuild` before it is asked by it.
-        why: The verdict in words.
-        held_out: Gains on the questions held out, by measure; ``em`` and ``f1`` where answers were made.
+        saved: Directory of the tuned encoder; None if the encoder was not saved.
+        documents: Whether the encoder embeds documents, too; the index then needs :meth:`ChunkIndex.rebuild` before
+            use.
+        why: Reason for saving or not saving, as text.
+        held_out: Gains on the held-out questions, by measure; includes ``em`` and ``f1`` if questions were answered.
         out_of_domain: Gains on Python's own documentation.
-        questions: How many were learned from, kept apart to stop by, and held out.
-        reader: How good a teacher the model was: see :func:`judge_reader`.
-        curve: How training went.
-        example: What the reader made of one question's candidates.
-        seconds: What each part took.
-        settings: All that it depends on, for JSON.
+        questions: Numbers of questions in ``train``, ``dev`` and ``held_out``.
+        reader: Quality of the reader as a teacher: see :func:`judge_reader`.
+        curve: Points of the training curve.
+        example: The reader's judgement of one question's candidates; see :func:`example` in ``card.py``.
+        seconds: Duration of each step.
+        settings: All settings of the run, for JSON.
     """
 
     saved: Path | None
@@ -41,7 +42,7 @@ class TuneResult:
     settings: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON; the held-out measures are at the top."""
+        """Return the result for JSON; the held-out measures are top-level keys."""
         return {
             **{name: asdict(found) for name, found in self.held_out.items()},
             "out_of_domain": {name: asdict(found) for name, found in self.out_of_domain.items()},

@@ -1,4 +1,4 @@
-"""Writes a tuned query encoder as an ordinary sentence-transformers model with a card, whole or not at all."""
+"""Writes a tuned query encoder as an ordinary sentence-transformers model with a card, completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cacheblend_rag.retrieval.embedding import RETRIEVER_FILE
 
 
 def check_free(output: Path) -> None:
-    """Refuse a directory that holds something: what is there stays, so that one can go back to it.
+    """Raise an error for an output that exists, so that an earlier encoder is never overwritten.
 
     Raises:
-        InputError: It is not empty, or no directory.
+        InputError: ``output`` is a file or a directory that is not empty.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output} is there already and stays as it is; name a new directory for the tuned retriever.")
@@ -25,10 +25,10 @@ def check_free(output: Path) -> None:
 
 @contextmanager
 def unfinished(output: Path) -> Iterator[Path]:
-    """Give a directory beside ``output`` to write into; what is still there at the end is removed.
+    """Yield a temporary directory beside ``output``, which is removed at the end unless it has been moved.
 
     Raises:
-        StoreError: It cannot be made.
+        StoreError: The directory cannot be made.
     """
     beside = output.with_name(f".{output.name}.unfinished")
     try:
@@ -43,21 +43,21 @@ def unfinished(output: Path) -> Iterator[Path]:
 
 
 def write_model(model: Any, directory: Path, about: dict[str, Any]) -> None:
-    """Write the model, and what it is for; see :func:`write_report`."""
+    """Write the model and its report; see :func:`write_report`."""
     model.save_pretrained(str(directory), create_model_card=False)
     write_report(directory, about)
 
 
 def write_report(directory: Path, report: dict[str, Any]) -> None:
-    """Write what was measured beside the model; it must name the embedding model it was tuned from."""
+    """Write the report beside the model; the report must name the embedding model that was tuned."""
     (directory / RETRIEVER_FILE).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def put_in_place(directory: Path, output: Path) -> None:
-    """Make the finished directory appear as ``output``, at once.
+    """Rename the finished directory to ``output`` in one step.
 
     Raises:
-        StoreError: It cannot be moved there.
+        StoreError: The directory cannot be renamed.
     """
     try:
         directory.replace(output)

@@ -1,4 +1,4 @@
-"""Defines what can be tuned: a layer behind the query encoder, all of it, or chunks' vectors, too."""
+"""Defines the tunable encoders: a layer behind the query encoder, the query encoder, or the chunk encoder, too."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PARTS: Final[tuple[str, ...]] = get_args(Part)
 
 
 class Student(ABC):
-    """An encoder that learns.
+    """Encodes questions with weights that are trained.
 
     Attributes:
-        epochs: Most rounds over the questions that suit it.
-        batch: Questions in a step that suit it.
-        documents: Whether it embeds the chunks, too; else their vectors stay as they are.
-        model: It as a sentence-transformers model.
+        epochs: Default of the most rounds over the questions.
+        batch: Default number of questions in a step.
+        documents: Whether the student embeds the chunks, too; else the chunks' vectors stay fixed.
+        model: The student as a sentence-transformers model.
     """
 
     epochs: ClassVar[int] = 20
@@ -31,45 +31,45 @@ class Student(ABC):
 
     @abstractmethod
     def __init__(self, model: Any):
-        """Start as ``model`` itself, which stays as it is."""
+        """Start with the outputs of ``model``, without changing ``model``."""
 
     @abstractmethod
     def rate(self, done: float) -> float:
-        """Return the learning rate, of which share of all steps is ``done``."""
+        """Return the learning rate after a share ``done`` of all steps."""
 
     @abstractmethod
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return what is tuned."""
+        """Return the parameters to tune."""
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
-        """Return the unit vectors of questions, ``[questions, dim]``, with a graph behind them while gradients are on."""
+        """Return the unit vectors of questions, ``[questions, dim]``, differentiable while gradients are enabled."""
 
     @torch.no_grad()
     def vectors(self, texts: Sequence[str], batch: int = 64) -> Any:
-        """Return the same as an fp32 array, as the tuned model will give them."""
+        """Return the unit vectors of questions as an fp32 array, computed in evaluation mode."""
         self.model.eval()
         parts = [self.encode(texts[at : at + batch]) for at in range(0, len(texts), batch)]
         self.model.train()
         return torch.cat(parts).float().cpu().numpy()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the model's weights as they are now."""
+        """Return a copy of the model's current weights."""
         return copy.deepcopy(self.model.state_dict())
 
     @torch.no_grad()
     def step_back(self, start: Mapping[str, torch.Tensor], share: float) -> None:
-        """Move every weight by ``share`` of the way back to where it started (WiSE-FT, arXiv 2109.01903)."""
+        """Move every weight by ``share`` of the way back to its value in ``start`` (WiSE-FT, arXiv 2109.01903)."""
         for name, weight in self.model.state_dict().items():
             if weight.is_floating_point():
                 weight.lerp_(start[name].to(weight), share)
 
 
 class Adapter(Student):
-    """One linear layer with a residual connection behind the embedding model; what is before it is computed once."""
+    """Tunes one linear layer with a residual connection behind the embedding model, whose outputs are computed once."""
 
     def __init__(self, model: Any):
-        """Start as ``model`` itself: the layer's weights are 0."""
+        """Start with the outputs of ``model``: the layer's weights are 0."""
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.models import Dense, Normalize
 
@@ -104,10 +104,10 @@ class Adapter(Student):
 
 
 class TunedTower(Student):
-    """A copy of the whole embedding model, for questions."""
+    """Tunes a copy of the whole embedding model, for questions."""
 
     def __init__(self, model: Any):
-        """Start as ``model`` itself."""
+        """Copy ``model``."""
         self.model = copy.deepcopy(model)
         self.model.train()
 
@@ -129,7 +129,7 @@ class TunedTower(Student):
 
 
 class Both(TunedTower):
-    """A copy of the whole embedding model, for questions and chunks alike: they learn to meet."""
+    """Tunes a copy of the whole embedding model, for questions and chunks."""
 
     epochs = 2
     batch = 16
@@ -139,7 +139,7 @@ class Both(TunedTower):
         return 3e-5 * min(1.0, 10 * done + 0.1) * (1 - done)
 
     def encode_chunks(self, texts: Sequence[str]) -> torch.Tensor:
-        """Return the unit vectors of chunks, or windows of them, as :meth:`encode` does those of questions."""
+        """Return the unit vectors of chunks or windows of chunks, ``[texts, dim]``; see :meth:`encode`."""
         return self._encode(texts, "document")
 
 

@@ -1,4 +1,4 @@
-"""Scores each candidate chunk by the reader: log p(y|z, x) over the chunk's stored KV, kept on disk as it comes."""
+"""Scores each candidate chunk by the reader: log p(y|z, x) over the chunk's stored KV, written to disk per question."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store.base import Closing
 
 NOT_RELEVANT: Final = -20.0
-"""Log-likelihood that stands for "no" where the relevant chunks are known and there is no answer to score."""
+"""Log-likelihood of an irrelevant chunk if the relevant chunks are known and there is no answer to score."""
 
 Progress = Callable[[float, int, str], None]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A question and what the reader makes of its candidates.
+    """Holds a question and the reader's scores of its candidates.
 
     Attributes:
         question: The question.
-        chunks: Ids of its candidates, best first.
-        logprobs: log p(y|z, x) of each, and behind them that of no chunk at all (the null document).
+        chunks: Ids of the candidates, best first.
+        logprobs: log p(y|z, x) of each candidate, then of no chunk (the null document).
     """
 
     question: TuningQuestion
@@ -44,9 +44,9 @@ class Judged:
 def reader_logprobs(
     engine: BlendEngine, index: ChunkIndex, question: TuningQuestion, chunks: Sequence[str], instruction: str
 ) -> list[float]:
-    """Return log p(y|z, x) of each chunk, then of none, y being any of the question's answers.
+    """Return log p(y|z, x) of each chunk, then of no chunk, where y is any of the question's answers.
 
-    Header and one chunk in front of the question are reused exactly; only question and answers are computed.
+    A prompt's header and its one chunk are an exact prefix with stored KV, so only question and answers are computed.
     """
     answers = [answer_ids(engine.tokenizer, answer) for answer in question.answers]
     prompts = [
@@ -57,19 +57,19 @@ def reader_logprobs(
 
 
 class Teacher(Closing):
-    """Judges questions; what it has found is in a file, so that an interrupted run loses one question at the most."""
+    """Judges questions and writes each judgement to a file, so that an interrupted run loses at most one question."""
 
     def __init__(
         self, engine: BlendEngine, index: ChunkIndex, instruction: str, candidates: int, file: Path | None = None
     ):
-        """Use the candidates that the index's own embedding model finds.
+        """Open the file of judgements.
 
         Args:
             engine: The reader.
-            index: The chunks.
+            index: The chunks; the candidates are the nearest chunks by the index's own embedding model.
             instruction: First sentence of the prompts.
-            candidates: How many chunks to judge for each question.
-            file: Where the judgements are kept; None keeps none.
+            candidates: Number of chunks to judge for each question.
+            file: File of the judgements; None writes no file.
 
         Raises:
             InputError: The file holds judgements of another reader or instruction.
@@ -82,7 +82,7 @@ class Teacher(Closing):
     def judge(
         self, questions: Sequence[TuningQuestion], vectors: np.ndarray[Any, Any], progress: Progress
     ) -> list[Judged]:
-        """Judge questions, whose unit vectors are ``[questions, dim]``; those judged before are read back."""
+        """Judge questions with unit vectors ``[questions, dim]``; earlier judgements are reused from the file."""
         found = []
         for number, (question, vector) in enumerate(zip(questions, vectors, strict=True)):
             progress(number, len(questions), "")
@@ -93,7 +93,7 @@ class Teacher(Closing):
 
     def _judge(self, question: TuningQuestion, chunks: list[str]) -> Judged:
         if not question.answers:
-            # Nothing to score: the chunks are known, and one of them must be among the candidates.
+            # Without an answer to score, relevant chunks get log-likelihood 0, and must be among the candidates.
             chunks = list(dict.fromkeys([*sorted(question.relevant), *chunks]))[: self._count]
             marks = [0.0 if name in question.relevant else NOT_RELEVANT for name in chunks]
             return Judged(question, tuple(chunks), (*marks, NOT_RELEVANT))

@@ -1,4 +1,4 @@
-"""Trains a query encoder on what the reader likes, and stops when questions kept apart find no more."""
+"""Trains a query encoder on the reader's scores, and stops early when the dev questions improve no more."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Progress = Callable[[float, int, str], None]
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Says how to train.
+    """Holds the settings of training.
 
     Attributes:
-        loss: See :mod:`cacheblend_lab.tuning.losses`.
-        part: What is tuned; see :mod:`cacheblend_lab.tuning.students`.
-        epochs: Most rounds over the questions; None: as many as suit the part.
-        patience: Rounds without a better MRR of the questions kept apart, after which to stop.
-        batch: Questions in a step; None: as many as suit the part.
-        temperature: What cosine similarities are divided by to be f(x, z).
-        seed: Of the order of questions.
+        loss: Name of the loss; see :mod:`cacheblend_lab.tuning.losses`.
+        part: Part of the model to tune; see :mod:`cacheblend_lab.tuning.students`.
+        epochs: Most rounds over the questions; None takes the default of the part.
+        patience: Number of rounds without a better MRR on the dev questions after which training stops.
+        batch: Questions in a step; None takes the default of the part.
+        temperature: Divisor that turns cosine similarities into f(x, z).
+        seed: Seed of the order of questions.
     """
 
     loss: Loss = "marginal"
@@ -45,7 +45,7 @@ class TrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that are out of range."""
+        """Raise `InputError` for values out of range."""
         if self.loss not in LOSSES:
             raise InputError(f"There is no loss {self.loss!r}; choose {', '.join(LOSSES)}.")
         if self.part not in PARTS:
@@ -55,18 +55,18 @@ class TrainSettings:
 
     @property
     def rounds(self) -> int:
-        """Most rounds over the questions."""
+        """Return the most rounds over the questions."""
         return STUDENTS[self.part].epochs if self.epochs is None else self.epochs
 
     @property
     def size(self) -> int:
-        """Questions in a step."""
+        """Return the number of questions in a step."""
         return STUDENTS[self.part].batch if self.batch is None else self.batch
 
 
 @dataclass(frozen=True)
 class Point:
-    """Says how far training is: its step, mean loss since the last point, and how dev questions find their chunks."""
+    """Holds a point of the training curve: step, mean loss since the last point, and retrieval of the dev questions."""
 
     step: int
     loss: float | None
@@ -75,7 +75,7 @@ class Point:
 
 
 class Lessons:
-    """Steps of training: some questions each, against their candidates."""
+    """Takes training steps, each over some questions and their candidates."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Lessons:
         embedder: Embedder,
         settings: TrainSettings,
     ):
-        """Make ready to train ``student`` in place."""
+        """Prepare to train ``student`` in place."""
         self._student, self._settings = student, settings
         self._device = torch.device(str(student.model.device))
         self._candidates: CandidateChunks
@@ -97,7 +97,7 @@ class Lessons:
         self._optimiser = torch.optim.AdamW(student.parameters(), lr=student.rate(0.0), weight_decay=0.01)
 
     def step(self, rows: Sequence[int], done: float) -> float:
-        """Learn from the questions ``rows``, of which share of all steps is ``done``; return their mean loss."""
+        """Take a step on the questions numbered ``rows``, after a share ``done`` of all steps; return the mean loss."""
         vectors = self._student.encode([self._texts[row] for row in rows])
         relevance, reader = self._candidates.of(torch.tensor(rows, device=self._device), vectors)
         loss = loss_of(self._settings.loss, relevance / self._settings.temperature, reader)
@@ -118,10 +118,10 @@ def train(
     settings: TrainSettings,
     progress: Progress,
 ) -> list[Point]:
-    """Train ``student`` in place; it ends as it was at its best point (at the start, if nothing was better).
+    """Train ``student`` in place, and restore the weights of its best point (the start, if no point was better).
 
     Returns:
-        The curve, the first point being the start.
+        The training curve; the first point is the start.
     """
     torch.manual_seed(settings.seed)
     lessons = Lessons(student, judged, index, embedder, settings)
@@ -135,7 +135,7 @@ def train(
         for number, rows in enumerate(torch.split(torch.randperm(len(judged)), settings.size)):
             losses.append(lessons.step(rows.tolist(), step / steps))
             step += 1
-            if student.documents:  # whose steps are long
+            if student.documents:  # steps that embed chunks are slow
                 progress(epoch + (number + 1) * settings.size / len(judged), settings.rounds, "")
         curve.append(_point(student, dev, searched, step, float(np.mean(losses))))
         if curve[-1].mrr > curve[best].mrr:

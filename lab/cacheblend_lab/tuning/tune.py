@@ -1,4 +1,4 @@
-"""Tunes a retriever from end to end: judges, trains, compares before and after, and saves only what is better."""
+"""Tunes a retriever from end to end: judges, trains, compares before and after, and saves only a better encoder."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
 
 MOST_LOST: Final = 0.01
-"""How much recall@5 a retriever may lose out of domain: one point. Before that, weights go back until MRR loses no more."""
-_ROUNDING: Final = 1e-9  # of shares that are counted: 299 - 295 of 400 are a point
-_SHARES: Final = (1.0, 0.75, 0.5, 0.35, 0.25)  # of what was learned, to be kept
+"""Largest loss of recall@5 out of domain: one point. Weights step back beforehand until MRR loses no more, either."""
+_ROUNDING: Final = 1e-9  # tolerance for shares of counts: 299 - 295 of 400 is exactly one point
+_SHARES: Final = (1.0, 0.75, 0.5, 0.35, 0.25)  # shares of the learned change of weights to try
 _SHORT = SamplingParams(max_tokens=32, stop=("\n",))
 
 Progress = Callable[[float, int, str], None]
@@ -41,14 +41,14 @@ Progress = Callable[[float, int, str], None]
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """Says what to tune, and how.
+    """Holds the settings of tuning.
 
     Attributes:
-        training: How to train.
-        candidates: Chunks that the reader judges for each question, beside no chunk at all.
-        seed: Of the split.
+        training: Settings of the training.
+        candidates: Chunks that the reader judges for each question, besides the null document.
+        seed: Seed of the split.
         answers: Most held-out questions to answer before and after; 0 for none.
-        elsewhere: Passages of the task out of domain.
+        elsewhere: Number of passages of the out-of-domain task.
     """
 
     training: TrainSettings = field(default_factory=TrainSettings)
@@ -58,7 +58,7 @@ class TuneSettings:
     elsewhere: int = 400
 
     def __post_init__(self) -> None:
-        """Refuse values that are out of range."""
+        """Raise `InputError` for values out of range."""
         if self.candidates < 2 or self.answers < 0 or self.elsewhere < 1:
             raise InputError("Give at least 2 candidates, 1 passage elsewhere, and 0 or more answers.")
 
@@ -71,22 +71,25 @@ def tune(
     progress: Callable[[str], Progress] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> TuneResult:
-    """Tune the encoder of a pipeline's index by what helps its reader.
+    """Tune the encoder of a pipeline's index to find the chunks that help the pipeline's reader.
 
-    Neither the index nor a chunk's KV changes; what embeds documents, too, is tried on a copy. What the reader makes of each
-    question is kept in a file beside ``output``, from which an interrupted run goes on.
+    Neither the index nor a chunk's KV changes; an encoder that embeds documents is evaluated on a copy of the index.
+    The reader's judgements are written to a file beside ``output``, from which an interrupted run resumes.
 
     Args:
-        pipeline: Index and reader; it must use the index's own embedding model.
-        questions: See :func:`split_questions`.
+        pipeline: Index and reader; the pipeline must use the index's own embedding model.
+        questions: Questions to split into train, dev and held out; see :func:`split_questions`.
         output: A new directory for the query encoder.
-        settings: What to do.
-        progress: Given the name of a part, returns what is called with how much of it is done.
-        say: Told first how long it will take.
+        settings: Settings of the tuning.
+        progress: Takes the name of a step, and returns a function to call with the amount done, the total and a note.
+        say: Called with the estimated duration before the work begins.
+
+    Returns:
+        Gains, verdict and settings.
 
     Raises:
-        InputError: The engine cannot score, the output is there already, or there are too few questions.
-        StoreError: Something cannot be written.
+        InputError: The engine cannot score, the output exists already, or there are too few questions.
+        StoreError: A directory or file cannot be written.
     """
     settings = settings or TuneSettings()
     output = from_home(output)
@@ -134,7 +137,7 @@ class _TuneRun:
                 groups = [question.group for question in split.held_out]
                 held_out = gains(ranks(self._index, split.held_out, base), after, groups)
                 shown = example(judged, self._index, tuned, training.temperature)
-                held_out |= self._answers(split.held_out, tuned)  # which closes it
+                held_out |= self._answers(split.held_out, tuned)  # closes `tuned`
             elsewhere = self._out_of_domain(student)
             saved, why = verdict(held_out["recall_at_5"], elsewhere["recall_at_5"])
             counts = {"train": len(split.train), "dev": len(split.dev), "held_out": len(split.held_out)}
@@ -158,9 +161,9 @@ class _TuneRun:
         return result
 
     def _step_back(self, student: Student, start: dict[str, Any]) -> float:
-        """Give up as much of what was learned as it takes to lose little elsewhere; return the share that is kept.
+        """Step the weights back until MRR out of domain loses at most a point; return the remaining share.
 
-        Measured on other passages than the verdict's.
+        The out-of-domain passages differ from the passages of the verdict.
         """
         task = DocstringTask(self._embedder, self._settings.elsewhere, others=True)
         before = task.ranks(self._embedder.questions(task.questions))
@@ -169,19 +172,19 @@ class _TuneRun:
             student.model.load_state_dict(learned)
             student.step_back(start, 1 - kept)
             after = self._elsewhere(student, task, others=True).ranks(student.vectors(task.questions))
-            if gains(before, after, [""] * len(before))["mrr"].difference >= -MOST_LOST:  # finer than recall
+            if gains(before, after, [""] * len(before))["mrr"].difference >= -MOST_LOST:  # MRR is finer than recall
                 break
         return kept
 
     def _elsewhere(self, student: Student, task: DocstringTask, *, others: bool) -> DocstringTask:
-        """Give the task as the student sees it: with passages that it embeds itself, if it does."""
+        """Return the task for the student; a student that embeds documents also embeds the passages."""
         if not student.documents:
             return task
         return DocstringTask(Embedder(self._embedder.name, student.model), self._settings.elsewhere, others=others)
 
     @contextmanager
     def _tuned(self, student: Student, directory: Path) -> Iterator[ChunkIndex]:
-        """Give the index as it will be asked: by another query encoder, or a copy that is embedded anew."""
+        """Yield the index with the tuned query encoder, or a copy embedded by a student that embeds documents."""
         if not student.documents:
             with ChunkIndex(self._index.directory, None, directory) as index:
                 yield index
@@ -197,9 +200,9 @@ class _TuneRun:
             yield index
 
     def _estimate(self, split: Split, teacher: Teacher, vectors: Vectors) -> str:
-        """Do a little of each part; say how long all of it will take at the most."""
+        """Time a small part of each step; return a text with the estimated duration of the whole run."""
         quiet, settings, training = self._progress("Trying"), self._settings, self._settings.training
-        teacher.judge(split.train[:1], vectors[:1], quiet)  # the first one warms up
+        teacher.judge(split.train[:1], vectors[:1], quiet)  # warm up
         judging = timed(lambda: teacher.judge(split.train[1:2], vectors[1:2], quiet)) * len(split.train)
         learning = estimate_training(split, vectors, self._index, self._embedder, training)
         documents = STUDENTS[training.part].documents
@@ -233,7 +236,7 @@ class _TuneRun:
         }
 
     def _answers(self, questions: Sequence[TuningQuestion], tuned: ChunkIndex) -> dict[str, Gain]:
-        """Answer held-out questions as `cacheblend ask` would, before and after."""
+        """Answer held-out questions as `cacheblend ask` does, before and after; return gains in ``em`` and ``f1``."""
         asked = [question for question in questions if question.answers][: self._settings.answers]
         if not asked:
             return {}
@@ -265,9 +268,10 @@ class _TuneRun:
 
 
 def judge_reader(judged: Sequence[Judged], index: ChunkIndex) -> dict[str, float]:
-    """Return the share of questions with a right chunk among their candidates, and of these, how often the reader prefers one.
+    """Return the share of questions with a right candidate chunk, and how often the reader prefers a right chunk.
 
-    It does where the answer is likelier behind a right chunk than behind any other, and than behind none.
+    The reader prefers a right chunk if the answer is likelier after that chunk than after any other chunk and after no
+    chunk. The second share counts only questions with a right chunk among their candidates.
     """
     found = preferred = 0
     for each in judged:
@@ -279,7 +283,7 @@ def judge_reader(judged: Sequence[Judged], index: ChunkIndex) -> dict[str, float
 
 
 def verdict(held_out: Gain, out_of_domain: Gain) -> tuple[bool, str]:
-    """Say whether a tuned query encoder is to be saved, by its recall@5, and why."""
+    """Return whether to save a tuned query encoder, judged by the gains in recall@5, and the reason."""
     if not held_out.sure:
         return False, "not better, not saved: on questions held out the gain in recall@5 may be chance"
     if out_of_domain.difference < -MOST_LOST - _ROUNDING:

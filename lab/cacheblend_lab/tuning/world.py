@@ -1,4 +1,4 @@
-"""Makes the demonstration's task: documents and questions of the bundled world with words of their own."""
+"""Makes the demonstration's task: documents about fictional entities, and questions in different words."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _STOP: Final = "the and was did does has have had what which who whom where when
 
 @dataclass(frozen=True)
 class TuningWorld:
-    """Documents, one for each entity, a chunk for each fact; and a question for each fact."""
+    """Holds documents, one per entity with one chunk per fact, and one question per fact."""
 
     documents: dict[str, list[Chunk]]
     questions: list[TuningQuestion]
 
 
 def paraphrased_world(tokenizer: Any, seeds: Sequence[int], entities: int = 32) -> TuningWorld:
-    """Make the worlds of several seeds, pooled: no name in two of them.
+    """Make one world per seed and pool the worlds; no two worlds share a name.
 
-    Every chunk states one fact about one entity, named in it, among sentences that state nothing. The question asks for the fact
-    in the words that have least in common with the statement. All names are ones that the bundled model's training never showed.
+    Every chunk names one entity and states one fact about it, between two filler sentences. The question's wording
+    shares the fewest words with the statement. The bundled model's training has seen none of the names.
 
     Args:
-        tokenizer: The reader's.
-        seeds: One world each.
-        entities: Entities in each world, about which there are ten facts.
+        tokenizer: The reader's tokenizer.
+        seeds: Seeds of the worlds.
+        entities: Number of entities in each world; there are ten facts about each.
     """
     names = NameMaker(Random(f"names:{list(seeds)}"), held_out=True)
     documents: dict[str, list[Chunk]] = {}
@@ -64,7 +64,7 @@ def paraphrased_world(tokenizer: Any, seeds: Sequence[int], entities: int = 32) 
 
 
 def digest_of(chunks: Sequence[Chunk]) -> str:
-    """Return the digest a document of these chunks is indexed with."""
+    """Return the digest under which a document of these chunks is indexed."""
     return chunk_id("\n\n".join(chunk.text for chunk in chunks))
 
 
@@ -75,12 +75,12 @@ def _passage(rng: Random, entity: Entity, statement: str, value: str) -> str:
 
 
 def _worded_apart(rng: Random, attribute: Attribute) -> tuple[str, str]:
-    """Return the statement and the question of an attribute that share the fewest words; drawn where several do."""
+    """Return the statement and the question of an attribute that share the fewest words; ties are drawn at random."""
     pairs = list(product(attribute.statements, attribute.questions))
     shared = [len(_words(statement) & _words(question)) for statement, question in pairs]
     return rng.choice([pair for pair, count in zip(pairs, shared, strict=True) if count == min(shared)])
 
 
 def _words(template: str) -> frozenset[str]:
-    """Return the beginnings of a template's words that mean something: "employed" and "employs" are one."""
+    """Return the first four letters of a template's words, without stop words: "employed" and "employs" are equal."""
     return frozenset(word[:4] for word in _WORD.findall(_SLOT.sub(" ", template.lower())) if word not in _STOP.split())

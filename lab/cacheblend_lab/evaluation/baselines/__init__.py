@@ -1,1 +1,1 @@
-"""Answers chunk by chunk, which a blend is compared with (paper section 7): without a framework, and by LangChain's chains."""
+"""Answers chunk by chunk, as baselines for a blend (paper section 7): without a framework, and by LangChain's chains."""

@@ -1,7 +1,6 @@
-"""Asks every chunk on its own: MapReduce and MapRerank without a framework (paper section 7.2, figure 13).
+"""Asks every chunk separately: MapReduce and MapRerank without a framework (paper section 7.2, figure 13).
 
-Neither ever lets one chunk see another, which is what they cost in quality; both prefill every chunk anew unless told
-otherwise, which is what they cost in time.
+No chunk sees another chunk, which lowers quality. Every chunk is prefilled anew, which takes time.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ class _ShowsLogits(Protocol):
 
 
 class Chunkwise(Method):
-    """A method whose answer takes several requests, none of which reuses stored KV, as the paper's baseline does."""
+    """Answers by several requests without reusing stored KV, as the paper's baseline does."""
 
     def __init__(self, name: str, label: str):
-        """Call it so."""
+        """Set name, label and key."""
         self.name, self.label, self.key = name, label, name
 
 
 class MapReduce(Chunkwise):
-    """Answers from each chunk, then answers once more from those answers."""
+    """Answers from each chunk, then answers again from these answers."""
 
     def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
         found = _map(engine, case)
@@ -49,10 +48,11 @@ class MapReduce(Chunkwise):
 
 
 class MapRerank(Chunkwise):
-    """Answers from each chunk with a score of the model's certainty, and keeps the answer of the highest score.
+    """Answers from each chunk with a score of the model's certainty, and returns the answer with the highest score.
 
-    The score is the probability of the answer's first token where the engine shows it. Elsewhere the model is asked to write a
-    score behind its answer; one that writes none gets 0 for that chunk. Of equal scores the earlier chunk's answer wins.
+    The score is the probability of the answer's first token if the engine shows it. With other engines the model is
+    asked to write a score behind its answer; an answer without a score gets 0. Among equal scores the earlier chunk's
+    answer wins.
     """
 
     def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
@@ -60,7 +60,7 @@ class MapRerank(Chunkwise):
         return Reply.of_requests(max(scored, key=lambda each: each[1])[0], found)
 
     def ask(self, engine: BlendEngine, case: EvalCase) -> tuple[list[Generation], list[tuple[str, float]]]:
-        """Return what the engine reports of each chunk's request; and each one's answer with its score, 0 to 100."""
+        """Return the generation of each chunk's request, and each chunk's answer with its score, 0 to 100."""
         if not isinstance(engine, _ShowsLogits):
             found = _map(engine, case, _SCORE_REQUEST)
             return found, [_split_score(done.text) for done in found]
@@ -84,7 +84,7 @@ def _map(engine: BlendEngine, case: EvalCase, request: str = "") -> list[Generat
 def _reduce_prompt(engine: BlendEngine, case: EvalCase, parts: Sequence[str]) -> BlendPrompt:
     notes = "\n".join(f"- {part}" for part in parts if part)
     head, *rest = rag_prompt(engine.tokenizer, (), case.sample.question, case.sample.instruction).segments
-    # The answers are new text every time: they stand where chunks would, as text.
+    # The answers are new text every time, and therefore replace the chunks as plain text.
     return BlendPrompt((head, f"{notes}\n\n", *rest))
 
 

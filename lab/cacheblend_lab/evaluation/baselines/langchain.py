@@ -1,7 +1,8 @@
-"""Runs LangChain's own MapReduce and MapRerank chains on our engine, for comparison (paper figure 13).
+"""Runs LangChain's own MapReduce and MapRerank chains on the engine, for comparison (paper figure 13).
 
-The chains bring their own prompts, which their model must be able to follow. MapRerank's parser asks for a ``Score:`` line and
-fails without one; here an answer without a score counts as one of score 0, or a single slip would end a whole evaluation.
+The chains have their own prompts, which the model must be able to follow. MapRerank's parser asks for a ``Score:`` line
+and fails without it. Here an answer without a score counts as score 0, because otherwise a single such answer would end
+a whole evaluation.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class LangChainMethod(Chunkwise):
-    """LangChain's own MapReduce and MapRerank chains, with their own prompts, over the same engine and chunks."""
+    """Answers by LangChain's own MapReduce and MapRerank chains, with their own prompts, over the same engine and chunks."""
 
     def reply(self, engine: BlendEngine, case: EvalCase) -> Reply:
-        """Answer through ``load_qa_chain``; raises ModelError where langchain-classic is not installed."""
+        """Answer through ``load_qa_chain``; raises ModelError if langchain-classic is not installed."""
         try:
             from langchain_classic.chains.question_answering import load_qa_chain
             from langchain_classic.chains.question_answering.map_rerank_prompt import PROMPT

@@ -1,4 +1,4 @@
-"""Draws figures of the question's attention: 4 (three ways side by side), 6 (its deviation against the ratio)."""
+"""Draws figures of the question's attention: 4 (three methods side by side), 6 (attention deviation against the ratio)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _measure_attention(context: FigureContext, say: Say) -> list[Row]:
 
 
 def _binned(attention: torch.Tensor) -> torch.Tensor:
-    """Return ``[question, bins]``, the highest weight among each bin's keys: means would hide single tokens."""
+    """Return ``[question, bins]``, the highest weight among each bin's keys; means would hide single tokens."""
     edges = torch.linspace(0, attention.shape[1], min(_BINS, attention.shape[1]) + 1).long()
     return torch.stack([attention[:, a:b].amax(1) for a, b in pairwise(edges.tolist())], dim=1)
 

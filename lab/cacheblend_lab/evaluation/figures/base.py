@@ -1,4 +1,4 @@
-"""Defines a figure: it says what the paper found, how it is measured here, and how it is drawn."""
+"""Defines a figure: the paper's finding, how it is measured here, and how it is drawn."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _INSPECTED = 6
 
 @dataclass(frozen=True)
 class Figure:
-    """One of the paper's figures.
+    """Holds one of the paper's figures.
 
     Attributes:
-        number: Its number in the paper.
-        title: What it shows.
-        paper: What the paper found, with its numbers where its text gives any.
-        caption: How ours was measured; what to bear in mind.
+        number: Number in the paper.
+        title: Title of the figure.
+        paper: Finding of the paper, with numbers if the paper's text gives any.
+        caption: How the figure was measured here, and its limitations.
         measure: Returns the data, one row per point; plain numbers and strings.
         draw: Draws the rows.
-        minutes: About how much of a whole run it takes, for the progress bar.
+        minutes: Approximate share of a whole run's time, for the progress bar.
     """
 
     number: int
@@ -50,12 +50,12 @@ class Figure:
 
 @dataclass
 class FigureContext:
-    """Holds what figures are measured on.
+    """Holds model and settings that figures are measured with.
 
     Attributes:
         engine: The model.
         settings: Data set, number of questions, blend.
-        out: Directory of the run; answers go there, too, so that an interrupted run goes on.
+        out: Directory of the run; answers go there, too, so that an interrupted run can resume.
         repeat: Timed rounds of each point of a sweep.
     """
 
@@ -68,14 +68,14 @@ class FigureContext:
 
     @property
     def blend(self) -> ResolvedSettings:
-        """Return the run's blend, nothing left open."""
+        """Return the run's blend, with all settings resolved."""
         return self.engine.profile.resolve(self.settings.blend, self.engine.num_layers)
 
     def evaluate(self, methods: Sequence[str], say: Say, **changes: Any) -> EvalResult:
-        """Evaluate the data set by ``methods``; what earlier figures have answered is not answered again.
+        """Evaluate the data set by ``methods``; answers of earlier figures are reused.
 
         Raises:
-            InputError: The data set's file is not the one that the run began with.
+            InputError: The data set's file has changed since the run began.
         """
         settings = replace(self.settings, methods=tuple(methods), **changes)
         result = evaluate(
@@ -87,30 +87,30 @@ class FigureContext:
         return result
 
     def once(self, name: str, measure: Callable[[], list[Row]]) -> list[Row]:
-        """Return what ``measure`` returns, which runs once for all figures that need it."""
+        """Return the result of ``measure``, which runs once for all figures that need it."""
         if name not in self._measured:
             self._measured[name] = measure()
         return self._measured[name]
 
     @property
     def workbench(self) -> Workbench:
-        """Return the engine as sweeps over random tokens use it."""
+        """Return the workbench of the engine, for sweeps over random tokens."""
         return Workbench.of(self.engine)
 
     @property
     def main(self) -> EvalResult | None:
-        """Return the evaluation of the run's own settings; None if no figure needed it."""
+        """Return the evaluation with the run's own settings; None if no figure needed it."""
         return next((r for (_, changed), r in self._results.items() if not changed and "blend" in r.labels), None)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return what every figure depends on; the data set's files are hashed once, as the run begins."""
+        """Return the settings that every figure depends on; the data set's files are hashed once, when the run begins."""
         files = hash_files(self.settings.dataset, self.settings.data)
         return {**identify_run(self.engine, self.settings, files, None), "limit": self.settings.limit}
 
     @cached_property
     def inspectors(self) -> list[AttentionInspector]:
-        """Return a few prompts of the data set to look into, those whose question needs two chunks first."""
+        """Return inspectors of a few prompts of the data set, questions that need two chunks first."""
         how = self.settings.preparation
         data = load_data_set(
             self.settings.dataset,
@@ -132,7 +132,7 @@ class FigureContext:
             try:
                 found.append(AttentionInspector.of(self.engine, preparer.case(sample).prompt))
             except (InputError, PromptTooLongError, ModelError) as error:
-                why = error  # no prompt can be made of it, or none with stale KV
+                why = error  # the sample has no prompt, or its prompt has no stale KV
             if len(found) == _INSPECTED:
                 break
         if not found:

@@ -1,4 +1,4 @@
-"""Draws figures of KV deviation: 7 (its distribution over tokens), 8 (how far neighbouring layers agree)."""
+"""Draws figures of KV deviation: 7 (its distribution over tokens), 8 (agreement of neighbouring layers)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws figures of storage devices: 10 (what the loading controller chooses), 17 (time to first token)."""
+"""Draws figures of storage devices: 10 (choices of the loading controller), 17 (time to first token)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GB: Final = 1e-9
 
 
 def _measure(context: FigureContext, say: Say) -> list[Row]:
-    """Measure once for both figures: every method at every bandwidth."""
+    """Measure every method at every bandwidth, once for both figures."""
 
     def sweep() -> list[Row]:
         engine = context.engine

@@ -1,4 +1,4 @@
-"""Words what this run found, one sentence a figure, to read beside what the paper found."""
+"""Writes one sentence per figure about the findings of this run, to compare with the findings of the paper."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _sizes(rows: Sequence[Row]) -> str:
 def _ratios(rows: Sequence[Row]) -> str:
     full = _by_method(rows)["full"]
     near = min((row for row in rows if 0 < row["ratio"] < 1), key=lambda row: abs(row["ratio"] - 0.15))
-    # Full recompute itself is among them, so that a ratio too low always has a next one.
+    # Full recompute is among the ratios, so that at least one ratio is within the limit.
     within = {row["ratio"]: abs(row["quality"] - full["quality"]) <= _LOSS for row in rows}
     least = min(ratio for ratio in within if all(near for other, near in within.items() if other >= ratio))
     return (
@@ -137,7 +137,7 @@ def _devices(rows: Sequence[Row]) -> str:
     return f"The blend's TTFT is {' and '.join(ends)}."
 
 
-# The loss of quality that the paper calls negligible.
+# Loss of quality that the paper calls negligible.
 _LOSS: Final = 0.02
 FINDINGS: Final[Mapping[int, Callable[[Sequence[Row]], str]]] = {
     2: _counts,
@@ -152,4 +152,4 @@ FINDINGS: Final[Mapping[int, Callable[[Sequence[Row]], str]]] = {
     16: _ratios,
     17: _devices,
 }
-"""By the figure's number. Figure 4 is to be looked at."""
+"""Functions that write a figure's finding, by the figure's number. Figure 4 has no finding in words."""

@@ -1,4 +1,4 @@
-"""Measures and draws the figures of one run, and writes the page that holds them all."""
+"""Measures and draws the figures of one run, and writes the page with all figures."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Progress = Callable[[float, int, str], None]
 
 
 def parse_numbers(text: str | None) -> list[int]:
-    """Return the figures named by ``2,6,12-17``; None names all.
+    """Return the numbers of the figures in a list such as ``2,6,12-17``; None selects all.
 
     Raises:
-        InputError: It is no such list, or names a figure there is none of.
+        InputError: The text is not a list of figures, or names a figure that does not exist.
     """
     if text is None:
         return list(FIGURES)
@@ -51,15 +51,15 @@ def parse_numbers(text: str | None) -> list[int]:
 def make_figures(context: FigureContext, numbers: Sequence[int], progress: Progress | None = None) -> Path:
     """Measure and draw figures into the context's directory: PNG, SVG and CSV of each, and ``index.html``.
 
-    What a run of the same settings has measured is not measured again, so an interrupted run goes on where it stopped.
+    Measurements of an earlier run with the same settings are reused, so that an interrupted run can resume.
 
     Args:
-        context: What to measure on.
-        numbers: Of :data:`FIGURES`.
-        progress: Called with how much is done, of how much, and what is at hand.
+        context: Model and settings to measure with.
+        numbers: Numbers of figures in :data:`FIGURES`.
+        progress: Called with the work done, the total, and the current step.
 
     Returns:
-        The page.
+        Path of the page.
 
     Raises:
         ModelError: The model is not blended.
@@ -82,7 +82,7 @@ def make_figures(context: FigureContext, numbers: Sequence[int], progress: Progr
         done += figure.minutes
     show(100, 100, "report")
     if context.main is None and {12, 13, 14} & set(numbers):
-        # The figures were there already, and so are the answers: they are read, not computed again.
+        # The figures were measured earlier, so that their answers are read instead of computed.
         context.evaluate(quality.CORE, lambda share, text: None)
     return _write_page(context, sections)
 

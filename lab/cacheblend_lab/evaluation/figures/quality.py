@@ -23,7 +23,7 @@ CORE: Final = ("full", "prefix", "reuse", "blend", "map_reduce", "map_rerank")
 
 
 def _quality(result: EvalResult, **more: Any) -> list[Row]:
-    """Return a row per method: score with interval (None where there is none), TTFT, tokens."""
+    """Return a row per method: score with interval (None if there is none), TTFT, tokens."""
     key = "rouge_l" if any(row["task"] != "qa" for row in result.rows) else "f1"
     rows = []
     for name, found in result.summary["methods"].items():
@@ -51,7 +51,7 @@ def _quality(result: EvalResult, **more: Any) -> list[Row]:
 
 
 def _ends(row: Row) -> tuple[float, float]:
-    """Return where a row's interval is drawn: at its value, without width, where it has none."""
+    """Return the drawn ends of a row's interval; without an interval both ends are the value."""
     return (row["quality"], row["quality"]) if row["low"] is None else (row["low"], row["high"])
 
 
