@@ -49,6 +49,14 @@ class CalibrationOptions:
             rich_help_panel=_CALIBRATION,
         ),
     ] = None
+    agreement: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead: least agreement with full recompute, such as 0.99: share of the answers' tokens; with --documents "
+            "exp(-KL). For a metric: 1 less the loss of score that is accepted (default: 0.95, five points).",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None
     confidence: Annotated[
         float,
         typer.Option(help="How sure the result must be, from 0.5 to below 1.", rich_help_panel=_CALIBRATION),

@@ -357,9 +357,8 @@ def _open_index(
         embedding,
         engine.writer,
     )
-    if chunk_tokens is not None or overlap is not None:
-        # Without chunk_tokens, the index's own chunk size, which limits the overlap, is not known yet.
-        check_sizes(new.chunk_tokens, min(new.overlap, new.chunk_tokens // 2) if chunk_tokens is None else new.overlap)
+    if chunk_tokens is not None or not ChunkIndex.exists(directory):  # else the index limits the overlap
+        check_sizes(new.chunk_tokens, new.overlap)
     # The index is opened without a check whether one exists: another process may be making it, with other settings.
     index = ChunkIndex(directory, new, query_encoder, check=False)
     try:

@@ -109,8 +109,9 @@ def test_calibrate_on_documents_needs_no_questions(run, model_dir, tmp_path):
         (["--as-near-as", "f1", "--documents", "b"], "needs questions with right answers"),
     ],
 )
-def test_wrong_options_of_a_calibration_are_named(run, model_dir, arguments, named):
-    result = run("doctor", "--calibrate", "--model", model_dir, *arguments)
+def test_wrong_options_of_a_calibration_are_named(run, model_dir, tmp_path, arguments, named):
+    given = [] if "--documents" in arguments else ["--prompts", prompts_file(tmp_path)]
+    result = run("doctor", "--calibrate", "--model", model_dir, *given, *arguments)
     assert result.exit_code == 2
     assert named in result.stderr
 
@@ -139,7 +140,7 @@ def test_too_few_prompts_are_said_before_anything_is_measured(run, model_dir, tm
     given, prompts, advice = {
         "--documents": ([tmp_path / "docs", "--quick"], None, "add documents"),
         "--prompts": ([prompts_file(tmp_path), "--quick"], 2, "add prompts"),
-        "--count": ([3], 3, "give --count 20 or more"),
+        "--count": ([2, "--prompts", prompts_file(tmp_path)], 2, "give --count 20 or more"),
     }[source]
     said = run("doctor", "--calibrate", "--model", model_dir, source, *given).stderr
     assert f"Too few prompts: {prompts or ''}" in said and "where 20 can show" in said and advice in said
@@ -166,7 +167,8 @@ def test_by_default_a_blend_is_to_be_as_near_as_weights_of_six_bits(run, model_d
 def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(run, model_dir, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("cacheblend_rag.cli.doctor.open_engine", lambda *_: pytest.fail("the model was loaded"))
-    result = run("doctor", "--calibrate", "--model", model_dir, "--plot", tmp_path / "plot.png")
+    prompts = prompts_file(tmp_path)
+    result = run("doctor", "--calibrate", "--model", model_dir, "--prompts", prompts, "--plot", tmp_path / "plot.png")
     assert result.exit_code == 4
     assert "pip install 'cacheblend-rag[calibrate]'" in result.stderr
 

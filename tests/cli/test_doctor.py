@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend_rag.engines.models import BUNDLED_MODEL, SMOLLM2
+from cacheblend_rag.engines.models import SMOLLM2
 from cacheblend_rag.errors import ModelError
 from tests.command_line import as_json
 
@@ -66,7 +66,6 @@ def opened(monkeypatch) -> list[str | None]:
     [
         ([], SMOLLM2),
         (["--calibrate", "--documents", "docs"], SMOLLM2),
-        (["--calibrate"], BUNDLED_MODEL),  # whose world its generated prompts are of
     ],
 )
 def test_without_a_model_it_is_the_one_that_every_command_takes(run, opened, arguments, model):

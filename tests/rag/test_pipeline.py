@@ -508,7 +508,11 @@ def test_a_disk_can_hold_no_more_than_it_has_free_whatever_its_budget(
 
 
 def test_bad_arguments_are_named(pipeline: RagPipeline, engine: FakeEngine, tmp_path: Path) -> None:
-    sizes = ({"chunk_tokens": 0}, "max_tokens is 0"), ({"overlap": -1}, "overlap is -1")
+    sizes = (
+        ({"chunk_tokens": 0}, "max_tokens is 0"),
+        ({"overlap": -1}, "overlap is -1"),
+        ({"overlap": 400}, "overlap is 400"),
+    )
     for arguments, message in (({"k": 0}, "k is 0"), ({"follow": -1}, "follow is -1"), *sizes):
         with pytest.raises(InputError, match=message):
             RagPipeline(engine, tmp_path / "x", **arguments)

@@ -30,7 +30,7 @@ class BlendWorker(BaseWorker):
             connector.bind_worker(self)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up; if tenants share steps, also compile log-probabilities, whose first use would delay all tenants."""
+        """Warm up; if namespaces share steps, also compile log-probabilities, whose first use would delay all namespaces."""
         gather = getattr(getattr(self.model_runner, "sampler", None), "gather_logprobs", None)
         if gather is not None and self.vllm_config.scheduler_config.scheduler_cls == FAIR:
             with torch.inference_mode():

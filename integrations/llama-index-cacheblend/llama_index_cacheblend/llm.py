@@ -68,13 +68,11 @@ class CacheBlendLLM(FunctionCallingLLM):
             to leave 512 tokens, or a quarter of a window below 2048.
         temperature: 0 is greedy.
         top_p: Nucleus mass in (0, 1].
-        top_k: Number of likeliest tokens to sample from; 0 for all.
-        seed: Makes sampling repeatable.
+        top_k: Number of likeliest tokens to sample from; 0 for all. ``seed`` makes sampling repeatable.
         presence_penalty: Subtracted from the logit of every token that the answer already contains, -2 to 2.
         frequency_penalty: Subtracted from the logit of a token for each time that the answer contains it, -2 to 2.
         stop_repeating: End an answer that says 16 to 128 tokens twice, one behind the other.
-        logprobs: Return the log-probability of every token of the answer, and of this number of alternatives, in the
-            response's ``logprobs``.
+        logprobs: Number of alternatives whose log-probability is returned beside each token's; None for none at all.
         stop: Strings that end the answer; they are not part of it.
         ratio: Recompute ratio in [0, 1], or ``"auto"``: the model profile's, and more for text unlike the calibration's
             text. None takes the profile's ratio, and likewise for the next three attributes.
@@ -149,7 +147,7 @@ class CacheBlendLLM(FunctionCallingLLM):
                 ``CACHEBLEND_MODEL`` and ``CACHEBLEND_STORE``.
             store: Location of stored KV: a directory, or tiers by address. None stores KV in RAM.
             device: ``"cpu"``, ``"cuda"``... None takes CUDA if available.
-            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes fp32 on a CPU, the model's own elsewhere.
+            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes fp32 on a CPU, else the model's own.
             writer: KV writer of the chunks: its directory, ``"probe"`` or ``"none"``; None takes the model's own.
             threads: CPU threads of torch in the whole process; the last LLM with a number decides.
             base_url: Address of a `cacheblend serve`, which runs the model.
