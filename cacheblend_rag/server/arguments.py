@@ -180,7 +180,7 @@ def _refuse_strangers(args: Namespace, options: ServeOptions) -> None:
 
 
 def _take_keys(args: Namespace, path: Path | None) -> None:
-    """Check the file of keys, if there is one, against the other flags, and share steps fairly if the file names several namespaces."""
+    """Check the file of keys, if given, against the other flags, and have several namespaces share steps fairly."""
     from cacheblend_rag.engines.vllm.fairness import FAIR
 
     if path is None:

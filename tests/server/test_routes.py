@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
@@ -13,6 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import psutil
 import pytest
 import torch
 from fastapi import FastAPI
@@ -51,6 +54,7 @@ class Client:
         self.registry, self.store, self.context_window = ChunkRegistry(), MemoryStore(1 << 30), 500
         self.entries = Entries(self.store, MODEL, self.header_ids, 0, 1)
         self.gate, self.namespace = SimpleNamespace(passed=True), DEFAULT
+        self.llm = SimpleNamespace(errored=False)
         self.fails: set[str] = set()
 
     def of(self, tenant: Namespace) -> Client:
@@ -225,13 +229,32 @@ async def test_the_servers_end_waits_until_a_registration_that_it_cuts_short_has
     server.client.store_kv = dies  # type: ignore[method-assign]
     request = asyncio.ensure_future(server.register(TEXTS[0]))
     await begun.wait()
-    settled = asyncio.ensure_future(server.tenants.settle(60))
+    settled = asyncio.ensure_future(server.tenants.settle([], 60))
     await asyncio.sleep(0)
     assert (settled.done(), server.stored(TEXTS[0])) == (False, True)
     ended.set()
     await settled
     assert not server.stored(TEXTS[0])
     assert (await request).status_code == 507
+
+
+async def test_kv_that_a_worker_writes_behind_a_registration_that_was_cut_short_is_deleted(server: Server) -> None:
+    store, chunks = server.client.store_kv, list[Chunk]()
+
+    async def dies(wanted: list[Chunk]) -> PrecomputeReport:
+        chunks.extend(wanted)
+        server.client.llm.errored = True
+        raise StoreError("the engine has died")
+
+    server.client.store_kv = dies  # type: ignore[method-assign]
+    await server.register(TEXTS[0])
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
+        settled = asyncio.ensure_future(server.tenants.settle([psutil.Process(worker.pid)], 60))
+        await store(chunks)
+        assert not settled.done()
+        worker.communicate(b"\n")
+        await settled
+    assert not server.stored(TEXTS[0])
 
 
 @pytest.mark.parametrize("chunk_id", ["a\nb", "a\n", "\n", "a\r\n", "a/b\n/c"])

@@ -161,18 +161,17 @@ class Precompute:
             len(self._behind),
         )
         failed, header = dict(plan.failed), entries.header_ids
-        begun = set[asyncio.Future[str]]()
 
         async def one(token_ids: tuple[int, ...], unranked: bool = False) -> None:
             async with self._own[entries.namespace.name], self._slots:
                 key, why = entries.own_key(token_ids), ""
                 if not unranked:
                     by = (*header, *self._behind) if token_ids and entries.writer is not None else header
-                    why = await self._once(key, lambda: self._saved(entries, token_ids, by), begun)
+                    why = await self._once(key, lambda: self._saved(entries, token_ids, by))
                 if not why and 0 < len(token_ids) <= plan.most_ranked:
                     before = (*header, *self._probe)
                     again = receipt(key, ranking=True)
-                    await self._once(again, lambda: self._saved(entries, token_ids, before, ranking=True), begun)
+                    await self._once(again, lambda: self._saved(entries, token_ids, before, ranking=True))
             if unranked or not token_ids:
                 return
             if why:
@@ -182,31 +181,19 @@ class Precompute:
 
         if ranking and self._probe and (plan.chunks or plan.unranked):
             await self._compute_probe(entries)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for token_ids in plan.token_ids:
-                    group.create_task(one(token_ids))
-                for token_ids in plan.unranked:
-                    group.create_task(one(token_ids, unranked=True))
-        except BaseException:
-            if begun:  # a caller that now deletes the stored entries must find all of them
-                await asyncio.wait(begun)
-            raise
+        async with asyncio.TaskGroup() as group:
+            for token_ids in plan.token_ids:
+                group.create_task(one(token_ids))
+            for token_ids in plan.unranked:
+                group.create_task(one(token_ids, unranked=True))
         return report_of(plan, failed, time.perf_counter() - begin)
 
-    async def _once(
-        self, name: str, compute: Callable[[], Coroutine[Any, Any, str]], begun: set[asyncio.Future[str]]
-    ) -> str:
-        """Run ``compute``, or await another caller's run; return why the entry is not in the store, or an empty string.
-
-        ``begun`` holds the computation until the computation ends.
-        """
+    async def _once(self, name: str, compute: Callable[[], Coroutine[Any, Any, str]]) -> str:
+        """Run ``compute``, or await another caller's run; return why the entry is not in the store, or an empty string."""
         running = self._computing.get(name)
         if running is None:
             running = self._computing[name] = asyncio.ensure_future(compute())
             running.add_done_callback(lambda _: self._computing.pop(name, None))
-        begun.add(running)
-        running.add_done_callback(begun.discard)
         return await asyncio.shield(running)  # a cancelled caller must not cancel the others' computation
 
     async def _compute_probe(self, entries: Entries) -> None:
