@@ -83,7 +83,7 @@ lint: setup        ## Check style
 
 types: setup       ## Check types
 	$(BIN)/mypy
-	cd lab && MYPYPATH=..:. ../$(BIN)/mypy
+	cd lab && ../$(BIN)/mypy
 	cd integrations/langchain-cacheblend && ../../$(BIN)/mypy
 	cd integrations/llama-index-cacheblend && ../../$(BIN)/mypy
 
