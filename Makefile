@@ -55,7 +55,7 @@ quick: setup       ## Run the fast tests of what serves
 test: export PYTEST_ADDOPTS += -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 test: setup browser ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -c lab/pyproject.toml lab/tests -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -c lab/pyproject.toml lab/lab_tests -n $(JOBS) --dist worksteal
 	cd integrations/langchain-cacheblend && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 	cd integrations/llama-index-cacheblend && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -n $(JOBS)
 

@@ -185,7 +185,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # In these files a vLLM may be started: in the first by each file, in the others mostly one server for all. A worker's first one
 # takes longest, for what all are forked from must import it.
-_VLLM = ("tests/engines/vllm/", "tests/calibrate/test_random_models.py")
+_VLLM = ("tests/engines/vllm/",)
 _SERVER = ("tests/server/", "tests/engines/test_remote.py", "tests/docs/test_snippets.py")
 
 

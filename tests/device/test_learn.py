@@ -7,8 +7,8 @@ import torch
 from cacheblend_lab.learn.adapter import weights_of, writing_copy
 from cacheblend_lab.learn.blend import BatchBlender, PromptBatch
 from cacheblend_lab.learn.lesson import Lesson
+from lab_tests.learn.test_blend import batch_of
 
-from lab.tests.learn.test_blend import batch_of
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene
 

@@ -29,10 +29,9 @@ from tests.retrieval.test_documents import write_pdf
 QUESTION = "Who approves travel above 500 euros?"
 RULE = "Travel above 500 euros is approved by the head of finance."
 MODELS = ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "MODEL", "M")
-# Tested elsewhere, since they take a browser, a server or minutes: tests/ui, tests/server and test_snippets.py, lab/tests.
+# Tested elsewhere, since they take a browser, a server or minutes: tests/ui, tests/server and test_snippets.py, lab/lab_tests.
 LEFT_OUT = ("demo", "ui", "serve", "bench ttft", "bench controller", "figures")
-# Whole pages tested elsewhere: lab/tests/realm, lab/tests/tuning, lab/tests/commands/test_tune.py, tests/calibrate and
-# tests/cli/test_store_calibrate.py.
+# Whole pages tested elsewhere: lab/lab_tests, tests/calibrate and tests/cli/test_store_calibrate.py.
 PAGES_LEFT_OUT = {"docs/howto/realm.md", "docs/howto/retriever.md", "docs/howto/tuning.md"}
 # Each package's page imports all that it uses, but for what the reader has: these, and what is named "your_...".
 READERS = {"langchain": {"prompt", "loader", "record_manager"}, "llama-index": {"documents", "index"}}

@@ -13,12 +13,12 @@ from cacheblend_lab.evaluation.evaluate import EvalSettings, evaluate
 from cacheblend_lab.evaluation.prepare import set_header
 from cacheblend_lab.reorder import ReorderedPrompts
 from cacheblend_lab.samples import Sample
+from lab_tests.evaluation.test_reorder import SAMPLES, of, own_order
+from lab_tests.evaluation.test_run import run
 
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
-from lab.tests.evaluation.test_reorder import SAMPLES, of, own_order
-from lab.tests.evaluation.test_run import run
 from tests.conftest import tokenizer_named
 from tests.engines.vllm.engines import SHAPE, clear, save_model, start
 

@@ -27,7 +27,7 @@ from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.errors import InputError
-from lab.tests.evaluation.test_run import SAMPLES
+from lab_tests.evaluation.test_run import SAMPLES
 from tests.store.samples import key_of, kv_of, same
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.prompts.prompt import rag_prompt
-from lab.tests.evaluation.test_run import FEW, run
+from lab_tests.evaluation.test_run import FEW, run
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from cacheblend_lab.realm.reading import Library, answer, answer_likelihood, as_
 from cacheblend_lab.realm.renewal import RenewedIndex
 from cacheblend_lab.realm.runs import RunDirectory
 from cacheblend_rag.errors import InputError
-from lab.tests.realm.conftest import SHAPE, TOWNS, articles
+from lab_tests.realm.conftest import SHAPE, TOWNS, articles
 
 CPU = torch.device("cpu")
 PORTS = [

@@ -12,8 +12,8 @@ from cacheblend_lab.realm.demo import DemoSettings
 from cacheblend_lab.realm.model import RealmModel
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import InputError
-from lab.tests.realm.conftest import TOWNS, articles
-from lab.tests.realm.test_questions import PUBLISHED
+from lab_tests.realm.conftest import TOWNS, articles
+from lab_tests.realm.test_questions import PUBLISHED
 
 pytestmark = pytest.mark.slow
 

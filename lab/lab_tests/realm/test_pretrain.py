@@ -19,8 +19,8 @@ from cacheblend_lab.realm.passages import Passage
 from cacheblend_lab.realm.pretrain import MASKED, Pretraining, PretrainSettings, pretrain
 from cacheblend_lab.realm.runs import RunDirectory
 from cacheblend_rag.errors import InputError, StoreError
-from lab.tests.realm.conftest import SHAPE
-from lab.tests.realm.trainers import training
+from lab_tests.realm.conftest import SHAPE
+from lab_tests.realm.trainers import training
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from cacheblend_lab.realm.model import RealmModel
 from cacheblend_lab.realm.presets import demonstration
 from cacheblend_lab.realm.pretrain import PretrainSettings
 from cacheblend_lab.realm.world import make_world
-from lab.tests.realm.conftest import SHAPE
+from lab_tests.realm.conftest import SHAPE
 
 
 def test_a_world_has_its_answers_in_the_passages_it_names_and_asks_later_about_other_entities(

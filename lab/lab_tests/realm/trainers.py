@@ -14,7 +14,7 @@ import torch
 
 from cacheblend_lab.realm import refresh
 from cacheblend_lab.realm.pretrain import PretrainSettings, pretrain
-from lab.tests.realm.conftest import SHAPE, articles
+from lab_tests.realm.conftest import SHAPE, articles
 
 _context = multiprocessing.get_context("forkserver")
 

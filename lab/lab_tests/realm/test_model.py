@@ -13,7 +13,7 @@ from cacheblend_lab.realm.inputs import Collator, Query
 from cacheblend_lab.realm.model import RealmModel, Shape, SpanHead
 from cacheblend_lab.realm.passages import Passage, tokenize
 from cacheblend_rag.errors import ModelError
-from lab.tests.realm.conftest import SHAPE
+from lab_tests.realm.conftest import SHAPE
 
 
 def test_the_span_head_scores_what_an_mlp_over_both_ends_would() -> None:

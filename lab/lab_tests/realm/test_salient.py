@@ -13,7 +13,7 @@ from cacheblend_lab.realm.examples import Examples
 from cacheblend_lab.realm.model import RealmModel
 from cacheblend_lab.realm.passages import Passage, tokenize
 from cacheblend_lab.realm.salient import entity_spans, pattern_spans, random_spans
-from lab.tests.realm.conftest import TOWNS
+from lab_tests.realm.conftest import TOWNS
 
 
 def found(sentence: str) -> list[str]:
