@@ -37,12 +37,12 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for module in pkgutil.iter_modules(cli.__path__, "cacheblend_rag.cli."):
         importlib.import_module(module.name)
     for place in (
-        "lab.commands.doctor.open_engine",
-        "lab.commands.eval.open_engine",
-        "console.engines.open_engine",
-        "console.engines.open_server",
+        "cacheblend_rag.cli.doctor.open_engine",
+        "cacheblend_lab.commands.eval.open_engine",
+        "cacheblend_rag.console.engines.open_engine",
+        "cacheblend_rag.console.engines.open_server",
     ):
-        monkeypatch.setattr(f"cacheblend_rag.{place}", load)
+        monkeypatch.setattr(place, load)
     monkeypatch.setattr("cacheblend_rag.server.launch.serve", load)
     return calls
 
