@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import select
 import re
+import select
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
