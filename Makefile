@@ -80,6 +80,7 @@ vllm-versions: setup ## Try another vLLM: make vllm-versions VERSION=0.33.0; the
 lint: setup        ## Check style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python lab/benchmarks/words.py
 
 types: setup       ## Check types
 	$(BIN)/mypy

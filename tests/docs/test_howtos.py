@@ -33,12 +33,20 @@ MODELS = ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "MODEL", "M"
 LEFT_OUT = ("demo", "ui", "serve", "bench ttft", "bench controller", "figures")
 # Whole pages tested elsewhere: lab/lab_tests, tests/calibrate and tests/cli/test_store_calibrate.py.
 PAGES_LEFT_OUT = {"docs/howto/realm.md", "docs/howto/retriever.md", "docs/howto/tuning.md"}
-# Each package's page imports all that it uses, but for what the reader has: these, and what is named "your_...".
+# The pages of each package import all that they use, but for what the reader has: these, and what is named "your_...".
 READERS = {"langchain": {"prompt", "loader", "record_manager"}, "llama-index": {"documents", "index"}}
+PACKAGE_OF = {
+    "docs/howto/langchain.md": "langchain",
+    "docs/howto/llamaindex.md": "llama-index",
+    "integrations/langchain-cacheblend/README.md": "langchain",
+    "integrations/llama-index-cacheblend/README.md": "llama-index",
+}
 PAGES = (
     "README.md",
     "docs/howto/documents.md",
     "docs/howto/evaluation.md",
+    "docs/howto/langchain.md",
+    "docs/howto/llamaindex.md",
     "docs/howto/migrate.md",
     "docs/howto/model.md",
     "docs/howto/observe.md",
@@ -152,15 +160,16 @@ def program_runner(bundled: Path, place: Path, page: str) -> Iterator[Callable[[
     """Yield what runs a block of Python of a page after those before it, and returns what it prints."""
     with TransformersEngine(bundled, store=place / "before") as engine:
         names: dict[Any, dict[str, Any]] = {}
+        package = PACKAGE_OF.get(page)
 
         def run_program(code: str) -> str:
             words = ("use_engine", "llama_index", "query_engine")
-            in_llamaindex = "llama-index" in page or any(word in code for word in words)
+            in_llamaindex = package == "llama-index" or any(word in code for word in words)
             kind = llamaindex_names if in_llamaindex else langchain_names
             if kind not in names:
                 given = kind(engine) | {"TransformersEngine": TransformersEngine}
-                if page.startswith("integrations/") and page.endswith("README.md"):
-                    own = READERS["llama-index" if in_llamaindex else "langchain"]
+                if package is not None:
+                    own = READERS[package]
                     given = {name: given[name] for name in given if name.startswith("your_") or name in own}
                 names[kind] = given
             out = io.StringIO()

@@ -82,24 +82,6 @@ def test_the_reference_names_every_public_name_and_no_other() -> None:
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_no_line_is_longer_than_120_columns(page: Path) -> None:
-    assert [
-        line for line in page.read_text(encoding="utf-8").splitlines() if len(line) > 120 and not may_be_long(line)
-    ] == []
-
-
-def may_be_long(line: str) -> bool:
-    """Return whether a line cannot be broken: a row of a table of four columns or more."""
-    return line.startswith("|") and len(re.findall(r"(?<!\\)\|", line)) > 4
-
-
-def test_which_lines_may_be_long() -> None:
-    word = "x" * 121
-    assert may_be_long(f"| a | b | c | {word} |")
-    assert [may_be_long(line) for line in (word, f"a {word}", f"| a | {word} |")] == [False] * 3
-
-
 def test_every_page_is_in_the_sites_index() -> None:
     listed = set()
     for page in (ROOT / "docs/index.md", ROOT / "docs/tutorial/index.md"):

@@ -109,7 +109,7 @@ def note(version: str, runner: str, what: str, result: str) -> None:
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     start = f"| {version} | {runner} | {what} |"
     lines = [line for line in lines if not line.startswith(start)]
-    first = next(i for i, line in enumerate(lines) if line.startswith("|---")) + 1
+    first = next(i for i, line in enumerate(lines) if line.startswith("| version | runner |")) + 2
     end = next(i for i in range(first, len(lines)) if not lines[i].startswith("|"))
     table = sorted([*lines[first:end], f"{start} {result} | {today} |"])
     TABLE.write_text("\n".join([*lines[:first], *table, *lines[end:]]) + "\n", encoding="utf-8")
