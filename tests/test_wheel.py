@@ -78,5 +78,8 @@ def test_the_labs_wheel_holds_its_package_alone_and_its_sdist_makes_the_bundled_
 def test_the_labs_commands_are_the_same_with_and_without_an_installation() -> None:
     from cacheblend_lab.commands import COMMANDS
 
+    from cacheblend_rag import cli
+
     declared = tomllib.loads((ROOT / "lab/pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
     assert declared["cacheblend_rag.commands"] == COMMANDS
+    assert COMMANDS.keys() == cli._OF_THE_LAB

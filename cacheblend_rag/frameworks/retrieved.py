@@ -225,7 +225,7 @@ def _why_skipped(text: str) -> str:
 
 
 OnMiss = Literal["ignore", "warn", "error"]
-"""What to do about retrieved chunks that a formatter has altered: ignore them, log a warning, or raise an error."""
+"""Reaction to retrieved chunks that a formatter has altered: ignore them, log a warning, or raise an error."""
 
 _log = logging.getLogger("cacheblend_rag.misses")
 

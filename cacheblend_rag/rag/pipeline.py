@@ -357,8 +357,10 @@ def _open_index(
         embedding,
         engine.writer,
     )
-    if chunk_tokens is not None or not ChunkIndex.exists(directory):  # else the index limits the overlap
-        check_sizes(new.chunk_tokens, new.overlap)
+    if chunk_tokens is not None or overlap is not None:
+        # An existing index has its own chunk size, which limits the overlap.
+        sized = chunk_tokens is not None or not ChunkIndex.exists(directory)
+        check_sizes(new.chunk_tokens, new.overlap if sized else min(new.overlap, new.chunk_tokens // 2))
     # The index is opened without a check whether one exists: another process may be making it, with other settings.
     index = ChunkIndex(directory, new, query_encoder, check=False)
     try:

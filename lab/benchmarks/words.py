@@ -41,8 +41,8 @@ def prose(file: Path) -> Iterator[str]:
         yield _NOT_PROSE.sub("", text)
         return
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
     block: list[str] = []
     last = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

@@ -1,6 +1,6 @@
 """Tuning from end to end, by a reader that knows whether a chunk states an answer, with two layers of the embedding model.
 
-What the whole model learns of the bundled reader: lab/benchmarks/results/tune-retriever-demo.json,
+Results of the whole model with the bundled reader: lab/benchmarks/results/tune-retriever-demo.json,
 examples/tuned_retriever.ipynb.
 """
 
