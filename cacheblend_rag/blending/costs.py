@@ -16,7 +16,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.events import TierReads
 
 _WEIGHT = 0.2
-"""Weight of the newest observation in the exponentially weighted average: about ten prompts decide."""
+"""Least weight of the newest observation in the average: about ten prompts decide."""
 _MOST_STEP = 4.0
 """Most times slower or faster than expected that one observation counts: one slow read does not mean a new device."""
 _ATTENTION = 2.0
@@ -145,12 +145,15 @@ class Costs:
         tiers: Cost of loading, by tier.
         calibrated: Whether ``store calibrate`` measured the costs. Otherwise they come from short passes, and no tier's
             cost is known at first.
+        computations: Number of computations that have corrected the costs. The first one replaces an estimate from
+            short passes, which one stall of the machine can falsify by any factor.
     """
 
     layers: int
     compute: ComputeCost
     tiers: Mapping[str, TierCost]
     calibrated: bool = True
+    computations: int = 0
 
     @classmethod
     def of_model(cls, pass_s: float, token_s: float, config: Any) -> Self:
@@ -168,8 +171,23 @@ class Costs:
 
     def computed(self, took: Computed) -> Costs:
         """Return the costs corrected by one computation."""
-        drift = _drift(took.seconds, self.compute.seconds(took.tokens, took.context, took.placed))
-        return replace(self, compute=self.compute.scaled(drift))
+        expected = self.compute.seconds(took.tokens, took.context, took.placed)
+        if self.calibrated or self.computations:
+            weight = _WEIGHT if self.calibrated else max(_WEIGHT, 1 / (1 + self.computations))
+            factor = _drift(took.seconds, expected, weight)
+        else:
+            factor = took.seconds / expected if took.seconds > 0 and expected > 0 else 1.0
+        return replace(self, compute=self.compute.scaled(factor), computations=self.computations + 1)
+
+    def prefill_s(self, tokens: float, context: float, computed: Sequence[Computed]) -> float:
+        """Return the seconds of a prefill of ``tokens`` tokens, at the speed at which ``computed`` ran.
+
+        The costs give only the proportion between both; so a machine that is busy, or was busy when the costs were
+        measured, does not distort the comparison of a blend with the prefill.
+        """
+        expected = sum(self.compute.seconds(took.tokens, took.context, took.placed) for took in computed)
+        speed = sum(took.seconds for took in computed) / expected if expected > 0 else 1.0
+        return self.compute.seconds(tokens, context) * speed
 
     def loaded(self, tier: str, reads: TierReads, waited_s: float) -> Costs:
         """Return the costs corrected by reads from ``tier``, for which the computation waited ``waited_s``.
@@ -205,9 +223,9 @@ class Costs:
             ) from error
 
 
-def _drift(seconds: float, expected: float) -> float:
+def _drift(seconds: float, expected: float, weight: float = _WEIGHT) -> float:
     """Return the factor by which to correct an expected time after one observation."""
     if not (seconds > 0 and expected > 0):
         return 1.0
     seen = min(max(seconds / expected, 1 / _MOST_STEP), _MOST_STEP)
-    return (1 - _WEIGHT) + _WEIGHT * seen
+    return (1 - weight) + weight * seen

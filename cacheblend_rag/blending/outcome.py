@@ -95,8 +95,8 @@ class PromptOutcome:
         loaded_bytes: Bytes of stored KV read; with several ranks, on the first rank.
         loads: Where the stored KV of each chunk came from, in a blend.
         reads: Bytes, number and time of the reads, by tier other than RAM.
-        prefill_s: Expected seconds to compute all tokens behind the engine's prefix cache; None for a model that is not
-            blended.
+        prefill_s: Seconds that computing all tokens behind the engine's prefix cache would have taken, at the speed at
+            which this prompt's own passes ran; None for a model that is not blended.
         expected_s: Seconds to the first token that the controller expected; None if the controller decided nothing.
         fingerprint: Identity of the model that answered; empty if unknown.
         calibrated: Whether calibration has chosen how the model is blended; otherwise the accuracy of a blend is

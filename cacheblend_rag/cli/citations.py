@@ -102,7 +102,7 @@ def explain_lines(answer: RagAnswer) -> list[str]:
     if generation.ratio is not None:
         lines.append(f"recomputed: {generation.ratio:.0%} of the candidates, chosen by {generation.policy}")
     if generation.prefill_s is not None:
-        lines.append(f"a full prefill was expected to take {seconds(generation.prefill_s)}, as measured here")
+        lines.append(f"a full prefill would have taken {seconds(generation.prefill_s)} at the speed of this prompt")
     elif generation.mode == "blend":
         lines.append("what a full prefill takes is not known here; `cacheblend store calibrate` measures it")
     return lines

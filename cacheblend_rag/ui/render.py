@@ -126,8 +126,8 @@ def _gain(done: Generation) -> str:
     gain = done.prefill_s / took if took else 0.0
     sooner = f"{gain:.1f}x sooner" if gain >= _SOONER else "No sooner"
     return (
-        f"<b>{sooner}</b> than a prompt computed whole: first token after {seconds(took)}, not {seconds(done.prefill_s)}, as "
-        f"expected by what was measured here; {computed}."
+        f"<b>{sooner}</b> than a prompt computed whole: first token after {seconds(took)}, not {seconds(done.prefill_s)}, at "
+        f"the speed of this prompt's own passes; {computed}."
     )
 
 

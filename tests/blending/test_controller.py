@@ -204,6 +204,25 @@ def test_one_hiccup_changes_little() -> None:
     assert known.compute.per_token_s < 1.7e-4
 
 
+def test_the_first_prompt_replaces_the_costs_of_a_gate_that_stalled() -> None:
+    stalled = Costs(12, COMPUTE.scaled(200.0), {}, calibrated=False)
+    after = stalled.computed(Computed(100, 1000, COMPUTE.seconds(100, 1000)))
+    assert after.compute.per_token_s == pytest.approx(COMPUTE.per_token_s)
+    late = Computed(100, 1000, 2 * COMPUTE.seconds(100, 1000))
+    assert after.computed(late).compute.per_token_s == pytest.approx(1.5 * COMPUTE.per_token_s)
+    for _ in range(20):
+        after = after.computed(Computed(100, 1000, COMPUTE.seconds(100, 1000)))
+    assert after.computed(late).compute.per_token_s == pytest.approx(1.2 * COMPUTE.per_token_s, rel=0.01)
+
+
+@pytest.mark.parametrize("busy", [1.0, 30.0])
+def test_a_prefill_is_expected_at_the_speed_of_the_passes_that_it_is_compared_with(busy: float) -> None:
+    known = Costs(12, COMPUTE, {}, calibrated=False)
+    ran = Computed(100, 1000, busy * COMPUTE.seconds(100, 1000))
+    assert known.prefill_s(1000, 1000, [ran]) == pytest.approx(busy * COMPUTE.seconds(1000, 1000))
+    assert known.prefill_s(1000, 1000, []) == COMPUTE.seconds(1000, 1000), "nothing was measured"
+
+
 def test_costs_survive_being_written_down() -> None:
     known = Costs(12, ComputeCost(0.1, 0.2, 0.3), {"disk": TierCost(0.01, 1e9, 4)})
     assert Costs.from_json(asdict(known)) == known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,23 @@ def test_what_is_no_number_fails_the_gate(layer: int | None) -> None:
     assert not report.passed
     said = "off by nan standard deviations" if layer is None else f"keys of layer {layer} off by nan of their norm"
     assert report.reason.count(said) == 3  # of each blend
+
+
+@pytest.mark.parametrize("stalled", [(), (0,), (3, 4)])  # 0 to 2 are chunks, 3 and 4 prefills of the whole prompt
+def test_stalls_of_the_machine_do_not_change_the_costs_that_the_gate_measures(
+    stalled: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, passes = [0.0], [0]
+
+    class Clocked(TransformersSubject):
+        def full_prefill(self, token_ids: Sequence[int], offset: int = 0) -> Any:
+            now[0] += 0.01 + 0.001 * len(token_ids) + (100.0 if passes[0] in stalled else 0.0)
+            passes[0] += 1
+            return super().full_prefill(token_ids, offset)
+
+    monkeypatch.setattr("cacheblend_rag.blending.gate.time.perf_counter", lambda: now[0])
+    report = gate(None, Clocked)
+    assert (report.pass_s, report.token_s) == pytest.approx((0.01, 0.001))
 
 
 def test_a_codec_that_changes_what_a_model_predicts_fails_its_gate_and_is_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,13 +117,18 @@ def test_a_blend_that_would_not_be_sooner_is_not_made_and_the_answer_says_so(qua
     assert named.mode == "blend", "who says how to blend is obeyed"
 
 
-def test_a_blend_that_is_made_says_what_a_prefill_was_expected_to_take() -> None:
+@pytest.mark.parametrize("wrong", [1.0, 1e3, 1e-3])
+def test_a_blend_says_what_a_prefill_would_have_taken_at_its_own_speed_whatever_the_costs_were(wrong: float) -> None:
     engine = counting_engine()
-    done = engine.generate(
-        Scene(chunk_tokens=(24, 17, 31, 20), question=3, gap=0).prompt, ONE, BlendSettings(quality="fast")
-    )
+    engine.costs = replace(engine.costs, compute=TOKENS.scaled(wrong))
+    prompt = Scene(chunk_tokens=(24, 17, 31, 20), question=3, gap=0).prompt
+    done = engine.generate(prompt, ONE, BlendSettings(quality="fast"))
     assert done.mode == "blend"
-    assert done.prefill_s >= GAIN * done.expected_s > 0
+    passes = done.usage.computed_tokens + done.usage.selection_tokens
+    took = engine.costs.compute.seconds(passes, len(prompt.token_ids))
+    assert done.prefill_s / took == pytest.approx(len(prompt.token_ids) / passes)
+    assert done.prefill_s >= GAIN * took > 0
+    assert took <= done.timings.ttft_s
 
 
 def test_an_engine_knows_the_costs_of_its_passes_when_it_is_loaded() -> None:

@@ -43,7 +43,7 @@ def test_what_index_was_told_holds_for_later_commands(run, model_dir, store, red
     assert "redis" in explained
     assert "waited for stored KV" in explained
     assert "why: stored KV for" in explained
-    assert "a full prefill was expected to take" in explained
+    assert "a full prefill would have taken" in explained
 
 
 def test_stats_show_each_tier(run, store, address) -> None:

@@ -136,11 +136,9 @@ class PromptRun:
         else:
             outcome, cache = self._run(cache)
         blended = plan.uses_stored_kv or not self._kept.exact
-        costs = self._costs
         self.outcome = replace(
             outcome,
             mode="blend" if blended else "prefill",
-            prefill_s=None if costs is None else costs.compute.seconds(plan.num_tokens - plan.start, plan.num_tokens),
             expected_s=None if choice is None else choice.expected_s,
             fingerprint=model.fingerprint.digest,
             calibrated=model.profile.is_calibrated,
@@ -230,11 +228,14 @@ class PromptRun:
             self.logits = self._model.runner.append(ids, self.cache)[0]
 
     def _learn(self) -> None:
-        """Correct the loading controller's costs by the prompt's time; called once the first token has arrived."""
-        outcome, usage = self.outcome, self.outcome.usage
+        """Use the prompt's time, once the first token has arrived: for the outcome and for the controller's costs."""
+        outcome, usage, plan = self.outcome, self.outcome.usage, self.plan
         took = time.perf_counter() - self._began - outcome.load_s
         tokens = usage.computed_tokens + usage.selection_tokens
-        computed = Computed(tokens, self.plan.num_tokens, took, self.plan.stored_tokens)
+        computed = Computed(tokens, plan.num_tokens, took, plan.stored_tokens)
+        if self._costs is not None:
+            prefill_s = self._costs.prefill_s(plan.num_tokens - plan.start, plan.num_tokens, (computed,))
+            self.outcome = replace(outcome, prefill_s=prefill_s)
         self._model.learn(MeasuredCost((computed,), outcome.reads, outcome.load_s))
 
 

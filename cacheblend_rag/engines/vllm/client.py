@@ -206,7 +206,9 @@ class BlendClient:
                 completion_tokens=completion_tokens,
                 kept_tokens=kept,
             ),
-            prefill_s=None if self.costs is None else self.costs.compute.seconds(prompt_tokens - kept, prompt_tokens),
+            prefill_s=None
+            if self.costs is None
+            else self.costs.prefill_s(prompt_tokens - kept, prompt_tokens, report.cost.computed),
             fingerprint=self.fingerprint.digest,
             calibrated=self.profile.is_calibrated,
         )
