@@ -188,3 +188,12 @@ def test_a_user_without_a_home_directory_is_told_what_to_set(run: Run, monkeypat
         result = run(*command)
         assert result.exit_code == 2, result.output
         assert "HOME" in result.stderr
+
+
+def test_a_command_of_the_lab_without_the_lab_names_the_package_to_install(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.cli._PLUGINS", "a group without entry points")
+    done = run("eval", "--help")
+    assert done.exit_code == 2
+    assert done.stderr == "Error: `cacheblend eval` comes with cacheblend-lab: pip install cacheblend-lab\n"

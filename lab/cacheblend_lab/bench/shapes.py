@@ -55,9 +55,12 @@ class ShapesSettings:
 
 
 def bench_shapes(
-    place: Workbench, settings: ShapesSettings, progress: Callable[[str], None] | None = None
+    place: Workbench,
+    settings: ShapesSettings,
+    progress: Callable[[str], None] | None = None,
+    measured: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure, and return plain data for JSON.
+    """Measure, and return plain data for JSON; call ``measured`` with each row as soon as its shape is measured.
 
     ``rows`` has for each shape and quality the median of ``sooner`` (the prefill's time divided by the quality's, in
     each round), the ``mode`` that the engine chose and the reason, and ``work``: tokens that all passes ran, as a share
@@ -76,7 +79,10 @@ def bench_shapes(
         for front, count, question in product(settings.fronts, settings.chunks, settings.questions):
             say(f"{front} tokens in front, {count} × {tokens}, a question of {question}")
             shape = {"front": front, "chunks": count, "chunk_tokens": tokens, "question": question}
-            rows += [{**shape, **row} for row in _measure(place, settings, chunks[:count], front, question)]
+            for row in _measure(place, settings, chunks[:count], front, question):
+                rows.append({**shape, **row})
+                if measured is not None:
+                    measured(rows[-1])
     return {**place.head(settings, warmup_rounds=1), "rows": rows}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -10,7 +11,9 @@ from cacheblend_lab.commands.bench_options import BenchOptions, RandomSeed, Repe
 from cacheblend_lab.commands.sweeps import parse_numbers
 from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import takes_groups
-from cacheblend_rag.console.output import echo, print_json, status, table
+from cacheblend_rag.console.output import echo, print_json, status
+
+_HEADINGS: Final = " front    chunks  question  quality     mode  computed  sooner"
 
 
 @takes_groups
@@ -40,21 +43,19 @@ def shapes(
     )
     settings = ShapesSettings(*wanted, repeat, cold, seed)
     with status("Measuring") as say, open_workbench(model.choice(engine), context=settings.longest + 256) as place:
-        result = bench_shapes(place, settings, say)
+        if not as_json:
+            echo(_HEADINGS)
+        result = bench_shapes(place, settings, say, None if as_json else _print_row)
     if as_json:
         print_json(result)
         return
-    rows = [
-        [
-            f"{row['front']:,}",
-            f"{row['chunks']} x {row['chunk_tokens']}",
-            f"{row['question']:,}",
-            row["quality"],
-            row["mode"],
-            f"{row['work']:.0%}",
-            f"{row['sooner']:.2f}x",
-        ]
-        for row in result["rows"]
-    ]
-    echo(table([["front", "chunks", "question", "quality", "mode", "computed", "sooner"], *rows]))
     echo(f"The least is {min(row['sooner'] for row in result['rows']):.2f}x.")
+
+
+def _print_row(row: Mapping[str, Any]) -> None:
+    """Print a row at once: a long run that is cut off leaves what it has measured."""
+    chunks = f"{row['chunks']} x {row['chunk_tokens']}"
+    echo(
+        f"{row['front']:>6,} {chunks:>9} {row['question']:>9,} {row['quality']:>8} {row['mode']:>8} {row['work']:>9.0%} "
+        f"{row['sooner']:>6.2f}x"
+    )
