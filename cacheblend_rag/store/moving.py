@@ -127,11 +127,16 @@ class WriteQueue:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-write")
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool) -> None:
-        """Queue a copy of an entry; wait while the queue is full, unless no other entry is waiting."""
+        """Queue a copy of an entry; wait while the queue is full, unless no other entry is waiting.
+
+        Without ``replace`` an entry that is queued already stays, and the call neither copies nor waits.
+        """
+        if not replace and self.get(key) is not None:
+            return
         copy = _Waiting(kv.whole(packed(kv.layers)), replace)
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._nbytes + kv.nbytes <= self._most)
-            if key in self._waiting and not replace:
+            if key in self._waiting and not replace:  # another thread was faster
                 return
             self._let_go(key)
             self._waiting[key] = copy
