@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreError, StoreUnavailableError
-from cacheblend_rag.store.base import KVStore, room_in
+from cacheblend_rag.store.base import KVStore
 from cacheblend_rag.store.kv import ALIGNMENT, ChunkKV, KVKey, LayerKV, Pieces, StoredKV, Take, packed, plain
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Promotion(StoredKV):
 
     def _room(self) -> Take:
         nbytes = self.nbytes + self.num_layers * ALIGNMENT
-        rooms = (room_in(tier, nbytes) for tier in self._targets)
+        rooms = (tier.room(nbytes) for tier in self._targets)
         room = next((room for room in rooms if room is not None), None)
         return plain if room is None else Pieces(room)
 
