@@ -35,6 +35,6 @@ def load(group: str, name: str, kind: str, use: Callable[[Any], _T]) -> _T:
         raise
     except Exception as error:  # any exception from importing a package
         raise InputError(
-            f"The {kind} {name!r} of the package {packages}, {points[0].value!r} in the entry-point group {group!r}, cannot "
-            f"be used ({type(error).__name__}: {error}); mend, update or remove that package."
+            f"The {kind} {name!r} of the package {packages} ({points[0].value!r} in the entry-point group {group!r}) cannot be "
+            f"used ({type(error).__name__}: {error}); mend, update or remove that package."
         ) from error
