@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, ClassVar, Final
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.store import plugins
 
 if TYPE_CHECKING:  # programs that need no torch otherwise check options, such as the command line
     import torch
@@ -266,39 +266,20 @@ def name_elsewhere(which: str | SelectionPolicy) -> str:
 
 @cache
 def _named(name: str) -> SelectionPolicy:
-    return POLICIES[name]() if name in POLICIES else _load(name, _installed()[name])
+    return POLICIES[name]() if name in POLICIES else plugins.load(GROUP, name, "selection policy", partial(_made, name))
+
+
+def _made(name: str, found: Any) -> SelectionPolicy:
+    made = found() if isinstance(found, type) else found
+    if not isinstance(made, SelectionPolicy) or made.name != name:
+        raise TypeError("no SelectionPolicy of that name")
+    return made
 
 
 @cache
-def _installed() -> dict[str, list[EntryPoint]]:
-    """Return the policies of other packages, by name.
-
-    The search takes tens of milliseconds, so it runs once, and only for a name that is not built in.
-    """
-    found: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group=GROUP):
-        found.setdefault(point.name, []).append(point)
-    return found
-
-
-def _load(name: str, points: list[EntryPoint]) -> SelectionPolicy:
-    packages = " and ".join(point.dist.name if point.dist else point.value for point in points)
-    if len(points) > 1:
-        raise InputError(f"The selection policy {name!r} is in several packages, {packages}; remove all but one.")
-    try:
-        found = points[0].load()
-        made = found() if isinstance(found, type) else found
-    except Exception as error:  # any exception from importing a package
-        raise InputError(
-            f"The selection policy {name!r} of the package {packages} cannot be loaded ({type(error).__name__}: {error}); "
-            "mend or remove that package."
-        ) from error
-    if not isinstance(made, SelectionPolicy) or made.name != name:
-        raise InputError(
-            f"The package {packages} has {points[0].value!r} for the selection policy {name!r}, which is no SelectionPolicy of "
-            "that name; mend or remove that package."
-        )
-    return made
+def _installed() -> list[str]:
+    """Return the names of other packages' policies; cached, because the search takes tens of milliseconds."""
+    return sorted(plugins.names(GROUP))
 
 
 def _unknown(which: object) -> InputError:

@@ -261,7 +261,7 @@ def fetch(layers: Sequence[LayerKV], room: Callable[[int], torch.Tensor | None])
 
     Args:
         layers: Layers of one dtype, each ``[kv_heads, tokens, head_dim]``.
-        room: Returns page-locked memory for a number of bytes, or None; see :func:`~cacheblend_rag.store.base.room_in`.
+        room: Returns page-locked memory for a number of bytes, or None; see :meth:`~cacheblend_rag.store.base.KVStore.room`.
     """
     transfer = transfer_to(layers[0].k.device)
     if transfer is None:

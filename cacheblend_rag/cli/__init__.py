@@ -7,7 +7,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
 from io import TextIOWrapper
 from pkgutil import resolve_name
 from typing import Annotated, Any, TextIO
@@ -18,6 +17,7 @@ from typer.core import TyperGroup
 from cacheblend_rag import __version__
 from cacheblend_rag.console.output import LogLines, echo
 from cacheblend_rag.errors import CacheBlendError, InputError
+from cacheblend_rag.store import plugins
 
 UNEXPECTED_EXIT_CODE = 70
 """Exit code for a bug: EX_SOFTWARE of sysexits.h."""
@@ -43,14 +43,14 @@ _OF_THE_LAB = frozenset(("bench", "demo", "eval", "figures", "learn", "marginal"
 class Commands(Mapping[str, Any]):
     """Finds commands by name, in a table of their places and among the entry points of other packages."""
 
-    def __init__(self, table: Mapping[str, str], plugins: str = ""):
-        self._table, self._plugins = table, plugins
+    def __init__(self, table: Mapping[str, str], group: str = ""):
+        self._table, self._group = table, group
 
     def __getitem__(self, name: str) -> Any:
         if name in self._table:
             found = resolve_name(self._table[name])
-        elif plugin := next(iter(entry_points(group=self._plugins, name=name)), None):
-            found = plugin.load()
+        elif name in plugins.names(self._group):
+            found = plugins.load(self._group, name, "command", lambda command: command)
         else:
             raise KeyError(name)
         if not isinstance(found, typer.Typer):
@@ -62,7 +62,7 @@ class Commands(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         yield from self._table
-        yield from sorted(entry_points(group=self._plugins).names - self._table.keys())
+        yield from sorted(plugins.names(self._group) - self._table.keys())
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -156,9 +156,9 @@ def main() -> None:
         if os.environ.get("CACHEBLEND_DEBUG"):
             raise
         # Errors of the system: a full disk, a name that is too long, a missing permission.
-        if isinstance(error, OSError):
+        if isinstance(error, OSError | CacheBlendError):
             echo(f"Error: {error}", err=True)
-            sys.exit(CacheBlendError.exit_code)
+            sys.exit(getattr(error, "exit_code", CacheBlendError.exit_code))
         echo(
             f"Error: unexpected {type(error).__name__}: {error}\nThis is a bug in cacheblend-rag. Run it again with "
             "CACHEBLEND_DEBUG=1 for the traceback, and report it.",

@@ -24,7 +24,6 @@ from cacheblend_rag.retrieval.documents import (
 )
 from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store import TieredStore
-from cacheblend_rag.store.base import stats_of
 
 _BATCH = 64
 _FULL = 0.9
@@ -224,7 +223,7 @@ class _IndexRun:
         if isinstance(entries.store, TieredStore):
             entries.store.flush()  # KV that is still being written is not lost
         lasting = entries.lasting()
-        stats = stats_of(lasting.store)
+        stats = lasting.store.stats()
         # The largest tier holds all KV, other tiers copies.
         self.report.kv_bytes = max(tier.nbytes for tier in stats.tiers or (stats,))
         if not (self.report.tokens and self.engine.gate.passed):
@@ -262,7 +261,7 @@ class _IndexRun:
     def _full(self) -> bool:
         """Return whether the store was full when the run began; cached, since counting the contents lists a disk."""
         store = None if self.engine.entries is None else self.engine.entries.lasting().store
-        return store is not None and store.budget is not None and stats_of(store).nbytes > _FULL * store.budget
+        return store is not None and store.budget is not None and store.stats().nbytes > _FULL * store.budget
 
     def _lost(self, file: str) -> bool:
         """Return whether the store lacks KV of a document despite having room; a full store would evict other KV."""

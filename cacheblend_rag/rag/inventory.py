@@ -20,7 +20,7 @@ from cacheblend_rag.rag.locking import indexing_alone
 from cacheblend_rag.retrieval.documents import FoundDocuments, absolute
 from cacheblend_rag.retrieval.index import ChunkIndex, IndexedDocument, IndexStats
 from cacheblend_rag.store import StoreStats, open_store, recorded_tiers
-from cacheblend_rag.store.base import Closing, EntryInfo, Evicting
+from cacheblend_rag.store.base import Closing, EntryInfo
 from cacheblend_rag.store.files import DEFAULT, DEFAULT_NAME, Namespace, home_of
 from cacheblend_rag.store.kv import KVKey, entry_of
 
@@ -170,11 +170,11 @@ class Inventory(Closing):
         by_name = {each.tier: each for each in self.store.tiers}
         if tier not in by_name:
             raise InputError(f"This store has no tier {tier!r} to evict from; it has {', '.join(by_name)}.")
-        if not isinstance(found := by_name[tier], Evicting):
+        if not by_name[tier].lists:
             raise InputError(
                 f"The tier {tier} evicts nothing: its package does not offer that. `cacheblend store rm` removes."
             )
-        return found.evict(to_bytes)
+        return by_name[tier].evict(to_bytes)
 
     def documents(self) -> list[IndexedDocument]:
         """List the documents of the index in path order."""

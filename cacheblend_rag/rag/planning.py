@@ -14,7 +14,6 @@ from cacheblend_rag.retrieval.chunking import split_document
 from cacheblend_rag.retrieval.database import IndexConfig
 from cacheblend_rag.retrieval.documents import Document, SkippedDocument, load_document
 from cacheblend_rag.store import EntryFormat
-from cacheblend_rag.store.base import stats_of
 from cacheblend_rag.store.kv import read_whole
 
 _MOST_KEPT = 32 << 20
@@ -189,7 +188,7 @@ class Planner:
         if not nbytes:
             return plan
         self.token_bytes = nbytes / len(stored.token_ids)
-        stats = stats_of(lasting.store)
+        stats = lasting.store.stats()
         tiers = [(tier.capacity, tier.nbytes) for tier in stats.tiers or (stats,)]
         own = nbytes if self.entries is None else 0  # the room of the chunk itself counts as free
         limited = [(most, max(0, most - used + own)) for most, used in tiers if most is not None]

@@ -21,7 +21,6 @@ from cacheblend_rag.server.chunks import ServedChunks
 from cacheblend_rag.server.middleware import come_again, error_response, told
 from cacheblend_rag.server.tenants import PerNamespace, Served, calling
 from cacheblend_rag.store import StoreStats
-from cacheblend_rag.store.base import stats_of
 
 if TYPE_CHECKING:
     from cacheblend_rag.server.observing import ReuseMetrics
@@ -297,7 +296,7 @@ class ChunkRoutes:
         await self._in_turn(served.catalogue.refresh)
         # All tenants share the store: its counters would reveal what other tenants do.
         seen = self._served.alone or calling.get().operator
-        held = await asyncio.to_thread(stats_of, served.client.store) if seen else None
+        held = await asyncio.to_thread(served.client.store.stats) if seen else None
         return ChunkStats(chunks=len(served.client.registry), kv=held, model=self._model)
 
     async def flush(self) -> Flushed:

@@ -1,12 +1,9 @@
-"""Defines the interface of every tier of a KV store, and further interfaces that only some tiers implement.
-
-Callers check for the further interfaces with ``isinstance``. docs/architecture.md describes the order of the calls.
-"""
+"""Defines the interface of every tier of a KV store."""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypedDict
@@ -120,6 +117,9 @@ class TierOptions(TypedDict, total=False):
 class KVStore(Closing):
     """Stores one canonical, immutable copy of KV per key: the interface of every tier.
 
+    A tier must have ``get``, ``put``, ``contains``, ``delete``, ``entry`` and ``close``. The other operations do nothing
+    unless the tier overrides them.
+
     All methods may be called from several threads. ``put`` is atomic: a reader sees a whole entry or none. A damaged or
     missing entry is a miss, never a wrong answer. An entry that cannot be read now is a miss, too, and is not removed.
 
@@ -129,6 +129,7 @@ class KVStore(Closing):
         format: Format in which entries are encoded to bytes.
         writes: When a store of several tiers writes entries to this tier.
         lasts: Whether entries outlast the process.
+        lists: Whether the tier lists, verifies and evicts entries.
         remote: Whether a look-up goes to another machine, and may be slow.
 
     Example::
@@ -139,6 +140,7 @@ class KVStore(Closing):
     """
 
     lasts: bool = True
+    lists: bool = False
     remote: bool = False
 
     def __init__(
@@ -202,15 +204,60 @@ class KVStore(Closing):
     def close(self) -> None:  # some tiers have no handles
         """Release handles. The store must not be used afterwards."""
 
+    def entries(self) -> Iterator[EntryInfo]:
+        """List the stored entries, least recently used first.
+
+        Raises:
+            StoreUnavailableError: A remote tier does not answer.
+        """
+        return iter(())
+
+    def verify(self, repair: bool = True) -> VerifyReport:
+        """Check every entry against its checksums; with ``repair``, remove the damaged entries.
+
+        Raises:
+            StoreUnavailableError: A remote tier does not answer.
+        """
+        return VerifyReport(0, ())
+
+    def evict(self, to_bytes: int) -> int:
+        """Evict least recently used entries until at most ``to_bytes`` remain. Return the bytes freed.
+
+        Raises:
+            StoreError: The medium refuses, or does not answer.
+        """
+        return 0
+
+    def touch(self, key: KVKey) -> None:
+        """Mark ``key`` as used without reading the entry; do nothing if ``key`` is absent or marking costs too much."""
+
+    def stats(self) -> StoreStats:
+        """Return counters and contents."""
+        return self._stats(0, 0)
+
+    def out(self) -> dict[str, bool]:
+        """Return, by name of each remote tier, whether the tier is skipped now because it failed or was late."""
+        return {}
+
+    def page_lock_for(self, device: torch.device) -> None:
+        """Hold entries in page-locked memory, which ``device`` copies from by DMA. Do nothing for a CPU."""
+
+    def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
+        """Return memory ``[nbytes]``, uint8, from which ``put`` makes no copy; None if any other memory is as good.
+
+        The method may evict least recently used entries to make room. With ``wait`` it may page-lock more memory, which
+        is slow.
+        """
+        return None
+
     def _fits(self, nbytes: int) -> bool:
         return self.budget is None or nbytes <= self.budget
 
     def _stats(self, entries: int, nbytes: int, out: str = "") -> StoreStats:
         """Return the statistics: the given contents, and the events and reads counted so far."""
         reads, codec = self._events.reads.taken(), self.format.codec.name
-        return StoreStats(
-            self.tier, entries, nbytes, self.budget, **self._events.counts(), reads=reads, out=out, codec=codec
-        )
+        contents = (self.tier, entries, nbytes, self.budget)
+        return StoreStats(*contents, **self._events.counts(), reads=reads, out=out, codec=codec, listed=self.lists)
 
     def _found(
         self,
@@ -230,90 +277,3 @@ class KVStore(Closing):
             pass
         self._events.add("misses" if found is None else "hits")
         return found
-
-
-class Listing(ABC):
-    """Lists and verifies entries: the interface of tiers that can list their contents."""
-
-    @abstractmethod
-    def entries(self) -> Iterator[EntryInfo]:
-        """List the stored entries, least recently used first.
-
-        Raises:
-            StoreUnavailableError: A remote tier does not answer.
-        """
-
-    @abstractmethod
-    def verify(self, repair: bool = True) -> VerifyReport:
-        """Check every entry against its checksums; with ``repair``, remove the damaged entries.
-
-        Raises:
-            StoreUnavailableError: A remote tier does not answer.
-        """
-
-
-class Evicting(ABC):
-    """Evicts entries: the interface of tiers that make room by removing the least recently used entries."""
-
-    @abstractmethod
-    def evict(self, to_bytes: int) -> int:
-        """Evict least recently used entries until at most ``to_bytes`` remain. Return the bytes freed.
-
-        Raises:
-            StoreError: The medium refuses, or does not answer.
-        """
-
-    @abstractmethod
-    def touch(self, key: KVKey) -> None:
-        """Mark ``key`` as used without reading the entry; do nothing if ``key`` is absent or marking costs too much."""
-
-
-class Reporting(ABC):
-    """Reports statistics: the interface of tiers that count their events."""
-
-    @abstractmethod
-    def stats(self) -> StoreStats:
-        """Return counters and contents."""
-
-    def out(self) -> dict[str, bool]:
-        """Return, by name of each remote tier, whether the tier is skipped now because it failed or was late."""
-        return {}
-
-
-class PageLocking(ABC):
-    """Page-locks memory: the interface of tiers whose memory a device can copy from by DMA."""
-
-    @abstractmethod
-    def page_lock_for(self, device: torch.device) -> None:
-        """Hold entries in page-locked memory, which ``device`` copies from by DMA. Do nothing for a CPU."""
-
-    @abstractmethod
-    def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
-        """Return memory ``[nbytes]``, uint8, from which ``put`` makes no copy; None if any other memory is as good.
-
-        The method may evict least recently used entries to make room. With ``wait`` it may page-lock more memory, which
-        is slow.
-        """
-
-
-def stats_of(store: KVStore) -> StoreStats:
-    """Return the statistics of a store; for a tier without statistics only the tier's name, budget and codec."""
-    if isinstance(store, Reporting):
-        return store.stats()
-    return StoreStats(store.tier, 0, 0, store.budget, codec=store.format.codec.name, listed=False)
-
-
-def out_of(store: KVStore) -> dict[str, bool]:
-    """See :meth:`Reporting.out`; the result is empty for a tier without statistics."""
-    return store.out() if isinstance(store, Reporting) else {}
-
-
-def page_lock_for(store: KVStore, device: torch.device) -> None:
-    """See :meth:`PageLocking.page_lock_for`; do nothing for a tier that cannot page-lock. Engines call the function."""
-    if isinstance(store, PageLocking):
-        store.page_lock_for(device)
-
-
-def room_in(store: KVStore, nbytes: int, wait: bool = False) -> torch.Tensor | None:
-    """See :meth:`PageLocking.room`; return None for a tier that cannot page-lock."""
-    return store.room(nbytes, wait) if isinstance(store, PageLocking) else None

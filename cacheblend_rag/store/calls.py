@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
-
-from circuitbreaker import CircuitBreaker
 
 from cacheblend_rag.errors import StoreUnavailableError
 
@@ -27,9 +26,8 @@ class RemoteCalls:
     """Calls one remote tier.
 
     Each call runs in a worker thread, so that the caller continues at the deadline whatever the client library does.
-    The client library's own timeouts end the call. The first call that fails or is late opens the circuit breaker: for
-    some seconds all calls fail at once, so that a failing tier costs a prompt at most one deadline. Then calls are
-    allowed again, and the first successful call closes the circuit breaker.
+    The client library's own timeouts end the call. After a call that fails or is late, all calls fail
+    at once for some seconds, so that a failing tier costs a prompt at most one deadline. Then calls are allowed again.
     """
 
     def __init__(self, name: str, failures: tuple[type[Exception], ...], timeout_s: float):
@@ -40,7 +38,7 @@ class RemoteCalls:
         """
         self.name, self.timeout_s = name, timeout_s
         self._failures = failures
-        self._breaker = CircuitBreaker(1, _OUT_S, (*failures, TimeoutError), name)
+        self._out_until = 0.0
         # Long calls have their own threads, so that no look-up waits while entries are being written.
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cacheblend-remote")
         self._long = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cacheblend-remote-long")
@@ -51,7 +49,7 @@ class RemoteCalls:
     @property
     def out(self) -> str:
         """Return the reason why the tier is not used at the moment; empty if the tier is used."""
-        return self._why if self._breaker.opened else ""
+        return self._why if time.monotonic() < self._out_until else ""
 
     def __call__(self, function: Callable[[], _T], long: bool = False) -> _T:
         """Return the result of ``function``; a ``long`` call has :data:`WRITE_FACTOR` times the deadline.
@@ -59,20 +57,19 @@ class RemoteCalls:
         Raises:
             StoreUnavailableError: The tier failed, exceeded the deadline, or is not used at the moment.
         """
-        if self._breaker.opened:
-            raise StoreUnavailableError(f"The {self.name} is out: {self._why}")
+        if why := self.out:
+            raise StoreUnavailableError(f"The {self.name} is out: {why}")
         deadline_s = self.timeout_s * (WRITE_FACTOR if long else 1)
         future = self._begun(function, long)
         try:
-            with self._breaker:
-                found = future.result(deadline_s)
+            found = future.result(deadline_s)
         except TimeoutError as error:
             future.cancel()
             raise self._failed(f"no answer within {deadline_s:g} s") from error
         except self._failures as error:
             raise self._failed(f"{type(error).__name__}: {error}") from error
         with self._lock:
-            known, self._why = self._why, ""
+            known, self._why, self._out_until = self._why, "", 0.0
         if known:
             _log.warning("The %s answers again.", self.name)
         return found
@@ -93,7 +90,7 @@ class RemoteCalls:
 
     def soon(self, function: Callable[[], object]) -> None:
         """Call ``function`` in a worker thread and ignore the result; do nothing while the tier is not used."""
-        if not self._breaker.opened:
+        if not self.out:
             with self._lock:
                 self._unsettled = [each for each in self._unsettled if not each.done()]
                 self._unsettled.append(self._pool.submit(function))
@@ -108,7 +105,7 @@ class RemoteCalls:
         # obstore appends debugging details to its messages.
         why = " ".join(why.partition("Debug source:")[0].split())[:_LONGEST]
         with self._lock:
-            known, self._why = self._why, why
+            known, self._why, self._out_until = self._why, why, time.monotonic() + _OUT_S
         if not known:
             _log.warning(
                 "The %s is out (%s). It is tried again every %d s; until then its KV counts as missing, nothing in it is "

@@ -142,7 +142,6 @@ class CodedKV(StoredKV):
         return self.layer_in(index, plain)
 
     def layer_in(self, index: int, take: Take) -> LayerKV:
-        """See :meth:`StoredKV.layer_in`; the layer is decoded into memory from ``take``."""
         return _decoded([_parts(side, self.dtype) for side in self._held.layer(index)], take)
 
     def static_deviation(self) -> torch.Tensor | None:

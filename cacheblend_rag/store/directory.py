@@ -17,6 +17,7 @@ from filelock import FileLock
 from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.store.files import (
     DEFAULT_NAME,
+    LOCK_TIMEOUT_S,
     create_file,
     explained,
     file_mode,
@@ -28,7 +29,6 @@ from cacheblend_rag.store.files import (
 from cacheblend_rag.store.kv import KVKey, checked_key, is_key
 from cacheblend_rag.store.source import Keyring
 
-LOCK_TIMEOUT_S = 60.0
 _USAGE = struct.Struct("<qq")
 
 
@@ -62,7 +62,7 @@ class EntryDirectory:
         """Hold the lock against all threads and processes. Callers of methods marked "Locked" must hold the lock.
 
         Raises:
-            filelock.Timeout: Another process or thread has held the lock for :data:`LOCK_TIMEOUT_S`.
+            filelock.Timeout: Another process or thread has held the lock for ``LOCK_TIMEOUT_S``.
             OSError: The lock file cannot be written.
         """
         # Each call makes a new FileLock, because a FileLock made before a fork cannot be used after the fork.
@@ -78,7 +78,7 @@ class EntryDirectory:
             StoreError: The entries are encrypted with other keys, or ``keys`` are given and the entries are not
                 encrypted, or the entries are encrypted and ``keys`` is None, or the id cannot be recorded.
         """
-        with explained(self.path.parent, LOCK_TIMEOUT_S):
+        with explained(self.path.parent):
             noted = (read_text(self._encrypted) or "").strip()
             if keys is None:
                 if noted:

@@ -8,7 +8,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Unpack
@@ -16,17 +16,8 @@ from typing import Literal, Unpack
 import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreError, StoreUnavailableError
-from cacheblend_rag.store.base import (
-    EntryInfo,
-    Evicting,
-    KVStore,
-    Listing,
-    Reporting,
-    StoreStats,
-    TierOptions,
-    VerifyReport,
-)
-from cacheblend_rag.store.directory import LOCK_TIMEOUT_S, EntryDirectory, sync
+from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, TierOptions, VerifyReport
+from cacheblend_rag.store.directory import EntryDirectory, sync
 from cacheblend_rag.store.files import Spool, explain, explained, file_mode, make_inside, make_root
 from cacheblend_rag.store.kv import ChunkKV, KVKey
 from cacheblend_rag.store.kvfile import KVFile
@@ -65,12 +56,14 @@ class FileSource:
             done += size
 
 
-class DiskStore(KVStore, Listing, Evicting, Reporting):
+class DiskStore(KVStore):
     """Stores KV entries in files under one directory, which any number of processes may use at once.
 
     Readers take no lock. Budgets count whole files. Each process limits the total of all processes to its own budget.
     Entries that are being written count once they are complete.
     """
+
+    lists = True
 
     def __init__(self, root: Path | str, budget: int | Literal["half"] | None = None, **options: Unpack[TierOptions]):
         """Open the store at ``root``; create the directory if it is missing.
@@ -115,7 +108,7 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         encoded = self.format.encode(key, kv)
         if not self._fits(encoded.nbytes):
             return False
-        with self._writing(), self._temporary() as temporary:
+        with explained(self.root), self._temporary() as temporary:
             self.format.write(encoded, temporary)
             if not self._fits(temporary.stat().st_size):  # the size includes the header
                 return False
@@ -130,40 +123,28 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         return status is not None and status.st_ino != self._condemned.get(key)
 
     def delete(self, key: KVKey) -> bool:
-        """See :meth:`KVStore.delete`.
-
-        Raises:
-            StoreError: The entry exists but cannot be removed.
-        """
         if self._directory.size(key) is None:
             return False
-        with self._writing(), self._directory.exclusive():
+        with explained(self.root), self._directory.exclusive():
             return self._directory.remove(key) is not None
 
     def touch(self, key: KVKey) -> None:
         self._directory.touch(key)
 
     def entry(self, key: KVKey) -> EntryInfo | None:
-        """See :meth:`KVStore.entry`; the size is the size of the file."""
         file = self._directory.entry(key)
         return file and EntryInfo(file.key, file.nbytes, self.tier, file.mtime_ns / 1e9)
 
     def entries(self) -> Iterator[EntryInfo]:
-        """See :meth:`Listing.entries`; the sizes are the sizes of the files."""
         for file in self._directory.scan():
             yield EntryInfo(file.key, file.nbytes, self.tier, file.mtime_ns / 1e9)
 
     def evict(self, to_bytes: int) -> int:
-        """See :meth:`Evicting.evict`.
-
-        Raises:
-            StoreError: Entries cannot be removed.
-        """
-        with self._writing(), self._directory.exclusive():
+        with explained(self.root), self._directory.exclusive():
             return self._evict(to_bytes)
 
     def stats(self) -> StoreStats:
-        """See :meth:`Reporting.stats`; the contents include the entries of all processes."""
+        """See :meth:`KVStore.stats`; the contents include the entries of all processes."""
         sizes, free = [file.nbytes for file in self._directory.scan()], None
         with suppress(OSError):
             free = shutil.disk_usage(self.root).free
@@ -232,9 +213,6 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
     def _source(self, key: KVKey) -> FileSource:
         return FileSource(self._directory.file(key), self._directory.open(key))
 
-    def _writing(self) -> AbstractContextManager[None]:
-        return explained(self.root, LOCK_TIMEOUT_S)
-
     def _make(self) -> None:
         make_root(self.root)
         make_inside(self._directory.path)
@@ -279,7 +257,7 @@ class DiskStore(KVStore, Listing, Evicting, Reporting):
         _log.warning("%s", str(damage))
         file = _file_of(entry)
         try:
-            with self._writing(), self._directory.exclusive(), suppress(FileNotFoundError):
+            with explained(self.root), self._directory.exclusive(), suppress(FileNotFoundError):
                 # The handle has the file open, so no other file can have the inode number.
                 status = self._directory.status(entry.key)
                 if status is not None and status.st_ino == file.inode:

@@ -154,9 +154,13 @@ def explain(error: OSError, root: Path, action: str = "write to") -> StoreError:
     return StoreError(f"cannot {action} the KV store {root}: {what}; {advice}")
 
 
+LOCK_TIMEOUT_S = 60.0
+"""Most seconds to wait for the lock of a store's directory."""
+
+
 @contextmanager
-def explained(root: Path, waited_s: float) -> Iterator[None]:
-    """Convert errors of the system, the lock (held elsewhere for ``waited_s`` seconds) and safetensors into StoreError.
+def explained(root: Path) -> Iterator[None]:
+    """Convert errors of the system, the lock and safetensors into StoreError.
 
     Raises:
         StoreError: The ``with`` block could not write under ``root``.
@@ -165,7 +169,7 @@ def explained(root: Path, waited_s: float) -> Iterator[None]:
         yield
     except filelock.Timeout as error:
         raise StoreError(
-            f"cannot write to the KV store {root}: another process has held {error.lock_file} for {waited_s:.0f} s; "
+            f"cannot write to the KV store {root}: another process has held {error.lock_file} for {LOCK_TIMEOUT_S:.0f} s; "
             "stop that process or try again"
         ) from error
     except SafetensorError as error:

@@ -56,52 +56,6 @@ class EncodedKV(NamedTuple):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-def encode(key: KVKey, kv: ChunkKV, codec: Codec) -> EncodedKV:
-    """Encode every layer of ``kv`` and compute the checksums.
-
-    An entry with tensors that are not KV per token (the states of recurrent layers) is stored unchanged, by the codec
-    ``raw``.
-
-    Raises:
-        InputError: A tensor has a dtype that the format does not support.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    if any(tensor.dim() != 3 or tensor.shape[1] != kv.num_tokens for layer in kv.layers for tensor in layer):
-        codec = Codec(RAW)
-    metadata = {
-        "format": FORMAT,
-        "key": key,
-        "codec": codec.name,
-        "layers": str(kv.num_layers),
-        "tokens": str(kv.num_tokens),
-        "start": str(kv.start),
-        "nbytes": str(kv.nbytes),
-    }
-    if not kv.exact:
-        metadata[_EXACT] = "no"
-    taken: set[int] = set()
-    for index in range(kv.num_layers):
-        state = xxhash.xxh3_128()
-        for name, tensor in sorted(codec.encode(kv.layer(index)).items()):
-            if tensor.dtype not in _DTYPE_NAMES:
-                raise InputError(f"KV of dtype {tensor.dtype} cannot be stored: use one of {', '.join(_DTYPES)}")
-            flat = tensor.detach().to("cpu").contiguous()
-            if flat.data_ptr() in taken:
-                flat = flat.clone()  # safetensors refuses tensors that share memory, as layers with shared KV do
-            taken.add(flat.data_ptr())
-            full_name = _name(index, name)
-            tensors[full_name] = flat
-            _update(state, full_name, _DTYPE_NAMES[flat.dtype], list(flat.shape), flat.reshape(-1).view(torch.uint8))
-        metadata[_checksum_name(index)] = state.hexdigest()
-    if (static := kv.static_deviation()) is not None:
-        state = xxhash.xxh3_128()
-        tensors[_STATIC] = flat = static.detach().to("cpu", torch.float32).clone()
-        _update(state, _STATIC, _DTYPE_NAMES[flat.dtype], list(flat.shape), flat.view(torch.uint8))
-        metadata[_STATIC_CHECKSUM] = state.hexdigest()
-    metadata["checksum"] = _metadata_checksum(metadata)
-    return EncodedKV(tensors, metadata)
-
-
 def parts_of(data: bytes) -> list[int]:
     """Return the end offsets of a file's separately read parts: header, adjacent tensors of each layer, rest."""
     (length,) = struct.unpack_from("<Q", data)
@@ -236,7 +190,6 @@ class KVFile(StoredKV):
         same layout, one read suffices, because each read of a remote source costs a round trip. An unreadable source
         raises StoreUnavailableError.
         """
-        state = xxhash.xxh3_128()
         tensors: dict[str, torch.Tensor] = {}
         starts, end = [], 0
         for place in places:
@@ -250,9 +203,8 @@ class KVFile(StoredKV):
             data = memory[start : start + place.nbytes]
             if place.nbytes and not together:
                 self._data.read(place.offset, data)
-            _update(state, place.name, place.dtype, place.shape, data)
             tensors[place.name] = data.view(_DTYPES[place.dtype]).view(place.shape)
-        if state.hexdigest() != checksum:
+        if _checksum(tensors) != checksum:
             raise ValueError("checksum mismatch")
         return tensors
 
@@ -310,9 +262,13 @@ def _checksum_name(index: int) -> str:
     return f"checksum.{index:05d}"
 
 
-def _update(state: xxhash.xxh3_128, name: str, dtype: str, shape: list[int], data: torch.Tensor) -> None:
-    state.update(f"{name} {dtype} {shape}\n".encode())
-    state.update(data.numpy().data)
+def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the checksum of contiguous tensors in host memory, with their names, dtypes and shapes."""
+    state = xxhash.xxh3_128()
+    for name, tensor in tensors.items():
+        state.update(f"{name} {_DTYPE_NAMES[tensor.dtype]} {list(tensor.shape)}\n".encode())
+        state.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
 
 
 def _metadata_checksum(metadata: Mapping[str, str]) -> str:
@@ -339,8 +295,47 @@ class EntryFormat:
         self.codec, self.keys = get_codec(codec), keys
 
     def encode(self, key: KVKey, kv: ChunkKV) -> EncodedKV:
-        """Encode an entry without encryption; raises as :func:`encode`."""
-        return encode(key, kv, self.codec)
+        """Encode every layer of ``kv``, without encryption, and compute the checksums.
+
+        An entry with tensors that are not KV per token (the states of recurrent layers) is stored unchanged, by the
+        codec ``raw``.
+
+        Raises:
+            InputError: A tensor has a dtype that the format does not support.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        codec = self.codec
+        if any(tensor.dim() != 3 or tensor.shape[1] != kv.num_tokens for layer in kv.layers for tensor in layer):
+            codec = Codec(RAW)
+        metadata = {
+            "format": FORMAT,
+            "key": key,
+            "codec": codec.name,
+            "layers": str(kv.num_layers),
+            "tokens": str(kv.num_tokens),
+            "start": str(kv.start),
+            "nbytes": str(kv.nbytes),
+        }
+        if not kv.exact:
+            metadata[_EXACT] = "no"
+        taken: set[int] = set()
+        for index in range(kv.num_layers):
+            layer: dict[str, torch.Tensor] = {}
+            for name, tensor in sorted(codec.encode(kv.layer(index)).items()):
+                if tensor.dtype not in _DTYPE_NAMES:
+                    raise InputError(f"KV of dtype {tensor.dtype} cannot be stored: use one of {', '.join(_DTYPES)}")
+                flat = tensor.detach().to("cpu").contiguous()
+                if flat.data_ptr() in taken:
+                    flat = flat.clone()  # safetensors refuses tensors that share memory, as layers with shared KV do
+                taken.add(flat.data_ptr())
+                layer[_name(index, name)] = flat
+            tensors |= layer
+            metadata[_checksum_name(index)] = _checksum(layer)
+        if (static := kv.static_deviation()) is not None:
+            tensors[_STATIC] = static.detach().to("cpu", torch.float32).clone()
+            metadata[_STATIC_CHECKSUM] = _checksum({_STATIC: tensors[_STATIC]})
+        metadata["checksum"] = _metadata_checksum(metadata)
+        return EncodedKV(tensors, metadata)
 
     def write(self, encoded: EncodedKV, path: Path) -> None:
         """Write an entry to ``path``. The write is neither atomic nor synced.

@@ -15,17 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cacheblend_rag.store.base import (
-    EntryInfo,
-    Evicting,
-    KVStore,
-    Listing,
-    PageLocking,
-    Reporting,
-    StoreStats,
-    TierOptions,
-    VerifyReport,
-)
+from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, TierOptions, VerifyReport
 from cacheblend_rag.store.codec import CodedKV, coded
 from cacheblend_rag.store.kv import ALIGNMENT, ChunkKV, KVKey, LayerKV, Pieces, can_page_lock, flat, nbytes_of, packed
 
@@ -152,13 +142,14 @@ class _Held:
     last_used: float
 
 
-class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
+class MemoryStore(KVStore):
     """Stores KV entries in host memory under a byte budget, unchanged or as int8; evicts the least recently used first.
 
     Every layer is one contiguous block. After :meth:`page_lock_for` the blocks are page-locked for a device.
     """
 
     lasts = False
+    lists = True
 
     def __init__(self, budget: int | None = None, **options: Unpack[TierOptions]):
         """Open an empty store that holds at most ``budget`` bytes of keys and values (None: no limit)."""
@@ -175,7 +166,7 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         self._on_change = listener
 
     def page_lock_for(self, device: torch.device) -> None:
-        """See :meth:`PageLocking.page_lock_for`. Entries beyond the limit of page-locking lie in ordinary memory."""
+        """See :meth:`KVStore.page_lock_for`. Entries beyond the limit of page-locking lie in ordinary memory."""
         if self._page_locked is not None or not can_page_lock(device):
             return
         self._page_locked = PageLockedMemory(device, self.budget)
@@ -248,7 +239,6 @@ class MemoryStore(KVStore, Listing, Evicting, Reporting, PageLocking):
             return None if held is None else EntryInfo(key, held.kv.stored_nbytes, self.tier, held.last_used)
 
     def entries(self) -> Iterator[EntryInfo]:
-        """See :meth:`Listing.entries`; the result is a snapshot."""
         with self._lock:
             snapshot = [
                 EntryInfo(key, held.kv.stored_nbytes, self.tier, held.last_used) for key, held in self._held.items()

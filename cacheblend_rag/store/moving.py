@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreError, StoreUnavailableError
-from cacheblend_rag.store.base import KVStore, room_in
+from cacheblend_rag.store.base import KVStore
 from cacheblend_rag.store.kv import ALIGNMENT, ChunkKV, KVKey, LayerKV, Pieces, StoredKV, Take, packed, plain
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Promotion(StoredKV):
 
     def _room(self) -> Take:
         nbytes = self.nbytes + self.num_layers * ALIGNMENT
-        rooms = (room_in(tier, nbytes) for tier in self._targets)
+        rooms = (tier.room(nbytes) for tier in self._targets)
         room = next((room for room in rooms if room is not None), None)
         return plain if room is None else Pieces(room)
 
@@ -127,11 +127,16 @@ class WriteQueue:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-write")
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool) -> None:
-        """Queue a copy of an entry; wait while the queue is full, unless no other entry is waiting."""
+        """Queue a copy of an entry; wait while the queue is full, unless no other entry is waiting.
+
+        Without ``replace`` an entry that is queued already stays, and the call neither copies nor waits.
+        """
+        if not replace and self.get(key) is not None:
+            return
         copy = _Waiting(kv.whole(packed(kv.layers)), replace)
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._nbytes + kv.nbytes <= self._most)
-            if key in self._waiting and not replace:
+            if key in self._waiting and not replace:  # another thread was faster
                 return
             self._let_go(key)
             self._waiting[key] = copy

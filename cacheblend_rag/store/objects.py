@@ -147,14 +147,8 @@ class ObjectStore(RemoteStore):
             count += 1
         return before - self._nbytes, count
 
-    def _has(self, key: KVKey, use: bool = False) -> bool:
-        found = self._meta(key) is not None
-        if found and use:
-            self._seen_used[key] = time.time()
-        return found
-
     def touch(self, key: KVKey) -> None:
-        """See :meth:`Evicting.touch`; the call sends no request."""
+        """See :meth:`KVStore.touch`; the call sends no request."""
         self._seen_used[checked_key(key)] = time.time()
 
     def _meta(self, key: KVKey) -> Any:
@@ -196,10 +190,6 @@ class ObjectStore(RemoteStore):
     def _described(self, key: KVKey, meta: Any) -> EntryInfo:
         used = max(meta["last_modified"].timestamp(), self._seen_used.get(key, 0.0))
         return EntryInfo(key, meta["size"], self.tier, used)
-
-    def _size(self) -> tuple[int, int]:
-        found = self._list()
-        return len(found), sum(entry.nbytes for entry in found)
 
     def _evict(self, to_bytes: int) -> tuple[int, int]:
         with self._room:

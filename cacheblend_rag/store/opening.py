@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import cast, get_args
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from cacheblend_rag.errors import CacheBlendError, InputError, StoreError
+from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.homes import from_home
+from cacheblend_rag.store import plugins
 from cacheblend_rag.store.base import TIMEOUT_S, KVStore, TierOptions, Writes
 from cacheblend_rag.store.codec import RAW, get_codec
 from cacheblend_rag.store.disk import DiskStore
@@ -134,7 +134,7 @@ def _parse(url: str) -> TierURL:
     place = parts.netloc + parts.path if scheme in {*REDIS, *OBJECTS} else unquote(parts.netloc + parts.path)
     tier = TierURL("", scheme, place)
     ours = scheme in _OURS
-    if "://" not in url or not (ours or plugged_in(scheme)):
+    if "://" not in url or not (ours or scheme in plugins.names(TIERS_GROUP)):
         raise InputError(f"{url!r} is no tier of a KV store; {_EXAMPLE}.")
     if scheme == "ram" and place:
         options, tier = {"budget": place, **options}, replace(tier, place="")
@@ -158,15 +158,8 @@ def _parse(url: str) -> TierURL:
     if options and scheme in {"ram", "file"}:
         raise InputError(f"{url!r}: {', '.join(options)} is no option of this tier; it takes {' and '.join(taken)}.")
     query = urlencode(options) if scheme in REDIS else ""
-    own = urlunsplit((scheme.replace("valkey", "redis"), parts.netloc, parts.path, query, ""))
-    if not parts.netloc:  # urlunsplit would write one slash only
-        own = f"{scheme}://{parts.path}{'?' if query else ''}{query}"
+    own = f"{scheme.replace('valkey', 'redis')}://{parts.netloc}{parts.path}{'?' if query else ''}{query}"
     return replace(tier, url=own, config=config)
-
-
-def plugged_in(scheme: str) -> EntryPoint | None:
-    """Return the entry point of an installed package that opens addresses with ``scheme``, or None."""
-    return next(iter(entry_points(group=TIERS_GROUP, name=scheme)), None)
 
 
 def _writes(text: str) -> Writes:
@@ -177,33 +170,18 @@ def _writes(text: str) -> Writes:
 
 def with_keys(urls: str, keys: Path) -> str:
     """Return the addresses with the option ``encrypt`` set to the directory ``keys`` for all tiers except RAM."""
-    option = urlencode({"encrypt": str(keys)}, safe="/")
-    return _with(urls, option, lambda scheme: scheme != "ram")
+    return ",".join(url if urlsplit(url).scheme == "ram" else _with(url, encrypt=str(keys)) for url in _each(urls))
 
 
-def _from_anywhere(url: str, tier: TierURL) -> str:
-    """Return the address with an absolute path of the keys, so that it works from any current directory."""
-    return with_keys(url, from_home(tier.encrypt).resolve()) if tier.encrypt else url
+def _with(url: str, **options: str) -> str:
+    """Return an address with ``options`` in place of its options of the same names."""
+    place, _, query = url.partition("?")
+    kept = [each for each in query.split("&") if each and each.partition("=")[0] not in options]
+    return f"{place}?{'&'.join([*kept, urlencode(options, safe='/')])}"
 
 
 def _each(urls: str) -> list[str]:
     return [url.strip() for url in urls.split(",") if url.strip()]
-
-
-def _with(urls: str, option: str, takes: Callable[[str], bool]) -> str:
-    """Return the addresses with ``option``, ``name=value``, set in each address whose scheme accepts the option."""
-    name = option.partition("=")[0]
-    changed = []
-    for url in _each(urls):
-        place = _without(url, name)
-        changed.append(f"{place}{'&' if '?' in place else '?'}{option}" if takes(urlsplit(url).scheme) else url)
-    return ",".join(changed)
-
-
-def _without(url: str, option: str) -> str:
-    place, _, query = url.partition("?")
-    left = "&".join(each for each in query.split("&") if each and each.partition("=")[0] != option)
-    return f"{place}?{left}" if left else place
 
 
 RECORD = "tiers"
@@ -292,7 +270,7 @@ def _open_tier(tier: TierURL, name: str, home: Path | None) -> KVStore:
         root = from_home(tier.place) if tier.place else home or Path()
         return DiskStore(root, "half" if tier.budget is None else tier.budget, **options)
     if tier.scheme not in (*REDIS, *OBJECTS):
-        return _open_plugged_in(tier, options)
+        return plugins.load(TIERS_GROUP, tier.scheme, "tier", lambda opens: _checked(opens(tier, **options)))
     extra = "redis" if tier.scheme in REDIS else "s3"
     try:
         # The modules imported here need optional packages.
@@ -310,25 +288,9 @@ def _open_tier(tier: TierURL, name: str, home: Path | None) -> KVStore:
     )
 
 
-def _open_plugged_in(tier: TierURL, options: TierOptions) -> KVStore:
-    """Open a tier of another package; raises as :func:`_open_tier`."""
-    found = plugged_in(tier.scheme)
-    assert found is not None  # parse_tiers has checked the scheme
-    package = found.dist.name if found.dist is not None else found.value
-    try:
-        store = found.load()(tier, **options)
-    except CacheBlendError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"The tier {tier.url} cannot be opened by the package {package}, whose it is: {error!r}; update the package, or "
-            "leave the tier out."
-        ) from error
+def _checked(store: object) -> KVStore:
     if not isinstance(store, KVStore):
-        raise InputError(
-            f"The package {package} opens {tier.scheme}:// as a {type(store).__name__}, which is no KVStore: its entry point in "
-            f"the group {TIERS_GROUP} must return one."
-        )
+        raise TypeError(f"a {type(store).__name__}, which is no KVStore")
     return store
 
 
@@ -351,9 +313,14 @@ def record_tiers(
     if encrypt is not None:
         urls = with_keys(urls, encrypt)
     if disk_budget is not None:
-        urls = _with(urls, f"budget={disk_budget}", lambda scheme: scheme == "file")
+        every = _each(urls)
+        urls = ",".join(_with(url, budget=disk_budget) if urlsplit(url).scheme == "file" else url for url in every)
     tiers = parse_tiers(urls)
-    urls = ",".join(_from_anywhere(url, tier) for url, tier in zip(_each(urls), tiers, strict=True))
+    # An absolute path of the keys works from any current directory.
+    urls = ",".join(
+        with_keys(url, from_home(tier.encrypt).resolve()) if tier.encrypt else url
+        for url, tier in zip(_each(urls), tiers, strict=True)
+    )
     if any(urlsplit(url).password or "password=" in urlsplit(url).query for url in _each(urls)):
         raise InputError(
             "The address of a tier holds a password, which would be seen by others on this machine and be noted in the store. "

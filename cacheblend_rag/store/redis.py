@@ -86,11 +86,6 @@ if ARGV[3] == '1' then use(ARGV[1]) end
 local name = payload(ARGV[1], version)
 return {version, redis.call('STRLEN', name), redis.call('GETRANGE', name, 0, ARGV[2] - 1)}
 """,
-    "use": """
-if not find(ARGV[1]) then return 0 end
-if ARGV[2] == '1' then use(ARGV[1]) end
-return 1
-""",
     "publish": """
 local key, version, size, budget, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[6])
 local old, old_size = find(key)
@@ -198,9 +193,6 @@ class RedisStore(RemoteStore):
                 f"cannot write to the {self._calls.name}: its memory is full; give the tier a budget below the server's maxmemory"
             ) from error
         return Written(bool(new), int(evicted))
-
-    def _has(self, key: KVKey, use: bool = False) -> bool:
-        return bool(self._run("use", key, int(use)))
 
     def _remove(self, key: KVKey, version: str | None) -> bool:
         return bool(self._run("remove", key, version or ""))

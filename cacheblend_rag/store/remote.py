@@ -11,17 +11,7 @@ import numpy as np
 import torch
 
 from cacheblend_rag.errors import DamagedKVError, StoreUnavailableError
-from cacheblend_rag.store.base import (
-    TIMEOUT_S,
-    EntryInfo,
-    Evicting,
-    KVStore,
-    Listing,
-    Reporting,
-    StoreStats,
-    TierOptions,
-    VerifyReport,
-)
+from cacheblend_rag.store.base import TIMEOUT_S, EntryInfo, KVStore, StoreStats, TierOptions, VerifyReport
 from cacheblend_rag.store.calls import AT_ONCE, RemoteCalls
 from cacheblend_rag.store.kv import ChunkKV, KVKey, checked_key
 from cacheblend_rag.store.kvfile import KVFile
@@ -62,7 +52,7 @@ class RemoteOptions(TierOptions, total=False):
     timeout_s: float
 
 
-class RemoteStore(KVStore, Listing, Evicting, Reporting):
+class RemoteStore(KVStore):
     """Stores entries on another machine, shared by any number of clients. The bytes equal the files of the disk tier.
 
     A subclass implements the abstract methods, whose names begin with an underscore. The methods run in threads, and
@@ -73,6 +63,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         where: Address of the tier, without secrets.
     """
 
+    lists = True
     remote = True
 
     def __init__(
@@ -123,7 +114,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         return self._calls(lambda: self._remove(key, None))
 
     def touch(self, key: KVKey) -> None:
-        """See :meth:`Evicting.touch`; the call does not wait for the tier."""
+        """See :meth:`KVStore.touch`; the call does not wait for the tier."""
         checked_key(key)
         self._calls.soon(lambda: self._has(key, use=True))
 
@@ -132,7 +123,6 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         return self._calls(lambda: self._info(key))
 
     def entries(self) -> Iterator[EntryInfo]:
-        """See :meth:`Listing.entries`; the result is a snapshot."""
         return iter(sorted(self._patiently(self._list), key=lambda entry: entry.last_used))
 
     def evict(self, to_bytes: int) -> int:
@@ -141,7 +131,7 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         return freed
 
     def stats(self) -> StoreStats:
-        """See :meth:`Reporting.stats`; the contents include the entries of all clients."""
+        """See :meth:`KVStore.stats`; the contents include the entries of all clients."""
         out, entries, nbytes = "", 0, 0
         try:
             entries, nbytes = self._patiently(self._size)
@@ -162,7 +152,6 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
         return VerifyReport.of((entry.key for entry in self.entries()), opened)
 
     def close(self) -> None:
-        """Accept no more calls, and do not wait for the running calls."""
         self._calls.close()
 
     def read_range(self, key: KVKey, version: str, offset: int, nbytes: int) -> bytes | memoryview:
@@ -205,9 +194,9 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
     def _write(self, key: KVKey, data: bytes, replace: bool) -> Written:
         """Store an entry within the budget, evicting others as needed; without ``replace`` an existing entry stays."""
 
-    @abstractmethod
     def _has(self, key: KVKey, use: bool = False) -> bool:
         """Return whether the entry exists; with ``use``, mark the entry as used."""
+        return self._head(key, 1, use) is not None
 
     @abstractmethod
     def _remove(self, key: KVKey, version: str | None) -> bool:
@@ -221,9 +210,10 @@ class RemoteStore(KVStore, Listing, Evicting, Reporting):
     def _list(self) -> list[EntryInfo]:
         """List all entries."""
 
-    @abstractmethod
     def _size(self) -> tuple[int, int]:
         """Return the number of entries, and their total bytes."""
+        found = self._list()
+        return len(found), sum(entry.nbytes for entry in found)
 
     @abstractmethod
     def _evict(self, to_bytes: int) -> tuple[int, int]:

@@ -15,20 +15,7 @@ from weakref import WeakSet
 import torch
 
 from cacheblend_rag.errors import InputError, StoreError, StoreUnavailableError
-from cacheblend_rag.store.base import (
-    EntryInfo,
-    Evicting,
-    KVStore,
-    Listing,
-    PageLocking,
-    Reporting,
-    StoreStats,
-    VerifyReport,
-    out_of,
-    page_lock_for,
-    room_in,
-    stats_of,
-)
+from cacheblend_rag.store.base import EntryInfo, KVStore, StoreStats, VerifyReport
 from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 from cacheblend_rag.store.kvfile import EntryFormat
 from cacheblend_rag.store.moving import Promotion, WriteQueue
@@ -38,13 +25,14 @@ _Tier = TypeVar("_Tier")
 _Done = TypeVar("_Done")
 
 
-class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
+class TieredStore(KVStore):
     """Combines tiers, fastest first. Puts go to every tier; entries read whole from a slower tier go to faster tiers.
 
     A thread may write entries to a slower tier later (:attr:`KVStore.writes`). Any :class:`KVStore` can be a tier.
-    Optional operations apply to the tiers that implement them. While a tier does not answer, the store uses the other
-    tiers.
+    While a tier does not answer, the store uses the other tiers.
     """
+
+    lists = True
 
     def __init__(self, tiers: Sequence[KVStore]):
         """Combine ``tiers`` (fastest first); the store closes the tiers.
@@ -58,8 +46,6 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         self.tiers = tuple(tiers)
         if len({each.keys.directory.resolve() for each in self.formats if each.keys is not None}) > 1:
             raise InputError("The tiers of a store are encrypted with different keys; give all of them the same.")
-        self._listing = [tier for tier in tiers if isinstance(tier, Listing)]
-        self._evicting = [tier for tier in tiers if isinstance(tier, Evicting)]
         self.lasts, self.remote = any(tier.lasts for tier in tiers), any(tier.remote for tier in tiers)
         self._lock = threading.RLock()  # reentrant: garbage collection can end a promotion while the lock is held
         self._promoting = 0
@@ -78,7 +64,7 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
     @property
     def unlisted(self) -> tuple[str, ...]:
         """Return the names of the tiers that cannot list entries; listings lack entries that only such a tier holds."""
-        return tuple(tier.tier for tier in self.tiers if not isinstance(tier, Listing))
+        return tuple(tier.tier for tier in self.tiers if not tier.lists)
 
     def get(self, key: KVKey) -> StoredKV | None:
         """See :meth:`KVStore.get`. The fastest tier with the entry serves it; the use counts in slower tiers, too."""
@@ -88,8 +74,7 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
             if found is None:
                 continue
             for slower in self.tiers[level + 1 :]:
-                if isinstance(slower, Evicting):
-                    slower.touch(key)
+                slower.touch(key)
             self._events.add("hits")
             return self._promoted(key, found, self.tiers[:level], deleted)
         self._events.add("misses")
@@ -163,20 +148,17 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
                 self._deleting, self._deleted = self._deleting - 1, self._deleted + 1
 
     def touch(self, key: KVKey) -> None:
-        for tier in self._evicting:
+        for tier in self.tiers:
             tier.touch(key)
 
     def page_lock_for(self, device: torch.device) -> None:
-        """See :meth:`PageLocking.page_lock_for`; the call goes to every tier that can page-lock."""
         for tier in self.tiers:
-            page_lock_for(tier, device)
+            tier.page_lock_for(device)
 
     def room(self, nbytes: int, wait: bool = False) -> torch.Tensor | None:
-        """See :meth:`PageLocking.room`; the memory is from the first tier that has room."""
-        return next((room for tier in self.tiers if (room := room_in(tier, nbytes, wait)) is not None), None)
+        return next((room for tier in self.tiers if (room := tier.room(nbytes, wait)) is not None), None)
 
     def entry(self, key: KVKey) -> EntryInfo | None:
-        """See :meth:`KVStore.entry`; the fastest tier that answers and has the entry describes it."""
         for tier in self.tiers:
             with suppress(StoreUnavailableError):  # the tier has logged the error
                 if (found := tier.entry(key)) is not None:
@@ -184,9 +166,9 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         return None
 
     def entries(self) -> Iterator[EntryInfo]:
-        """See :meth:`Listing.entries`. Each key is listed once, by the fastest tier that can list and answers."""
+        """See :meth:`KVStore.entries`. Each key is listed once, by the fastest tier that can list and answers."""
         merged: dict[KVKey, EntryInfo] = {}
-        for tier in self._listing:
+        for tier in self.tiers:
             try:
                 for entry in tier.entries():
                     merged.setdefault(entry.key, entry)
@@ -195,13 +177,13 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         return iter(sorted(merged.values(), key=lambda entry: entry.last_used))
 
     def evict(self, to_bytes: int) -> int:
-        """See :meth:`Evicting.evict`; every tier that can evict is reduced to ``to_bytes``."""
+        """See :meth:`KVStore.evict`; every tier that evicts is reduced to ``to_bytes``."""
         self.flush()
-        return sum(_of_each(self._evicting, lambda tier: tier.evict(to_bytes)))
+        return sum(_of_each(self.tiers, lambda tier: tier.evict(to_bytes)))
 
     def stats(self) -> StoreStats:
-        """See :meth:`Reporting.stats`. Each entry counts once, and its bytes count in every tier that holds them."""
-        tiers = tuple(map(stats_of, self.tiers))
+        """See :meth:`KVStore.stats`. Each entry counts once, and its bytes count in every tier that holds them."""
+        tiers = tuple(tier.stats() for tier in self.tiers)
         return replace(
             self._stats(sum(1 for _ in self.entries()), sum(stats.nbytes for stats in tiers)),
             evictions=sum(stats.evictions for stats in tiers),
@@ -211,11 +193,10 @@ class TieredStore(KVStore, Listing, Evicting, Reporting, PageLocking):
         )
 
     def out(self) -> dict[str, bool]:
-        return {name: is_out for tier in self.tiers for name, is_out in out_of(tier).items()}
+        return {name: is_out for tier in self.tiers for name, is_out in tier.out().items()}
 
     def verify(self, repair: bool = True) -> VerifyReport:
-        """See :meth:`Listing.verify`; the check covers every copy that a tier lists."""
-        reports = _of_each(self._listing, lambda tier: tier.verify(repair))
+        reports = _of_each(self.tiers, lambda tier: tier.verify(repair))
         return VerifyReport(
             sum(report.checked for report in reports),
             tuple(dict.fromkeys(key for report in reports for key in report.damaged)),

@@ -63,7 +63,7 @@ def assert_equals_reference(engine: Any, scene: Scene, ratio: float = 0.3) -> No
 def test_1_a_selected_token_sees_no_key_behind_its_position(bug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     _, engine, scene = ready_engine()
 
-    def bottom_right_aligned(positions: torch.Tensor, _: torch.Tensor) -> Any:
+    def bottom_right_aligned(positions: torch.Tensor, *_: Any) -> Any:
         return scattered(torch.arange(len(positions)) + int(positions[-1]) + 1 - len(positions))
 
     if bug:
@@ -270,7 +270,7 @@ def test_8_a_model_that_blends_wrongly_fails_the_gate_and_is_served_by_ordinary_
 ) -> None:
     model, scene = make_model(hf.LlamaConfig(**_BASE)), Scene()
     if bug == "mask":
-        everything = lambda positions, _: scattered(positions[-1:].expand(len(positions)))  # noqa: E731
+        everything = lambda positions, *_: scattered(positions[-1:].expand(len(positions)))  # noqa: E731
         monkeypatch.setattr(target_module, "scattered", everything)
     elif bug == "rotation":
         monkeypatch.setattr(

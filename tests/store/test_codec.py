@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from cacheblend_rag.errors import DamagedKVError, InputError
-from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, kvfile, open_store
+from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
 from cacheblend_rag.store.codec import CodedKV, get_codec, numbers, through
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, flat, plain, read_whole
 from cacheblend_rag.store.kvfile import EntryFormat
@@ -202,7 +202,7 @@ def test_a_decoded_layer_is_one_block_in_the_readers_memory(codec: str, tmp_path
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_entry_is_smaller_by_what_its_codec_says(codec: str, dtype: torch.dtype) -> None:
     kv = ChunkKV([LayerKV(torch.randn(4, 64, 128).to(dtype), torch.randn(4, 64, 128).to(dtype))] * 2, 0)
-    size = kvfile.encode(key_of(1), kv, get_codec(codec)).nbytes / kv.nbytes
+    size = EntryFormat(codec).encode(key_of(1), kv).nbytes / kv.nbytes
     most = {"none": 1.0, "int8": 1 / dtype.itemsize}
     assert size <= most[codec] + 0.02
 

@@ -15,7 +15,6 @@ import torch
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, kvfile, open_store
-from cacheblend_rag.store.base import Evicting, Listing, Reporting, stats_of
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, flat
 from cacheblend_rag.store.kvfile import EntryFormat
 from cacheblend_rag.store.objects import ObjectStore
@@ -46,19 +45,15 @@ ENCRYPTED = [f"{kind}@keys" for kind in ("disk", "disk:int8", "redis", "objects"
 _Test = TypeVar("_Test", bound=Callable[..., None])
 
 
-def needs(*interfaces: type) -> Callable[[_Test], _Test]:
-    """Run a test with the stores alone that offer so much."""
-
-    def marked(test: _Test) -> _Test:
-        test.needs = interfaces  # type: ignore[attr-defined]
-        return test
-
-    return marked
+def needs_listing(test: _Test) -> _Test:
+    """Run a test with those stores alone that list, verify and evict."""
+    test.needs_listing = True  # type: ignore[attr-defined]
+    return test
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "open_with" in metafunc.fixturenames:
-        more = getattr(metafunc.function, "needs", ())
+        more = hasattr(metafunc.function, "needs_listing")
         kinds = [kind for kind in PLAIN + SIX + ENCODED + ENCRYPTED if not (more and "sqlite" in kind)]
         # `make quick` runs codecs and keys over files alone; the S3 that is played takes most of a second for a test.
         quick = [kind for kind in kinds if kind in PLAIN + SIX or kind.startswith("disk") if kind != "s3"]
@@ -208,8 +203,7 @@ def test_a_missing_key_is_a_miss(store: KVStore) -> None:
     assert not store.contains(key_of(1))
     assert not store.delete(key_of(1))
     assert store.entry(key_of(1)) is None
-    if isinstance(store, Reporting):
-        assert store.stats().misses == 1
+    assert store.stats().misses == 1
 
 
 def test_the_first_put_of_a_key_stays(store: KVStore) -> None:
@@ -218,8 +212,7 @@ def test_the_first_put_of_a_key_stays(store: KVStore) -> None:
     found = store.get(key_of(1))
     assert found is not None
     assert same(found, kv_of(1))
-    if isinstance(store, Reporting):
-        assert store.stats().puts == 1
+    assert store.stats().puts == 1
 
 
 def test_delete_removes_and_leaves_readers_whole(store: KVStore) -> None:
@@ -232,7 +225,7 @@ def test_delete_removes_and_leaves_readers_whole(store: KVStore) -> None:
     assert same(found, kv_of(1))
 
 
-@needs(Evicting, Listing)
+@needs_listing
 def test_the_budget_holds_and_the_least_recently_used_goes_first(open_with: Open) -> None:
     store = open_with(3)
     for number in (1, 2, 3):
@@ -247,7 +240,7 @@ def test_the_budget_holds_and_the_least_recently_used_goes_first(open_with: Open
     assert store.stats().evictions >= 2
 
 
-@needs(Evicting, Listing)
+@needs_listing
 def test_one_entry_is_described_as_the_listing_does_and_that_is_no_use(open_with: Open) -> None:
     store = open_with(3)
     for number in (1, 2, 3):
@@ -265,7 +258,7 @@ def test_what_cannot_fit_is_refused_and_evicts_nothing(open_with: Open) -> None:
     store.put(key_of(2), kv_of(2))
     assert not store.put(key_of(3), kv_of(3, tokens=1000))
     assert [store.contains(key_of(number)) for number in (1, 2, 3)] == [True, True, False]
-    if isinstance(store, Listing):
+    if store.lists:
         assert {entry.key for entry in store.entries()} == {key_of(1), key_of(2)}
 
 
@@ -275,7 +268,7 @@ def test_a_file_that_its_header_alone_makes_larger_than_the_budget_is_refused(tm
         assert (store.stats().entries, list(tmp_path.rglob("*.safetensors"))) == (0, [])
 
 
-@needs(Evicting, Listing)
+@needs_listing
 def test_an_entry_that_is_replaced_makes_room_for_itself(open_with: Open) -> None:
     store = open_with(2)
     for number in (1, 2):
@@ -284,7 +277,7 @@ def test_an_entry_that_is_replaced_makes_room_for_itself(open_with: Open) -> Non
     assert {entry.key for entry in store.entries()} == {key_of(1), key_of(2)}
 
 
-@needs(Evicting, Listing, Reporting)
+@needs_listing
 def test_evict_frees_no_more_than_it_must(store: KVStore) -> None:
     for number in range(4):
         store.put(key_of(number), kv_of(number))
@@ -296,7 +289,7 @@ def test_evict_frees_no_more_than_it_must(store: KVStore) -> None:
     assert store.evict(before) == 0
 
 
-@needs(Reporting)
+@needs_listing
 def test_counters_count(store: KVStore) -> None:
     store.put(key_of(1), kv_of(1))
     store.get(key_of(1))
@@ -308,7 +301,7 @@ def test_counters_count(store: KVStore) -> None:
     assert stats.nbytes >= found.stored_nbytes > 0
 
 
-@needs(Listing, Reporting)
+@needs_listing
 def test_contains_and_listing_do_not_count_as_use(store: KVStore) -> None:
     for number in (1, 2):
         store.put(key_of(number), kv_of(number))
@@ -326,13 +319,13 @@ def test_an_entry_of_a_later_version_is_a_miss_and_stays(open_with: Open, monkey
     if not store.lasts:
         return  # it keeps no files
     assert store.get(key_of(1)) is None
-    assert store.contains(key_of(1)) and stats_of(store).damaged == 0
-    if isinstance(store, Listing):
+    assert store.contains(key_of(1)) and store.stats().damaged == 0
+    if store.lists:
         assert store.verify().damaged == ()
     assert store.contains(key_of(1))
 
 
-@needs(Listing)
+@needs_listing
 def test_verify_checks_every_entry(store: KVStore) -> None:
     for number in range(3):
         store.put(key_of(number), kv_of(number))
@@ -356,13 +349,13 @@ def test_threads_share_a_store(open_with: Open) -> None:
                 assert same(found, made[number])
                 read += 1
             if step % 20 == 19:
-                store.evict(0) if isinstance(store, Evicting) else store.delete(key_of(number))
+                store.evict(0) if store.lists else store.delete(key_of(number))
         return read
 
     with ThreadPoolExecutor(4) as pool:
         assert sum(pool.map(work, range(4))) > 0
-    assert stats_of(store).damaged == 0
-    if isinstance(store, Listing):
+    assert store.stats().damaged == 0
+    if store.lists:
         assert store.verify().damaged == ()
 
 
@@ -412,7 +405,7 @@ def test_a_static_deviation_is_kept_beside_the_layers(store: KVStore) -> None:
     assert store.get(key_of(2)).static_deviation() is None
 
 
-@needs(Evicting, Reporting)
+@needs_listing
 def test_replacing_an_entry_adds_what_it_lacked_and_disturbs_no_reader(open_with: Open) -> None:
     store = open_with(3)
     for number in (1, 2):

@@ -9,7 +9,6 @@ import torch
 
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store import TieredStore, make_key, open_store
-from cacheblend_rag.store.base import page_lock_for, room_in
 from cacheblend_rag.store.opening import parse_tiers
 from tests.store.samples import key_of, kv_of, same
 
@@ -73,8 +72,8 @@ def test_what_a_tier_does_not_offer_is_done_by_the_others(address: str, tmp_path
         assert store.verify().checked == 0
         ram, sqlite = store.stats().tiers
         assert (ram.listed, sqlite.listed, sqlite.entries) == (True, False, 0)
-        page_lock_for(store.tiers[1], torch.device("cpu"))
-        assert room_in(store.tiers[1], 100) is None
+        store.tiers[1].page_lock_for(torch.device("cpu"))
+        assert store.tiers[1].room(100) is None
 
 
 def test_a_damaged_entry_is_a_miss_and_can_be_put_again(address: str) -> None:
@@ -95,10 +94,10 @@ def test_options_that_the_tier_does_not_know_are_refused_by_itself(address: str)
 @pytest.mark.parametrize(
     ("place", "why"),
     [
-        ("no_such_module:open_tier", r"by the package a-tier.*No module named"),
-        ("json:no_such_name", r"by the package a-tier.*no_such_name"),
-        ("builtins:repr", r"by the package a-tier.*keyword"),
-        ("tests.store.test_plugged_in:not_a_tier", r"The package a-tier opens odd:// as a str, which is no KVStore"),
+        ("no_such_module:open_tier", r"of the package a-tier.*No module named"),
+        ("json:no_such_name", r"of the package a-tier.*no_such_name"),
+        ("builtins:repr", r"of the package a-tier.*keyword"),
+        ("tests.store.test_plugged_in:not_a_tier", r"of the package a-tier.*a str, which is no KVStore"),
     ],
 )
 def test_a_package_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, why: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
+from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore, moving
 from cacheblend_rag.store.kv import ChunkKV, KVKey
 from cacheblend_rag.store.moving import WriteQueue
 from tests.store.samples import key_of, kv_of, memory_directory, ranked, same
@@ -94,6 +94,17 @@ def test_an_entry_that_is_put_again_while_it_waits_is_replaced_if_that_is_wanted
     slow.go_on.set()
     store.flush()
     assert same(slow.get(key_of(2)), wanted)
+
+
+def test_an_entry_that_waits_already_is_not_copied_again(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = WriteQueue(slow, lambda error: None, most_bytes=kv_of(0).nbytes)
+    queue.put(key_of(1), kv_of(1), False)
+    assert slow.began.wait(60)
+    monkeypatch.setattr(moving, "packed", lambda layers: pytest.fail("the entry is copied again"))
+    queue.put(key_of(1), kv_of(1), False)  # does not wait for room either
+    slow.go_on.set()
+    queue.close()
+    assert slow.order == [f"written {key_of(1)[:1]}"]
 
 
 def test_an_entry_that_is_replaced_while_it_is_written_is_written_once_more(slow: Slow) -> None:

@@ -106,41 +106,13 @@ def attend(
 
 @triton.jit(do_not_specialize=["count"])
 def _attend(
-    query,
-    keys,
-    values,
-    positions,
-    table,
-    sinks,
-    out,
-    lse,
-    count,
-    scale,
-    soft_cap,
-    query_token,
-    query_head,
-    out_token,
-    out_head,
-    keys_page,
-    keys_head,
-    keys_token,
-    keys_dim,
-    values_page,
-    values_head,
-    values_token,
-    values_dim,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_UP: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    LSE: tl.constexpr,
+    query, keys, values, positions, table, sinks, out, lse, count, scale, soft_cap,
+    query_token, query_head, out_token, out_head,
+    keys_page, keys_head, keys_token, keys_dim, values_page, values_head, values_token, values_dim,
+    PAGE: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Attend from ``ROWS // GROUP`` queries with the ``GROUP`` heads of one KV head."""
     queries: tl.constexpr = ROWS // GROUP
     # The last queries see the most keys, so they start first: no program then runs alone at the end.
@@ -195,34 +167,11 @@ def _attend(
 
 @triton.jit
 def _add_keys(
-    top,
-    total,
-    joined,
-    q,
-    begin,
-    position,
-    oldest,
-    seen,
-    keys,
-    values,
-    table,
-    scale,
-    soft_cap,
-    keys_page,
-    keys_token,
-    keys_dim,
-    values_page,
-    values_token,
-    values_dim,
-    MASKED: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_UP: tl.constexpr,
-    KEYS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    top, total, joined, q, begin, position, oldest, seen, keys, values, table, scale, soft_cap,
+    keys_page, keys_token, keys_dim, values_page, values_token, values_dim,
+    MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, KEYS: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Add ``KEYS`` keys from ``begin`` on to the rows' highest score, sum of weights and weighted values."""
     key, dim = begin + tl.arange(0, KEYS), tl.arange(0, DIM_UP)
     # Constants without masking, so that the compiler drops them.
@@ -311,29 +260,11 @@ def add_shares(
 
 @triton.jit(do_not_specialize=["count", "length"])
 def _add_shares(
-    query,
-    keys,
-    positions,
-    shares,
-    lse,
-    total,
-    count,
-    length,
-    scale,
-    factor,
-    query_token,
-    query_head,
-    keys_head,
-    keys_token,
-    keys_dim,
-    DIM: tl.constexpr,
-    DIM_UP: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, keys, positions, shares, lse, total, count, length, scale, factor,
+    query_token, query_head, keys_head, keys_token, keys_dim,
+    DIM: tl.constexpr, DIM_UP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Add the weights of all queries for ``KEYS`` keys of one KV head."""
     queries: tl.constexpr = ROWS // GROUP
     begin, kv_head = tl.program_id(0) * KEYS, tl.program_id(1).to(tl.int64)

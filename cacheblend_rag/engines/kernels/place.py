@@ -195,36 +195,12 @@ def place_in_bulk(
 
 @triton.jit(do_not_specialize=["tokens", "first"])
 def _place(
-    from_keys,
-    from_values,
-    cos,
-    sin,
-    slots,
-    keys,
-    values,
-    tokens,
-    first,
-    from_keys_head,
-    from_keys_token,
-    from_values_head,
-    from_values_token,
-    keys_page,
-    keys_head,
-    keys_token,
-    keys_dim,
-    values_page,
-    values_head,
-    values_token,
-    values_dim,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_UP: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_UP: tl.constexpr,
-    REST_UP: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    from_keys, from_values, cos, sin, slots, keys, values, tokens, first,
+    from_keys_head, from_keys_token, from_values_head, from_values_token,
+    keys_page, keys_head, keys_token, keys_dim, values_page, values_head, values_token, values_dim,
+    PAGE: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, HALF: tl.constexpr, HALF_UP: tl.constexpr,
+    REST_UP: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Place ``TOKENS`` tokens of one head; ``*_UP`` are widths rounded up to powers of 2, as Triton requires."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1).to(tl.int64)
@@ -247,38 +223,11 @@ def _place(
 
 @triton.jit(do_not_specialize=["tokens", "first"])
 def _place_layers(
-    memory,
-    scales,
-    before,
-    within,
-    length,
-    slots,
-    cos,
-    sin,
-    keys,
-    values,
-    offsets,
-    tokens,
-    first,
-    keys_page,
-    keys_head,
-    keys_token,
-    keys_dim,
-    values_page,
-    values_head,
-    values_token,
-    values_dim,
-    PAGE: tl.constexpr,
-    HEADS: tl.constexpr,
-    SCALE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_UP: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_UP: tl.constexpr,
-    REST_UP: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    memory, scales, before, within, length, slots, cos, sin, keys, values, offsets, tokens, first,
+    keys_page, keys_head, keys_token, keys_dim, values_page, values_head, values_token, values_dim,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, SCALE: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
+    HALF: tl.constexpr, HALF_UP: tl.constexpr, REST_UP: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Place ``TOKENS`` tokens of one head and layer; rows end with a scale of ``SCALE`` bytes if ``SCALE`` is not 0."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -319,27 +268,10 @@ def _load(at, by, mask, CODED: tl.constexpr):
 
 @triton.jit
 def _move(
-    from_keys,
-    from_values,
-    keys_by,
-    values_by,
-    cos,
-    sin,
-    keys,
-    values,
-    token,
-    real,
-    first,
-    keys_dim,
-    values_dim,
-    CODED: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_UP: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_UP: tl.constexpr,
-    REST_UP: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+    from_keys, from_values, keys_by, values_by, cos, sin, keys, values, token, real, first, keys_dim, values_dim,
+    CODED: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, HALF: tl.constexpr, HALF_UP: tl.constexpr,
+    REST_UP: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     """Copy the values and rotate the keys of the ``real`` tokens; pointers are per token, ``[tokens, 1]``."""
     dim = tl.arange(0, DIM_UP)[None, :]
     inside = real & (dim < DIM)

@@ -29,7 +29,7 @@ NAME = "cacheblend_sdpa"
 # Queries per masked block: fastest on a CPU (lab/benchmarks/attention_blocks.py); a GPU needs fewer, larger calls.
 _BLOCK, _GPU_BLOCK = 64, 1024
 
-QUERIES: ContextVar[Queries | None] = ContextVar("cacheblendQUERIES", default=None)
+QUERIES: ContextVar[Queries | None] = ContextVar("cacheblend_queries", default=None)
 """Queries of the scattered pass that is running; None outside such a pass."""
 
 
@@ -62,19 +62,6 @@ class Looks:
         return pad(mean, (0, tokens - len(mean)))
 
 
-_looks: ContextVar[Looks | None] = ContextVar("cacheblend_looks", default=None)
-
-
-@contextmanager
-def looking(looks: Looks | None) -> Iterator[None]:
-    """Add the attention weights of scattered passes in the context to ``looks``; eager attention adds nothing."""
-    token = _looks.set(looks)
-    try:
-        yield
-    finally:
-        _looks.reset(token)
-
-
 def weights(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
     """Return one sequence's attention weights ``[heads, queries, keys]``, fp32, under a boolean or additive mask."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
@@ -90,14 +77,22 @@ class Queries:
     Keys and values belong to the positions from 0 on.
     """
 
-    def __init__(self, positions: torch.Tensor, on_device: torch.Tensor | None = None, block: int | None = None):
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        on_device: torch.Tensor | None = None,
+        block: int | None = None,
+        looks: Looks | None = None,
+    ):
         """Describe the queries of a pass.
 
         Args:
             positions: ``[queries]``, in host memory, so that no code waits for a device.
             on_device: The positions on the queries' device; None if the queries are in host memory.
             block: Number of queries that are masked at once; None for the fastest number.
+            looks: Sums to which the attention weights are added; None for no sums.
         """
+        self._looks = looks
         self._at = positions.tolist()
         self._positions = positions if on_device is None else on_device
         self._on_cpu = self._positions.device.type == "cpu"
@@ -112,7 +107,6 @@ class Queries:
         value: torch.Tensor,
         scale: float | None = None,
         window: int | None = None,
-        looks: Looks | None = None,
     ) -> torch.Tensor:
         """Return the attention ``[queries, heads, value_dim]``.
 
@@ -122,13 +116,11 @@ class Queries:
             value: ``[kv_heads, keys, value_dim]``.
             scale: Factor of the scores; None is ``head_dim ** -0.5``.
             window: Maximum number of keys that a query sees, its own included; None for all.
-            looks: Sums to which the attention weights are added; None for no sums.
         """
         kv_heads, groups, width = key.shape[0], query.shape[0] // key.shape[0], value.shape[2]
         if _kernel_serves(query, key, value):
-            return self._attend_with_kernel(query, key, value, scale, window, looks)
-        if looks is not None:
-            self._look(looks, query, key, scale, window)
+            return self._attend_with_kernel(query, key, value, scale, window)
+        self._look(query, key, scale, window)
         query = query.view(kv_heads, groups, *query.shape[1:])
         if window is not None and window > self._at[-1]:
             window = None
@@ -153,11 +145,10 @@ class Queries:
         value: torch.Tensor,
         scale: float | None,
         window: int | None,
-        looks: Looks | None,
     ) -> torch.Tensor:
         from cacheblend_rag.engines.kernels.attention import add_shares, attend
 
-        query = query.transpose(0, 1)
+        query, looks = query.transpose(0, 1), self._looks
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         scale = query.shape[2] ** -0.5 if scale is None else scale
         sums = looks is not None and shares_work(query.device, query.dtype, query.shape[1], *key.shape[::2])
@@ -166,16 +157,16 @@ class Queries:
         attend(query, key[None], value[None], self._positions, None, out, scale, window=window, lse=lse)
         if looks is not None and lse is not None:
             add_shares(query, key, self._positions, looks.shares, lse, looks.begin_layer(key), scale, window)
-        elif looks is not None:
-            self._look(looks, query.transpose(0, 1), key, scale, window)
+        else:
+            self._look(query.transpose(0, 1), key, scale, window)
         return out
 
-    def _look(
-        self, looks: Looks, query: torch.Tensor, key: torch.Tensor, scale: float | None, window: int | None
-    ) -> None:
+    def _look(self, query: torch.Tensor, key: torch.Tensor, scale: float | None, window: int | None) -> None:
+        if self._looks is None:
+            return
         visible = self.visible(0, query.shape[1], 0, key.shape[1], window)
         found = weights(query[None], key[None], visible, scale)
-        looks.begin_layer(key)[0] += looks.shares @ found.mean(0)
+        self._looks.begin_layer(key)[0] += self._looks.shares @ found.mean(0)
 
     def visible(self, begin: int, end: int, first: int, last: int, window: int | None = None) -> torch.Tensor:
         """Return which keys in ``[first, last)`` each query in ``[begin, end)`` sees, boolean, ``[queries, keys]``."""
@@ -293,9 +284,14 @@ def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @contextmanager
-def scattered(positions: torch.Tensor, on_device: torch.Tensor | None = None) -> Iterator[None]:
-    """Run forwards in the context with queries at ascending ``positions`` and without a mask; see :class:`Queries`."""
-    token = QUERIES.set(Queries(positions, on_device))
+def scattered(
+    positions: torch.Tensor, on_device: torch.Tensor | None = None, looks: Looks | None = None
+) -> Iterator[None]:
+    """Run forwards in the context with queries at ascending ``positions`` and without a mask; see :class:`Queries`.
+
+    Eager attention adds nothing to ``looks``.
+    """
+    token = QUERIES.set(Queries(positions, on_device, looks=looks))
     try:
         yield
     finally:
@@ -328,7 +324,7 @@ def attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     window = None if attention_mask is None else attention_mask.shape[3]
-    return queries.attend(query[0], key[0], value[0], scaling, window, _looks.get())[None], None
+    return queries.attend(query[0], key[0], value[0], scaling, window)[None], None
 
 
 AttentionInterface.register(NAME, attention)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,20 +88,20 @@ class PositionedCache:
         """Prepare for a forward over the next ``count`` tokens."""
         self._positions = slice(self._length, self._length + count)
         self._length = self._visible = self._length + count
-        self._before_layer = self._stop_layer = None
         if self._length > self._capacity:
             self._grow(max(self._length, 2 * self._capacity))
 
-    def scatter(
-        self, positions: torch.Tensor, visible: int, before_layer: Callable[[int], None] | None, stop_layer: int | None
-    ) -> None:
-        """Prepare for a forward over tokens at ``positions`` that see the first ``visible`` slots (and a mask)."""
+    @contextmanager
+    def scattered(
+        self, positions: torch.Tensor, visible: int, before_layer: Callable[[int], None], stop_layer: int | None
+    ) -> Iterator[None]:
+        """Run a forward in the context over tokens at ``positions`` that see the first ``visible`` slots (and a mask)."""
         self._positions, self._visible = positions, visible
         self._before_layer, self._stop_layer = before_layer, stop_layer
-
-    def scattered(self) -> None:
-        """End the pass of :meth:`scatter`: drop the callback, which refers to the blend and so back to this cache."""
-        self._before_layer = self._stop_layer = None
+        try:
+            yield
+        finally:  # the callback refers to the blend and so back to this cache
+            self._before_layer = self._stop_layer = None
 
     def filled(self, length: int) -> None:
         """Declare that the first ``length`` slots of all layers are written."""

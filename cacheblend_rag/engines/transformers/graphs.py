@@ -22,7 +22,7 @@ from cacheblend_rag.blending.bulk import Arrivals, StoredLayers
 from cacheblend_rag.blending.transfer import transfer_to
 from cacheblend_rag.engines.kernels.check import can_place, placing_works
 from cacheblend_rag.engines.replay import Replays, capture, padded
-from cacheblend_rag.engines.transformers.attention import NAME, Looks, looking
+from cacheblend_rag.engines.transformers.attention import NAME, Looks
 from cacheblend_rag.engines.transformers.cache import PositionedCache
 from cacheblend_rag.store.kv import LayerKV
 
@@ -79,12 +79,11 @@ class Graphs:
         free = self._lent is None or self._lent() is None
         if free and (self._block is None or self._block.shape[3] < tokens):
             self._renew(tokens)
-        block = self._block if free else None
-        if block is None:
-            block = self._new_block(tokens)
-            return PositionedCache(runner.num_layers, block.shape[3], block=block)
+        own = self._block if free else None
+        block = self._new_block(tokens) if own is None else own
         cache = PositionedCache(runner.num_layers, block.shape[3], block=block)
-        self._lent = weakref.ref(cache)
+        if own is not None:
+            self._lent = weakref.ref(cache)
         return cache
 
     def place(self, cache: PositionedCache, stored: StoredLayers) -> Callable[[int], None] | None:
@@ -176,8 +175,7 @@ class Graphs:
             cache: PositionedCache, visible: int, before_layer: Callable[[int], None]
         ) -> tuple[torch.Tensor, Looks | None]:
             looks = Looks(shares) if looked else None
-            with looking(looks):
-                return runner.scatter(ids, anywhere, positions, visible, cache, before_layer), looks
+            return runner.scatter(ids, anywhere, positions, visible, cache, before_layer, looks=looks), looks
 
         # A first run outside the capture compiles and allocates everything that must not be captured.
         run(runner.new_cache(width), width, lambda layer: None)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import Header, chosen_header_ids
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.base import page_lock_for, room_in
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
 from cacheblend_rag.store.opening import parse_size
 
@@ -207,7 +205,7 @@ class ModelOwner(BlendEngine):
         self.tokenizer, self.fingerprint = loaded.tokenizer, loaded.fingerprint
         self.runner = ModelRunner(loaded.model)
         self.store = store if isinstance(store, KVStore) else open_store(store)
-        page_lock_for(self.store, self.runner.device)
+        self.store.page_lock_for(self.runner.device)
         self.registry = ChunkRegistry()
         config = loaded.model.config.get_text_config()
         self.num_layers, self.device, self.dtype = self.runner.num_layers, self.runner.device, self.runner.dtype
@@ -326,7 +324,7 @@ class ModelOwner(BlendEngine):
         """
         if not (self._write_back and self.stores):
             return
-        kv = ChunkKV(fetch(layers, partial(room_in, self.store))(), len(self.header_ids), exact=exact)
+        kv = ChunkKV(fetch(layers, self.store.room)(), len(self.header_ids), exact=exact)
         try:
             self.entries.by(None).put(chunk.token_ids, kv)
         except CacheBlendError as error:

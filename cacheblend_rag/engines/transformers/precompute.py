@@ -17,10 +17,10 @@ from cacheblend_rag.blending.transfer import Arrival, fetch
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import plan_precompute, report_of
 from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag.engines.transformers.cache import PositionedCache
 from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store import KVStore
-from cacheblend_rag.store.base import room_in
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, StoredKV, read_whole
 
 Computed = tuple[tuple[int, ...], tuple[ChunkKV, Arrival]]
@@ -53,25 +53,30 @@ class Ranker:
 
     def compute(self, batch: Sequence[tuple[int, ...]]) -> Iterator[list[LayerKV]]:
         """Yield each chunk's KV behind the prefix, one item per layer."""
-        start, width = len(self.prefix), max(map(len, batch))
-        # Padding stands behind each row, so no token of the row attends to it, and no mask is needed.
-        ids = torch.tensor([row + (0,) * (width - len(row)) for row in batch], device=self._runner.device)
-        cache = self._runner.new_cache(start + width, room=0)
-        if self.prefix:
-            cache.begin(self._kv_of_prefix(), len(batch))
-        with self._writing:
-            self._runner.append(ids, cache)
+        start = len(self.prefix)
+        if self.prefix and not self._prefix_kv:
+            self._prefix_kv = _run(self._runner, [self.prefix], self._writing).copied(0, start)
+        cache = _run(self._runner, batch, self._writing, self._prefix_kv)
         for index, row in enumerate(batch):
             yield [cache.read(i, index, start, start + len(row)) for i in range(self._runner.num_layers)]
 
-    def _kv_of_prefix(self) -> list[LayerKV]:
-        if not self._prefix_kv:
-            count = len(self.prefix)
-            cache = self._runner.new_cache(count, room=0)
-            with self._writing:
-                self._runner.append(torch.tensor([self.prefix], device=self._runner.device), cache)
-            self._prefix_kv = [cache.read(layer, 0, 0, count) for layer in range(self._runner.num_layers)]
-        return self._prefix_kv
+
+def _run(
+    runner: ModelRunner,
+    rows: Sequence[tuple[int, ...]],
+    writing: AbstractContextManager[None],
+    prefix: Sequence[LayerKV] = (),
+) -> PositionedCache:
+    """Run rows of token ids within ``writing``, each behind the KV of a ``prefix``; return the cache with their KV."""
+    width, start = max(map(len, rows)), prefix[0].k.shape[1] if prefix else 0
+    # Padding stands behind each row, so no token of the row attends to it, and no mask is needed.
+    ids = torch.tensor([row + (0,) * (width - len(row)) for row in rows], device=runner.device)
+    cache = runner.new_cache(start + width, room=0)
+    if prefix:
+        cache.begin(prefix, len(rows))
+    with writing:
+        runner.append(ids, cache)
+    return cache
 
 
 def precompute(
@@ -183,7 +188,7 @@ def _compute(
     header: tuple[int, ...],
     batch: Sequence[tuple[int, ...]],
 ) -> Iterator[Computed]:
-    arrive = partial(room_in, store, wait=True)
+    arrive = partial(store.room, wait=True)
     if () in batch and len(batch) > 1:  # the model itself, without KV writer, computes the header's own KV
         for part in ([()], [token_ids for token_ids in batch if token_ids]):
             yield from _compute(runner, store, writing, behind, header, part)
@@ -193,12 +198,7 @@ def _compute(
             yield token_ids, (ChunkKV(layers, len(behind.prefix)), fetch(layers, arrive))
         return
     rows = [header + token_ids for token_ids in batch]
-    width = max(map(len, rows))
-    # Padding stands behind each row, so no token of the row attends to it, and no mask is needed.
-    ids = torch.tensor([row + (0,) * (width - len(row)) for row in rows], device=runner.device)
-    cache = runner.new_cache(width, room=0)
-    with writing if any(batch) else nullcontext():
-        runner.append(ids, cache)
+    cache = _run(runner, rows, writing if any(batch) else nullcontext())
     for index, (token_ids, row) in enumerate(zip(batch, rows, strict=True)):
         start = len(header) if token_ids else 0
         layers = [cache.view(layer, index, start, len(row)) for layer in range(runner.num_layers)]

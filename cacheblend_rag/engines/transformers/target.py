@@ -17,7 +17,7 @@ from cacheblend_rag.blending.target import BlendTarget, StopForward, Watch
 from cacheblend_rag.blending.transfer import sent, whole_numbers
 from cacheblend_rag.engines.models import longest_blendable
 from cacheblend_rag.engines.results import GivenUp
-from cacheblend_rag.engines.transformers.attention import NAME, Looks, additive, looking, scattered
+from cacheblend_rag.engines.transformers.attention import NAME, Looks, additive, scattered
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.graphs import Graphs
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
@@ -136,23 +136,22 @@ class ModelRunner:
         cache: PositionedCache,
         before_layer: Callable[[int], None],
         stop_layer: int | None = None,
+        looks: Looks | None = None,
     ) -> LayerKV | torch.Tensor:
         """Run tokens ``ids``, ``[tokens]``, on the device, at ascending ``positions``, ``[tokens]``, in host memory.
 
         ``at`` holds the same positions on the device. The tokens see the first ``visible`` slots of the cache, more
         than the last position. ``before_layer`` is called with each layer's index before the layer writes or reads KV.
+        ``looks`` receives the tokens' attention.
 
         Returns:
             The stop layer's fresh KV; without a stop layer, the last token's logits ``[vocab]``.
         """
-        cache.scatter(at, visible, before_layer, stop_layer)
         try:
-            with scattered(positions, at):
+            with cache.scattered(at, visible, before_layer, stop_layer), scattered(positions, at, looks):
                 return self._forward(ids[None], at[None], cache, self._mask(at, visible))[0, -1]
         except StopForward as stop:
             return stop.fresh
-        finally:
-            cache.scattered()
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: PositionedCache, mask: Any, keep: int = 1
@@ -241,25 +240,20 @@ class TransformersTarget(BlendTarget):
         return None if graphs is None else graphs.place(self.cache, stored)
 
     def forward(
-        self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None = None
+        self,
+        positions: torch.Tensor,
+        before_layer: Callable[[int], None],
+        stop_layer: int | None = None,
+        looks: Looks | None = None,
     ) -> LayerKV | None:
-        return self._forward(positions, before_layer, stop_layer, None)
-
-    def look(self, positions: torch.Tensor, before_layer: Callable[[int], None], looks: Looks) -> None:
-        """Run the tokens at ``positions`` as :meth:`forward` does; add their attention weights to ``looks``."""
-        self._forward(positions, before_layer, None, looks)
-
-    def _forward(
-        self, positions: torch.Tensor, before_layer: Callable[[int], None], stop_layer: int | None, looks: Looks | None
-    ) -> LayerKV | None:
+        """See :meth:`BlendTarget.forward`; the tokens' attention weights are added to ``looks``."""
         graphs = self._runner.graphs if self.placed and stop_layer is None else None
         ids = self._ids[positions]
         self.logits = None if graphs is None else graphs.run(self.cache, ids, positions, looks)
         if self.logits is None:
             ids = sent(ids, self.device)
-            with looking(looks):
-                at, visible = sent(positions, self.device), int(positions[-1]) + 1
-                result = self._runner.scatter(ids, positions, at, visible, self.cache, before_layer, stop_layer)
+            at, visible = sent(positions, self.device), int(positions[-1]) + 1
+            result = self._runner.scatter(ids, positions, at, visible, self.cache, before_layer, stop_layer, looks)
             if isinstance(result, LayerKV):
                 return result
             self.logits = result
@@ -299,7 +293,7 @@ class _Watch(Watch):
     def run(self, positions: torch.Tensor) -> None:
         watched = (positions >= self._watch_from).float()
         self._looks = Looks(sent(watched / watched.sum(), self._target.device))
-        self._target.look(positions, self._before_layer, self._looks)
+        self._target.forward(positions, self._before_layer, looks=self._looks)
 
     def mean(self) -> torch.Tensor:
         assert self._looks is not None

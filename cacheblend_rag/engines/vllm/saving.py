@@ -17,7 +17,6 @@ from cacheblend_rag.engines.vllm.messages import BUSY, Save, receipt
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.target import all_ranks, sum_over_ranks
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.base import room_in
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, join_tokens, read_whole
 
 _log = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ class Saver:
 
         def room(nbytes: int) -> torch.Tensor | None:
             nonlocal uncopied
-            found = room_in(self._entries.store, nbytes)
+            found = self._entries.store.room(nbytes)
             uncopied = 0 if found is not None else nbytes
             return found
 

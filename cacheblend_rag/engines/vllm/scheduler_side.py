@@ -33,7 +33,7 @@ from cacheblend_rag.engines.vllm.pace import Pace
 from cacheblend_rag.engines.vllm.pages import PageGroup, PageLender
 from cacheblend_rag.engines.vllm.versions import key_blocks
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store.base import EntryInfo, out_of
+from cacheblend_rag.store.base import EntryInfo
 from cacheblend_rag.store.kv import ChunkKV, KVKey, StoredKV
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ class SchedulerSide:
             )
         measured = tuple(self._computed)
         self._computed.clear()
-        report = FinishReport(tracked.outcome(request.num_prompt_tokens), measured, out_of(self._entries.store))
+        report = FinishReport(tracked.outcome(request.num_prompt_tokens), measured, self._entries.store.out())
         if tracked.trace is not None:
             report = replace(report, trace=tracked.trace.events())
         return to_params(report)

@@ -26,7 +26,6 @@ from cacheblend_rag.engines.vllm.saving import Saver
 from cacheblend_rag.engines.vllm.target import PagedSubject, all_ranks
 from cacheblend_rag.engines.vllm.writing import writing_on
 from cacheblend_rag.store import MemoryStore, TieredStore
-from cacheblend_rag.store.base import page_lock_for
 from cacheblend_rag.store.kv import KVKey
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ class WorkerSide:
         assert self._paged is not None and self._rope is not None
         self._paged.graphs = self._paged.find_graphs(all_ranks)
         self.saver.bind(self._paged, self._rope)
-        self._page_lock = partial(page_lock_for, self._entries.store, device)
+        self._page_lock = partial(self._entries.store.page_lock_for, device)
         hand, writer = None, self._entries.writer
         if writer is not None:
             writing = writing_on(self._paged.model, writer, self._paged.dtype, device)

@@ -19,7 +19,6 @@ from cacheblend_rag.calibrate.workbench import Workbench, own_attention
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
-from cacheblend_rag.store.base import Listing
 
 _PLAIN, _READ = "plain transformers", "plain read"
 
@@ -153,7 +152,6 @@ class _Bench:
     def sum_up(self) -> dict[str, Any]:
         """Return the results of all rounds, as plain data for JSON."""
         full, store = median(self._methods["full"].ttft_s), self._place.engine.store
-        assert isinstance(store, Listing)
         result: dict[str, Any] = {
             "methods": {name: method.result() for name, method in self._methods.items()},
             "speedup_blend_vs_full": full / median(self._methods["blend"].ttft_s),

@@ -195,7 +195,7 @@ def test_nothing_is_page_locked_before_the_first_step_since_vllm_captures_graphs
     monkeypatch.setattr(worker_side, "PagedModel", Sound)
     monkeypatch.setattr(worker_side, "run_gate", lambda *_: (GateReport(True), SimpleNamespace()))
     monkeypatch.setattr(worker_side, "BlendQueue", lambda *_: None)
-    monkeypatch.setattr(worker_side, "page_lock_for", lambda _, device: locked.append(device))
+    monkeypatch.setattr(MemoryStore, "page_lock_for", lambda _, device: locked.append(device))
     side = WorkerSide(Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ()), configured(), groups(), 100.0)
     side.bind(None, torch.device("cpu"))
     assert side.gate.passed
