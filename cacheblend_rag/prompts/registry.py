@@ -12,7 +12,7 @@ import numpy as np
 
 from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
-from cacheblend_rag.prompts.matching import OPENINGS, Indices, Range, Signatures, TextTable, signatures_of
+from cacheblend_rag.prompts.matching import OPENINGS, Indices, Range, Signatures, TextTable, signatures_of, touching
 
 MATCH_WINDOW = OPENINGS[0]
 """Least number of characters of a chunk that is found by content. A phrase like "Yes, it is." occurs in many prompts by
@@ -185,7 +185,7 @@ class ChunkRegistry:
         if usual != chunk.id and (found := _named(self._own(), usual)) is not None and found.text == chunk.text:
             return True
         candidates, sources = self._table.candidates(chunk.text), self._sources
-        whole = candidates.number[(candidates.at == 0) & (candidates.length == len(chunk.text))]
+        whole = candidates["number"][(candidates["at"] == 0) & (candidates["length"] == len(chunk.text))]
         lent = [number for number, source in enumerate(sources) if id(source) in self._lent]
         known = (_chunk_at(sources, number) for number in whole.tolist() if number % _MAX_SOURCES not in lent)
         return any(other is not None and other.text == chunk.text and other.id != chunk.id for other in known)
@@ -236,9 +236,9 @@ class ChunkRegistry:
         found: list[tuple[int, Chunk]] = []
         end = 0
         table, sources = self._table, self._sources
-        candidates = table.candidates(text).away_from(barred)
+        candidates = table.candidates(text)
         reads = _MAX_WRONG
-        for at, number in zip(candidates.at.tolist(), candidates.number.tolist(), strict=True):
+        for at, _, number in candidates[~touching(candidates, barred)].tolist():
             if at < end:
                 continue
             chunk = _chunk_at(sources, number)
@@ -254,10 +254,10 @@ class ChunkRegistry:
     def covering(self, text: str, ranges: Sequence[Range]) -> list[Range]:
         """Return the ranges (maybe overlapping) of known chunks that overlap ``ranges`` (ascending, disjoint)."""
         table, sources = self._table, self._sources
-        candidates = table.candidates(text).touching(ranges)
+        candidates = table.candidates(text)
         found: list[Range] = []
         reads = _MAX_WRONG
-        for at, length, number in zip(*(column.tolist() for column in candidates.columns), strict=True):
+        for at, length, number in candidates[touching(candidates, ranges)].tolist():
             if found and at + length <= found[-1][1]:
                 continue  # the candidate covers no further characters
             reads -= 1
