@@ -22,8 +22,8 @@ OPENINGS = (16, 128, 1024)
 SIGNATURE = np.dtype([("length", "<u4"), ("opening", "<u8"), ("digest", "<u8")])
 """Signature of a text: length in characters, hash of the opening, hash of the whole text."""
 
-CANDIDATE = np.dtype([("at", "<i8"), ("length", "<i8"), ("number", "<i8")])
-"""A text that may occur in a prompt: position, length, and number as given to the table."""
+CANDIDATE = np.dtype([("at", "<i8"), ("length", "<i8"), ("number", "<i8"), ("source", "<i8")])
+"""A text that may occur in a prompt: position, length, number as given to the table, and number of the table."""
 
 Signatures = npt.NDArray[np.void]
 Candidates = npt.NDArray[np.void]
@@ -86,9 +86,10 @@ class PromptHashes:
 
 
 def joined(parts: Sequence[Candidates]) -> Candidates:
-    """Join ``parts``, sorted by ascending position, then by descending length, then by ascending number."""
-    found = np.concatenate([np.zeros(0, CANDIDATE), *parts])
-    return found[np.lexsort((found["number"], -found["length"], found["at"]))]
+    """Join ``parts``, sorted by ascending position, then by descending length, then by ascending numbers."""
+    found: Candidates = np.concatenate([np.zeros(0, CANDIDATE), *parts])
+    ordered: Candidates = found[np.lexsort((found["source"], found["number"], -found["length"], found["at"]))]
+    return ordered
 
 
 def touching(candidates: Candidates, ranges: Sequence[Range]) -> npt.NDArray[np.bool_]:
@@ -122,11 +123,8 @@ class TextTable:
             rows.append(_shelved(row, shelf) if shelf.size else row)
         return TextTable(rows)
 
-    def candidates(self, text: str) -> Candidates:
-        """Return the texts that may occur in ``text``, in the order of :func:`joined`."""
-        if not self.size:
-            return joined([])
-        hashes = PromptHashes(text)
+    def candidates(self, hashes: PromptHashes) -> Candidates:
+        """Return the texts that may occur in a prompt, in the order of :func:`joined`."""
         found = []
         budget = _MAX_PAIRS
         # The longest openings come first, because few are alike. No shelf may use up the budget of the other shelves.

@@ -89,14 +89,10 @@ class Contents:
         return any(map(encoder.markers, known))
 
     def placed(self, rendered: str, skeleton: str, registry: ChunkRegistry, encoder: TextEncoder) -> list[Piece]:
-        """Return the pieces of ``rendered``.
+        """Return the pieces of the ``rendered`` messages, whose ``skeleton`` is rendered with the probes.
 
-        Args:
-            rendered: The rendered messages.
-            skeleton: The messages rendered with the probes.
-            registry: Chunks that can replace chunks whose text the template has escaped.
-            encoder: Encoder that knows the special tokens. From the first content that the template has rewritten in
-                another way, the text is searched for the contents' chunks, as in :func:`search_rendered`.
+        ``registry`` has the chunks of escaped texts. From the first content that the template has rewritten in another
+        way, the text is searched for the contents' chunks, as in :func:`search_rendered`.
         """
         first, *rest = skeleton.split(_PROBE)
         pieces: list[Piece] = []

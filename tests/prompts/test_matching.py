@@ -23,7 +23,7 @@ def table_of(texts: list[str]) -> TextTable:
 
 
 def found(table: TextTable, prompt: str) -> list[tuple[int, int, int]]:
-    return [tuple(candidate) for candidate in table.candidates(prompt).tolist()]
+    return [tuple(candidate)[:3] for candidate in table.candidates(PromptHashes(prompt)).tolist()]
 
 
 def naively(texts: list[str], prompt: str) -> list[tuple[int, int, int]]:
