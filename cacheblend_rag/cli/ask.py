@@ -39,7 +39,7 @@ def ask(
     as_json: options.AsJSON = False,
 ) -> None:
     """Answer one question from the indexed documents."""
-    from cacheblend_rag.rag.questions import check_question
+    from cacheblend_rag.rag.results import check_question
 
     check_question(question)  # before a model is loaded
     sampling, settings = how.sampling.params(), how.blend.settings()

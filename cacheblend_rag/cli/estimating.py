@@ -18,8 +18,8 @@ from cacheblend_rag.printable import in_one_line
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.entries import Entries, Ranking
-    from cacheblend_rag.rag.estimating import IndexEstimate
     from cacheblend_rag.rag.pipeline import RagPipeline
+    from cacheblend_rag.rag.planning import IndexEstimate
     from cacheblend_rag.retrieval.documents import FoundDocuments
 
 _LISTED = 20
@@ -43,11 +43,11 @@ def dry_run(
     if chosen.server is None and (changing := [name for name in budgets.given if name in ("--kv", "--encrypt")]):
         raise InputError(f"{', '.join(changing)} changes a store, and --dry-run leaves it as it is. Leave it out.")
     with _opened(chosen, budgets, root, namespace, **cut) as (pipeline, kept), progress("Estimating") as show:
-        from cacheblend_rag.rag.estimating import estimate
+        from cacheblend_rag.rag.planning import estimate
 
         if ranking is not None:
             pipeline.engine.ranking = ranking
-        estimated = estimate(pipeline, found, kept, show)
+        estimated = estimate(pipeline.engine, pipeline.chunks, found, kept, show)
     if as_json:
         plan = {name: value for name, value in asdict(estimated.plan).items() if name not in ("documents", "each")}
         print_json({**asdict(estimated), "plan": {**plan, "fits": estimated.plan.fits}})

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,7 +158,8 @@ class Answers:
         if not question.history:  # reuse nothing from other commands' questions
             pipeline.engine.reset_prefix_cache()
         asked = RagPipeline(pipeline.engine, pipeline.chunks, k=question.k)
-        return asked.stream(question.question, question.sampling, question.settings, question.history)
+        events = asked.stream(question.question, question.sampling, question.settings, question.history)
+        return (replace(event, prompt=None) for event in events)  # to read a prompt, the client would import much more
 
 
 def state_of(held: Held, pipeline: RagPipeline) -> tuple[object, ...]:

@@ -22,7 +22,11 @@ OPENINGS = (16, 128, 1024)
 SIGNATURE = np.dtype([("length", "<u4"), ("opening", "<u8"), ("digest", "<u8")])
 """Signature of a text: length in characters, hash of the opening, hash of the whole text."""
 
+CANDIDATE = np.dtype([("at", "<i8"), ("length", "<i8"), ("number", "<i8"), ("source", "<i8")])
+"""A text that may occur in a prompt: position, length, number as given to the table, and number of the table."""
+
 Signatures = npt.NDArray[np.void]
+Candidates = npt.NDArray[np.void]
 Hashes = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
 Range = tuple[int, int]
@@ -30,15 +34,12 @@ Range = tuple[int, int]
 
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 _INVERSE = pow(_BASE, -1, 1 << 64)
-_MIX = 0xD6E8FEB86659FD93  # odd, and unlike the base
 _MIN_SLOTS = 1 << 16
 _SLOTS_PER_TEXT = 16
-_PAIRS_AT_ONCE = 1 << 20
 _MAX_PAIRS = 1 << 20
 """Most comparisons of a text with a position, for one prompt. Without a limit, texts that begin alike take minutes for
 a prompt that repeats the beginning. Positions with fewer texts to compare are compared first."""
 _SMALL = 4096
-_KEPT_POWERS = 1 << 20  # 8 MB
 
 
 def signatures_of(texts: Sequence[str]) -> Signatures:
@@ -84,43 +85,22 @@ class PromptHashes:
         return hashes
 
 
-@dataclass(frozen=True)
-class CandidateTexts:
-    """Holds the texts that may occur in a prompt: position, length, and number (as given to the table) of each text."""
+def joined(parts: Sequence[Candidates]) -> Candidates:
+    """Join ``parts``, sorted by ascending position, then by descending length, then by ascending numbers."""
+    found: Candidates = np.concatenate([np.zeros(0, CANDIDATE), *parts])
+    ordered: Candidates = found[np.lexsort((found["source"], found["number"], -found["length"], found["at"]))]
+    return ordered
 
-    at: Indices
-    length: Indices
-    number: Indices
 
-    @classmethod
-    def joined(cls, parts: Sequence[CandidateTexts]) -> Self:
-        """Join ``parts``, sorted by ascending position, then by descending length, then by ascending number."""
-        at, length, number = (
-            np.concatenate([np.zeros(0, np.int64), *(getattr(part, name) for part in parts)])
-            for name in ("at", "length", "number")
-        )
-        order = np.lexsort((number, -length, at))
-        return cls(at[order], length[order], number[order])
-
-    @property
-    def columns(self) -> tuple[Indices, Indices, Indices]:
-        """Return the three arrays."""
-        return self.at, self.length, self.number
-
-    def away_from(self, ranges: Sequence[Range]) -> CandidateTexts:
-        """Return the candidates that overlap none of ``ranges`` (ascending, disjoint)."""
-        return CandidateTexts(*(column[~self._touch(ranges)] for column in self.columns)) if ranges else self
-
-    def touching(self, ranges: Sequence[Range]) -> CandidateTexts:
-        """Return the candidates that overlap one of ``ranges`` (ascending, disjoint)."""
-        return CandidateTexts(*(column[self._touch(ranges)] for column in self.columns))
-
-    def _touch(self, ranges: Sequence[Range]) -> npt.NDArray[np.bool_]:
-        begins, ends = np.array(ranges, np.int64).reshape(-1, 2).T
-        behind = np.searchsorted(ends, self.at, "right")  # the first range that ends behind a candidate's beginning
-        begins = np.append(begins, np.iinfo(np.int64).max)
-        touch: npt.NDArray[np.bool_] = begins[behind] < self.at + self.length
-        return touch
+def touching(candidates: Candidates, ranges: Sequence[Range]) -> npt.NDArray[np.bool_]:
+    """Return for each candidate whether it overlaps one of ``ranges`` (ascending, disjoint)."""
+    begins, ends = np.array(ranges, np.int64).reshape(-1, 2).T
+    behind = np.searchsorted(
+        ends, candidates["at"], "right"
+    )  # the first range that ends behind a candidate's beginning
+    begins = np.append(begins, np.iinfo(np.int64).max)
+    touch: npt.NDArray[np.bool_] = begins[behind] < candidates["at"] + candidates["length"]
+    return touch
 
 
 class TextTable:
@@ -143,11 +123,8 @@ class TextTable:
             rows.append(_shelved(row, shelf) if shelf.size else row)
         return TextTable(rows)
 
-    def candidates(self, text: str) -> CandidateTexts:
-        """Return the texts that may occur in ``text``, in the order of :meth:`CandidateTexts.joined`."""
-        if not self.size:
-            return CandidateTexts.joined([])
-        hashes = PromptHashes(text)
+    def candidates(self, hashes: PromptHashes) -> Candidates:
+        """Return the texts that may occur in a prompt, in the order of :func:`joined`."""
         found = []
         budget = _MAX_PAIRS
         # The longest openings come first, because few are alike. No shelf may use up the budget of the other shelves.
@@ -155,9 +132,9 @@ class TextTable:
             windows = hashes.windows(length) if row else hashes.windows(hashes.length + 1)
             for shelf in row if len(windows) else ():
                 candidates, compared = shelf.candidates(hashes, windows, budget // 2)
-                found += candidates
+                found.append(candidates)
                 budget -= compared
-        return CandidateTexts.joined(found)
+        return joined(found)
 
 
 def _shelved(row: Sequence[_Shelf], new: _Shelf) -> list[_Shelf]:
@@ -173,9 +150,7 @@ def _shelved(row: Sequence[_Shelf], new: _Shelf) -> list[_Shelf]:
 class _Shelf:
     """Holds texts with openings of one length, sorted by the hash of the opening.
 
-    Attributes:
-        filter: Whether the hash of any opening falls into a slot; each hash has two slots. The other arrays have one
-            item a text.
+    ``filter`` tells whether the hash of any opening falls into a slot. The other arrays have one item a text.
     """
 
     openings: Hashes
@@ -189,8 +164,7 @@ class _Shelf:
         order = np.argsort(openings, kind="stable")
         slots = max(_MIN_SLOTS, 1 << (_SLOTS_PER_TEXT * len(order) - 1).bit_length())
         filled = np.zeros(slots, np.bool_)
-        for slot in (_slot, _other_slot):
-            filled[slot(openings, slots)] = True
+        filled[_slot(openings, slots)] = True
         return cls(openings[order], lengths[order], digests[order], numbers[order], filled)
 
     @property
@@ -201,11 +175,10 @@ class _Shelf:
         names = ("openings", "lengths", "digests", "numbers")
         return _Shelf.of(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in names))
 
-    def candidates(self, prompt: PromptHashes, windows: Hashes, budget: int) -> tuple[list[CandidateTexts], int]:
+    def candidates(self, prompt: PromptHashes, windows: Hashes, budget: int) -> tuple[Candidates, int]:
         """Return the texts that may occur in a prompt, and the number of comparisons: ``budget`` at most."""
         # Each step leaves few positions to the next step, which costs more per position.
         (at,) = self.filter.take(_slot(windows, len(self.filter))).nonzero()
-        at = at[self.filter.take(_other_slot(windows[at], len(self.filter)))]
         first = self.openings.searchsorted(windows[at], "left")
         stands = self.openings.take(first, mode="clip") == windows[at]
         at, first = at[stands], first[stands]
@@ -214,12 +187,9 @@ class _Shelf:
             order = np.argsort(count, kind="stable")
             kept = np.sort(order[np.cumsum(count[order]) <= budget])
             at, first, count = (values[kept] for values in (at, first, count))
-        # A block has positions with about a million comparisons, which limits the memory for any prompt.
-        blocks = count.cumsum() // _PAIRS_AT_ONCE
-        found = [self._compared(prompt, at[a:b], first[a:b], count[a:b]) for a, b in _runs(blocks)]
-        return found, int(count.sum())
+        return self._compared(prompt, at, first, count), int(count.sum())
 
-    def _compared(self, prompt: PromptHashes, at: Indices, first: Indices, count: Indices) -> CandidateTexts:
+    def _compared(self, prompt: PromptHashes, at: Indices, first: Indices, count: Indices) -> Candidates:
         """Compare by length and hash: the prompt at each position ``at`` with ``count`` texts from ``first`` on."""
         begins = at.repeat(count)
         offsets = np.arange(len(begins)) - (count.cumsum() - count).repeat(count)
@@ -228,33 +198,17 @@ class _Shelf:
         fits = begins + lengths <= prompt.length
         begins, texts, lengths = begins[fits], texts[fits], lengths[fits]
         same = prompt.of(begins, begins + lengths) == self.digests[texts]
-        return CandidateTexts(begins[same], lengths[same], self.numbers[texts[same]])
-
-
-def _runs(values: Indices) -> list[tuple[int, int]]:
-    """Return begin and end of each run of equal values."""
-    edges = (values[1:] != values[:-1]).nonzero()[0] + 1
-    return list(zip([0, *edges.tolist()], [*edges.tolist(), len(values)], strict=True)) if len(values) else []
-
-
-_known_powers: dict[int, Hashes] = {}
+        found = np.zeros(int(same.sum()), CANDIDATE)
+        found["at"], found["length"], found["number"] = begins[same], lengths[same], self.numbers[texts[same]]
+        return found
 
 
 def _powers(base: int, count: int) -> Hashes:
-    known = _known_powers.get(base)
-    if known is None or len(known) < count:
-        powers = np.full(max(_SMALL, 1 << (count - 1).bit_length()), base, np.uint64)
-        powers[0] = 1
-        known = np.multiply.accumulate(powers, out=powers)
-        if count <= _KEPT_POWERS:
-            _known_powers[base] = known
-    return known[:count]
+    powers = np.full(count, base, np.uint64)
+    powers[:1] = 1
+    return np.multiply.accumulate(powers, out=powers)
 
 
 def _slot(hashes: Hashes, slots: int) -> Indices:
     # The high bits of a multiplicative hash are the well-mixed bits. NumPy accepts signed indices without a copy.
     return (hashes >> np.uint64(64 - (slots.bit_length() - 1))).view(np.int64)
-
-
-def _other_slot(hashes: Hashes, slots: int) -> Indices:
-    return _slot(hashes * np.uint64(_MIX), slots)

@@ -26,16 +26,6 @@ _begin: Callable[[Range], int] = itemgetter(0)
 _end: Callable[[Range], int] = itemgetter(1)
 _PROBE = f"{PROBE}-{token_hex(8)}-"  # random in each process, so that no document can contain the probe
 
-# The ways in which templates trim the ends of a content.
-_TRIMS: tuple[Callable[[str], tuple[int, int]], ...] = (
-    lambda text: (0, len(text)),
-    lambda text: (len(text) - len(text.lstrip()), len(text.rstrip())),
-    lambda text: (len(text) - len(text.lstrip("\n")), len(text.rstrip("\n"))),
-    lambda text: (0, len(text.rstrip())),
-    lambda text: (len(text) - len(text.lstrip()), len(text)),
-    lambda text: (len(text) - len(text.lstrip("\n")), len(text)),
-)
-
 
 def search_content(text: str, registry: ChunkRegistry, named: Sequence[Chunk], encoder: TextEncoder) -> list[Piece]:
     """Split a message's content into text and chunks: each ``named`` chunk once, in order, then all registered chunks.
@@ -79,15 +69,19 @@ class Contents:
 
     Attributes:
         texts: Text of each content.
-        probes: Text to render in place of each content. A content without text is its own probe, because templates may
-            treat empty contents in a special way.
+        probes: Text to render in place of each content, with the content's outer whitespace, which templates may trim.
+            A content without text is its own probe, because templates may treat empty contents in a special way.
     """
 
     def __init__(self, contents: Sequence[Sequence[Piece]]):
         """Hold ``contents`` in the order of their messages."""
         self._contents = contents
         self.texts = ["".join(map(text_of, pieces)) for pieces in contents]
-        self.probes = [f"{_PROBE}{i}." if text.strip() else text for i, text in enumerate(self.texts)]
+        self._inner = [(len(text) - len(text.lstrip()), len(text.rstrip())) for text in self.texts]
+        self.probes = [
+            f"{text[:begin]}{_PROBE}{number}.{text[end:]}" if text.strip() else text
+            for number, (text, (begin, end)) in enumerate(zip(self.texts, self._inner, strict=True))
+        ]
 
     def spells(self, encoder: TextEncoder) -> bool:
         """Return whether known chunks in the contents spell special tokens."""
@@ -95,14 +89,10 @@ class Contents:
         return any(map(encoder.markers, known))
 
     def placed(self, rendered: str, skeleton: str, registry: ChunkRegistry, encoder: TextEncoder) -> list[Piece]:
-        """Return the pieces of ``rendered``.
+        """Return the pieces of the ``rendered`` messages, whose ``skeleton`` is rendered with the probes.
 
-        Args:
-            rendered: The rendered messages.
-            skeleton: The messages rendered with the probes.
-            registry: Chunks that can replace chunks whose text the template has escaped.
-            encoder: Encoder that knows the special tokens. From the first content that the template has rewritten in
-                another way, the text is searched for the contents' chunks, as in :func:`search_rendered`.
+        ``registry`` has the chunks of escaped texts. From the first content that the template has rewritten in another
+        way, the text is searched for the contents' chunks, as in :func:`search_rendered`.
         """
         first, *rest = skeleton.split(_PROBE)
         pieces: list[Piece] = []
@@ -127,14 +117,12 @@ class Contents:
     def _standing(
         self, rendered: str, at: int, number: int, literal: str, registry: ChunkRegistry
     ) -> list[Piece] | None:
-        """Return the pieces of content ``number`` if its text stands at ``at`` with ``literal`` behind, else None."""
-        text = self.texts[number]
+        """Return the inner pieces of content ``number`` if they stand at ``at`` with ``literal`` behind, else None."""
+        inner = self._inner[number]
         for write in (str, in_json):
-            for trim in _TRIMS:
-                start, stop = trim(text)
-                body = write(text[start:stop])
-                if rendered.startswith(body, at) and rendered.startswith(literal, at + len(body)):
-                    return [_written(piece, write, registry) for piece in _cut(self._contents[number], (start, stop))]
+            body = write(self.texts[number][slice(*inner)])
+            if rendered.startswith(body, at) and rendered.startswith(literal, at + len(body)):
+                return [_written(piece, write, registry) for piece in _cut(self._contents[number], inner)]
         return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import EDGE, Chunk, PlainText, TextEncoder, chunk_id, encoder_for, make_chunk
@@ -75,7 +75,8 @@ def tokenize(prompt: BlendPrompt, tokenizer: Any, registry: ChunkRegistry) -> To
     Raises:
         UnknownChunkError: The prompt refers to a chunk that ``registry`` does not hold.
     """
-    return _tokenized([_resolve(segment, registry) for segment in prompt.segments], encoder_for(tokenizer))
+    pieces = [_registered(each.id, registry) if isinstance(each, ChunkRef) else each for each in prompt.segments]
+    return _tokenized(pieces, encoder_for(tokenizer))
 
 
 def _tokenized(pieces: Sequence[Piece], encoder: TextEncoder, behind: str = "") -> TokenizedPrompt:
@@ -211,7 +212,7 @@ def chat_prompt(
         prompt = chat_prompt(engine.tokenizer, messages, engine.registry)
         answer = engine.generate(prompt)
     """
-    everywhere = [_resolve(ChunkRef(name), registry) for name in dict.fromkeys(chunk_ids)]
+    everywhere = [_registered(name, registry) for name in dict.fromkeys(chunk_ids)]
     found: list[dict[str, Any]] = []
     for message in messages:
         content = message.get("content")
@@ -238,16 +239,12 @@ def text_prompt(tokenizer: Any, text: str, registry: ChunkRegistry, *, chunk_ids
         prompt = text_prompt(engine.tokenizer, rendered, engine.registry)
         answer = engine.generate(prompt)
     """
-    named = [_resolve(ChunkRef(name), registry) for name in dict.fromkeys(chunk_ids)]
+    named = [_registered(name, registry) for name in dict.fromkeys(chunk_ids)]
     return BlendPrompt(tuple(search_rendered(text, registry, named, encoder_for(tokenizer))))
 
 
 def chunk_of(text: str, tokenizer: Any, registry: ChunkRegistry) -> Chunk | None:
-    """Return the chunk whose text is ``text`` without outer whitespace: the registered chunk, or else a new chunk.
-
-    The result is None if ``text`` has only whitespace. A new chunk is not registered: an engine registers the chunk
-    when it computes the chunk's KV.
-    """
+    """Return the registered or else a new chunk of ``text`` without outer whitespace; None for whitespace alone."""
     body = text.strip()
     return _referred(chunk_id(body), body, registry, tokenizer)
 
@@ -260,13 +257,12 @@ def _pieces(part: Any, registry: ChunkRegistry, tokenizer: Any, named: Sequence[
         chunk = _referred(str(part.get("id")), text.strip(), registry, tokenizer)
         if chunk is not None:
             before, _, after = text.partition(chunk.text)
-            pieces: list[Piece] = [before, chunk, after]
-            return [piece for piece in pieces if piece]
+            return [before, chunk, after]
         part = text
     if isinstance(part, str):
         return search_content(part, registry, named, encoder_for(tokenizer))
     if isinstance(part, (Chunk, ChunkRef)):
-        return [_resolve(part, registry)]
+        return [part if isinstance(part, Chunk) else _registered(part.id, registry)]
     raise InputError(f"A message holds {part!r:.80}; only text and chunks can be read.")
 
 
@@ -277,16 +273,10 @@ def _referred(name: str, body: str, registry: ChunkRegistry, tokenizer: Any) -> 
     return make_chunk(body, tokenizer) if body and name == chunk_id(body) else None
 
 
-@overload
-def _resolve(segment: Chunk | ChunkRef, registry: ChunkRegistry) -> Chunk: ...
-@overload
-def _resolve(segment: Piece | ChunkRef, registry: ChunkRegistry) -> Piece: ...
-def _resolve(segment: Piece | ChunkRef, registry: ChunkRegistry) -> Piece:
-    if not isinstance(segment, ChunkRef):
-        return segment
-    chunk = registry.get(segment.id)
+def _registered(name: str, registry: ChunkRegistry) -> Chunk:
+    chunk = registry.get(name)
     if chunk is None:
-        raise UnknownChunkError(f"No chunk has the id {segment.id!r}. Give it to precompute() or the index first.")
+        raise UnknownChunkError(f"No chunk has the id {name!r}. Give it to precompute() or the index first.")
     return chunk
 
 

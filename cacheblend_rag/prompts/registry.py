@@ -5,14 +5,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import count
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
-from cacheblend_rag.prompts.matching import OPENINGS, Indices, Range, Signatures, TextTable, signatures_of
+from cacheblend_rag.prompts.matching import (
+    OPENINGS,
+    Candidates,
+    Indices,
+    PromptHashes,
+    Range,
+    Signatures,
+    TextTable,
+    joined,
+    signatures_of,
+    touching,
+)
 
 MATCH_WINDOW = OPENINGS[0]
 """Least number of characters of a chunk that is found by content. A phrase like "Yes, it is." occurs in many prompts by
@@ -53,20 +64,48 @@ class ChunkSource(Protocol):
         """Return the number of chunks."""
 
 
+@dataclass(frozen=True)
+class _Attached:
+    """Holds a source, and the signatures of its chunks up to the row ``last``, as of ``generation``.
+
+    A table larger than ``check_at`` may have many chunks that were removed from the source.
+    """
+
+    source: ChunkSource
+    lent: bool = False
+    table: TextTable = field(default_factory=TextTable)
+    generation: Hashable = None
+    last: int = 0
+    check_at: int = 0
+
+    def followed(self) -> _Attached:
+        """Return a copy that also has the source's new chunks; rebuild the table once half of its chunks were removed."""
+        generation = self.source.generation
+        if generation == self.generation:
+            return self
+        now = self._filed(generation)
+        if now.table.size <= max(self.check_at, _SMALL):
+            return now
+        if now.table.size > 2 * self.source.count() + _SMALL:
+            now = _Attached(self.source, self.lent)._filed(generation)
+        return replace(now, check_at=2 * now.table.size)
+
+    def _filed(self, generation: Hashable) -> _Attached:
+        rows, signatures = self.source.signatures_after(self.last)
+        table, last = (self.table.with_more(signatures, rows), int(rows[-1])) if len(rows) else (self.table, self.last)
+        return replace(self, table=table, last=last, generation=generation)
+
+
 class ChunkRegistry:
     """Registers chunks: added chunks in memory, and the chunks of attached sources with 20 bytes of memory each.
 
     A *lent* source belongs to another registry: its chunks are found by id and in text, and are neither listed nor
-    counted. Thread-safe; :meth:`find` takes no lock.
+    counted. Thread-safe; :meth:`find` takes no lock. Methods raise StoreError if a source cannot be read.
     """
 
     def __init__(self, chunks: Iterable[Chunk] = ()):
         self._added = AddedChunks()
-        self._sources: tuple[ChunkSource, ...] = (self._added,)
-        self._lent: frozenset[int] = frozenset()  # `id` of each lent source
-        self._taken: list[tuple[Hashable, int]] = [(None, 0)]  # for each source: generation and last row in the table
-        self._table = TextTable()
-        self._check_at = _SMALL
+        self._attached: tuple[_Attached, ...] = (_Attached(self._added),)
         self._lock = threading.Lock()
         self.add(chunks)
 
@@ -77,72 +116,49 @@ class ChunkRegistry:
 
         Raises:
             InputError: Too many sources are attached.
-            StoreError: A source cannot be read; ``source`` is not attached.
         """
         with self._lock:
-            if source in self._sources:
+            if any(each.source is source for each in self._attached):
                 return
-            if len(self._sources) == _MAX_SOURCES:
+            if len(self._attached) == _MAX_SOURCES:
                 raise InputError(
                     f"An engine knows the chunks of {_MAX_SOURCES - 1} indexes at the most, and has as many open: close those "
                     "that are no longer asked (RagPipeline.close), or use another engine."
                 )
-            before = self._sources, self._lent, self._taken.copy(), self._table
-            self._sources += (source,)
-            if lent:
-                self._lent |= {id(source)}
-            self._taken.append((None, 0))
-            try:
-                self._follow()
-            except BaseException:
-                self._sources, self._lent, self._taken, self._table = before
-                raise
+            self._follow((*self._attached, _Attached(source, lent)))
 
     def detach(self, source: ChunkSource) -> None:
-        """Remove a source and its chunks from the registry; a source that is not attached is ignored.
-
-        Raises:
-            StoreError: Another source cannot be read; ``source`` stays attached.
-        """
+        """Remove a source and its chunks from the registry; a source that is not attached is ignored."""
         with self._lock:
-            if source in self._sources:
-                self._rebuild(tuple(each for each in self._sources if each is not source))
-                self._lent -= {id(source)}
+            self._attached = tuple(each for each in self._attached if each.source is not source)
 
     def follow(self, only: ChunkSource | None = None) -> None:
         """Register the chunks that were added to all sources, or to the source ``only``.
 
         Chunks that were added to the registry, and that a source has now, belong to the source from then on. A chunk
         that was removed from a source is not found any more, even without a call of the method.
-
-        Raises:
-            StoreError: A source cannot be read.
         """
         with self._lock:
-            self._follow(only)
+            self._follow(self._attached, only)
 
-    def _follow(self, only: ChunkSource | None = None) -> None:
-        for number, source in enumerate(self._sources):
-            if only in (None, source) and self._take_up(number) and source is not self._added:
-                self._added.remove(source.known(self._added.ids()))
-        self._drop_stale()
+    def _follow(self, attached: tuple[_Attached, ...], only: ChunkSource | None = None) -> None:
+        followed = tuple(each.followed() if only in (None, each.source) else each for each in attached)
+        for before, now in zip(attached, followed, strict=True):
+            if now is not before and now.source is not self._added:
+                self._added.remove(now.source.known(self._added.ids()))
+        self._attached = followed
 
     def add(self, chunks: Iterable[Chunk]) -> None:
-        """Register chunks. A chunk replaces an added chunk with the same id, and is ignored if a source has the id.
-
-        Raises:
-            StoreError: A source cannot be read.
-        """
+        """Register chunks. A chunk replaces an added chunk with the same id, and is ignored if a source has the id."""
         given = {chunk.id: chunk for chunk in chunks}
         if not given:
             return
         with self._lock:
-            for source in self._sources[1:]:
-                for known in source.known(list(given)):
+            for each in self._attached[1:]:
+                for known in each.source.known(list(given)):
                     del given[known]
             self._added.put(given.values())
-            self._take_up(0)
-            self._drop_stale()
+            self._attached = (self._attached[0].followed(), *self._attached[1:])
 
     def remove(self, chunk_ids: Iterable[str]) -> None:
         """Remove added chunks from the registry; chunks of sources stay, and unknown ids are ignored."""
@@ -150,44 +166,35 @@ class ChunkRegistry:
             self._added.remove(chunk_ids)
 
     def get(self, chunk_id: str) -> Chunk | None:
-        """Return the chunk with that id, or None.
-
-        Raises:
-            StoreError: A source cannot be read.
-        """
-        return _named(self._sources, chunk_id)
+        """Return the chunk with that id, or None."""
+        return _named((each.source for each in self._attached), chunk_id)
 
     def unknown(self, chunk_ids: set[str]) -> set[str]:
         """Return the ids whose chunks are not registered; return all ids if a source cannot be read."""
         asked = list(chunk_ids)
         try:
-            return chunk_ids.difference(*(source.known(asked) for source in self._sources)) if asked else set()
+            return chunk_ids.difference(*(each.source.known(asked) for each in self._attached)) if asked else set()
         except StoreError as error:
             _log.warning("Whether chunks are still known cannot be told: %s", error)
             return chunk_ids
 
     def is_lent(self, chunk_id: str) -> bool:
         """Return whether the chunk that :meth:`get` returns belongs to a lent source."""
-        holder = next((source for source in self._sources if source.known([chunk_id])), None)
-        return holder is not None and id(holder) in self._lent
+        return next((each.lent for each in self._attached if each.source.known([chunk_id])), False)
 
     def _own(self) -> tuple[ChunkSource, ...]:
         """Return the sources that are not lent."""
-        return tuple(source for source in self._sources if id(source) not in self._lent)
+        return tuple(each.source for each in self._attached if not each.lent)
 
     def others_have(self, chunk: Chunk) -> bool:
-        """Return whether a chunk with another id, not from a lent source, has the text, and so the KV, of ``chunk``.
-
-        Raises:
-            StoreError: A source cannot be read.
-        """
+        """Return whether a chunk with another id, not from a lent source, has the text, and so the KV, of ``chunk``."""
         usual = chunk_id(chunk.text)
         if usual != chunk.id and (found := _named(self._own(), usual)) is not None and found.text == chunk.text:
             return True
-        candidates, sources = self._table.candidates(chunk.text), self._sources
-        whole = candidates.number[(candidates.at == 0) & (candidates.length == len(chunk.text))]
-        lent = [number for number, source in enumerate(sources) if id(source) in self._lent]
-        known = (_chunk_at(sources, number) for number in whole.tolist() if number % _MAX_SOURCES not in lent)
+        attached, candidates = self._candidates(chunk.text)
+        whole = candidates[(candidates["at"] == 0) & (candidates["length"] == len(chunk.text))]
+        own = ((attached[number].source, row) for _, _, row, number in whole.tolist() if not attached[number].lent)
+        known = (_chunk_at(source, row) for source, row in own)
         return any(other is not None and other.text == chunk.text and other.id != chunk.id for other in known)
 
     def __len__(self) -> int:
@@ -195,7 +202,7 @@ class ChunkRegistry:
         return sum(source.count() for source in self._own())
 
     def __contains__(self, chunk_id: object) -> bool:
-        return isinstance(chunk_id, str) and any(source.known([chunk_id]) for source in self._sources)
+        return isinstance(chunk_id, str) and any(each.source.known([chunk_id]) for each in self._attached)
 
     def __iter__(self) -> Iterator[Chunk]:
         return self.since("")
@@ -235,13 +242,12 @@ class ChunkRegistry:
         """
         found: list[tuple[int, Chunk]] = []
         end = 0
-        table, sources = self._table, self._sources
-        candidates = table.candidates(text).away_from(barred)
+        attached, candidates = self._candidates(text)
         reads = _MAX_WRONG
-        for at, number in zip(candidates.at.tolist(), candidates.number.tolist(), strict=True):
+        for at, _, row, number in candidates[~touching(candidates, barred)].tolist():
             if at < end:
                 continue
-            chunk = _chunk_at(sources, number)
+            chunk = _chunk_at(attached[number].source, row)
             if chunk is None or not text.startswith(chunk.text, at):
                 reads -= 1
                 if not reads:
@@ -253,65 +259,36 @@ class ChunkRegistry:
 
     def covering(self, text: str, ranges: Sequence[Range]) -> list[Range]:
         """Return the ranges (maybe overlapping) of known chunks that overlap ``ranges`` (ascending, disjoint)."""
-        table, sources = self._table, self._sources
-        candidates = table.candidates(text).touching(ranges)
+        attached, candidates = self._candidates(text)
         found: list[Range] = []
         reads = _MAX_WRONG
-        for at, length, number in zip(*(column.tolist() for column in candidates.columns), strict=True):
+        for at, length, row, number in candidates[touching(candidates, ranges)].tolist():
             if found and at + length <= found[-1][1]:
                 continue  # the candidate covers no further characters
             reads -= 1
-            chunk = _chunk_at(sources, number) if reads > 0 else None
+            chunk = _chunk_at(attached[number].source, row) if reads > 0 else None
             # After _MAX_WRONG reads the equal hash suffices, without a comparison of the text.
             if reads <= 0 or (chunk is not None and text.startswith(chunk.text, at)):
                 found.append((at, at + length))
         return found
 
-    def _take_up(self, number: int) -> bool:
-        """Add the new chunks of a source to the table; return whether the source has changed."""
-        generation, last = self._taken[number]
-        source = self._sources[number]
-        now = source.generation
-        if now == generation:
-            return False
-        self._table, last = self._filed(self._table, source, number, last)
-        self._taken[number] = (now, last)
-        return True
-
-    @staticmethod
-    def _filed(table: TextTable, source: ChunkSource, number: int, last: int) -> tuple[TextTable, int]:
-        """Return ``table`` with the source's chunks in rows above ``last``, and the new last row."""
-        rows, signatures = source.signatures_after(last)
-        if not len(rows):
-            return table, last
-        return table.with_more(signatures, rows * _MAX_SOURCES + number), int(rows[-1])
-
-    def _drop_stale(self) -> None:
-        """Rebuild the table once half of its chunks were removed."""
-        if self._table.size > self._check_at:
-            if self._table.size > 2 * sum(source.count() for source in self._sources) + _SMALL:
-                self._rebuild(self._sources)
-            self._check_at = 2 * max(self._table.size, _SMALL)
-
-    def _rebuild(self, sources: tuple[ChunkSource, ...]) -> None:
-        table, taken = TextTable(), []
-        for number, source in enumerate(sources):
-            generation = source.generation
-            table, last = self._filed(table, source, number, 0)
-            taken.append((generation, last))
-        self._sources, self._table, self._taken = sources, table, taken
+    def _candidates(self, text: str) -> tuple[tuple[_Attached, ...], Candidates]:
+        """Return the attached sources, and the candidates of all of their tables in ``text``."""
+        attached, hashes, parts = self._attached, PromptHashes(text), []
+        for number, each in enumerate(attached):
+            found = each.table.candidates(hashes)
+            found["source"] = number
+            parts.append(found)
+        return attached, joined(parts)
 
 
-def _named(sources: Sequence[ChunkSource], chunk_id: str) -> Chunk | None:
+def _named(sources: Iterable[ChunkSource], chunk_id: str) -> Chunk | None:
     return next((found for source in sources if (found := source.named(chunk_id)) is not None), None)
 
 
-def _chunk_at(sources: Sequence[ChunkSource], number: int) -> Chunk | None:
-    row, source = divmod(number, _MAX_SOURCES)
-    if source >= len(sources):
-        return None  # the source was detached in the meantime
+def _chunk_at(source: ChunkSource, row: int) -> Chunk | None:
     try:
-        return sources[source].chunk_at(row)
+        return source.chunk_at(row)
     except StoreError as error:
         _log.warning("A chunk in the prompt is taken for text: %s", error)
         return None
@@ -321,7 +298,6 @@ class AddedChunks(ChunkSource):
     """Holds the chunks that were added to a registry, in memory."""
 
     def __init__(self) -> None:
-        self._rows = count(1)
         self._row_of: dict[str, int] = {}
         self._chunks: dict[int, Chunk] = {}
         self._last = 0
@@ -338,8 +314,9 @@ class AddedChunks(ChunkSource):
                 del self._chunks[row]
                 row = None
             if row is None:
-                row = self._last = next(self._rows)
+                row = self._last + 1
             self._chunks[row] = chunk
+            self._last = max(self._last, row)
             self._row_of[chunk.id] = row
 
     def remove(self, chunk_ids: Iterable[str]) -> None:

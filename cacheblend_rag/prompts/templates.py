@@ -50,11 +50,7 @@ def render(
 ) -> str:
     """Render with the generation prompt. Without a system role, system messages are merged into the next user turn.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        messages: Messages with ``role`` and ``content``.
-        tools: Functions for the template to show, in JSON-schema form.
-        variables: Further variables for the template, as ``enable_thinking``.
+    ``tools`` are in JSON-schema form; ``variables`` are further variables for the template, as ``enable_thinking``.
     """
     system = [message["content"].strip() for message in messages if message["role"] == "system"]
     refusal: Exception | None = None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from cacheblend_rag.blending.settings import BlendSettings, Reuse
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation
-from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 Fate = Literal["exact", "reused", "recomputed", "missing"]
 
@@ -59,50 +59,29 @@ def prompt_fate(
 ) -> PromptFate:
     """Return the fate of a prompt that ``engine`` has tokenised and, with the given settings, answered by ``done``."""
     wanted = engine.profile.resolve(settings or BlendSettings(), engine.num_layers)
-    reuse: Reuse = wanted.reuse if done.mode == "blend" else "off"
-    kept = done.usage.kept_tokens
-    missing = [span for span in prompt.spans if span.end > kept and _lacks(engine, prompt, done, span)]
-    exact = _exact_prefix(engine, prompt, done, reuse)
-    behind = max(exact, kept)
-    whole = [span for span in prompt.spans if span in missing or span.chunk.id in done.in_place]
-    stale = [span for span in prompt.spans if span.end > behind and span not in whole and reuse == "chunks"]
-    chunks = []
-    for span in prompt.spans:
-        fate: Fate = "missing" if span in missing else "exact" if span.end <= exact else "recomputed"
-        if span in stale or exact < span.end <= kept:  # second: in the prefix cache
+    header, usage, kept = tuple(engine.header_ids), done.usage, done.usage.kept_tokens
+    behind_header = prompt.token_ids[: len(header)] == header
+    blended = done.mode == "blend" and wanted.reuse == "chunks"
+    # Without a blend, all reused tokens are exact.
+    exact = min(usage.reused_tokens, len(header) * behind_header) if blended else usage.reused_tokens
+    chunks, computed = [], dict.fromkeys(get_args(Fate), 0)
+    for number, span in enumerate(prompt.spans):
+        first = number == 0 and behind_header and span.start == len(header)
+        # A first chunk needs the model's own KV. The chunk may stand in the prompt again, and needs the writer's there.
+        own = first and (done.own_missing or engine.writer is not None)
+        missing = bool(done.own_missing) if own else span.chunk.id in done.missing
+        whole = missing or span.chunk.id in done.in_place
+        if blended and first and not whole:
+            exact = min(usage.reused_tokens, span.end)
+        fate: Fate
+        if exact < span.end <= kept or (blended and span.end > exact and not whole):
             fate = "reused"
+        elif missing and span.end > kept:
+            fate = "missing"
+        else:
+            fate = "exact" if span.end <= exact else "recomputed"
         chunks.append(ChunkFate(span.chunk.id, fate, span.start, span.end - span.start))
-    computed = {c.start: min(c.tokens, c.start + c.tokens - kept) for c in chunks}
-    counts = {
-        name: sum(max(0, computed[c.start]) for c in chunks if c.fate == name) for name in ("missing", "recomputed")
-    }
-    recomputed = done.usage.recomputed_tokens + counts["recomputed"]
-    text = done.usage.computed_tokens - recomputed - counts["missing"]
-    reused = done.usage.reused_tokens - exact
-    return PromptFate(exact, reused, recomputed, counts["missing"], text, tuple(chunks))
-
-
-def _begins(engine: BlendEngine, prompt: TokenizedPrompt, span: ChunkSpan) -> bool:
-    """Return whether a chunk is the prompt's first chunk and stands right behind the header."""
-    header = tuple(engine.header_ids)
-    return span is prompt.spans[0] and span.start == len(header) and prompt.token_ids[: len(header)] == header
-
-
-def _lacks(engine: BlendEngine, prompt: TokenizedPrompt, done: Generation, span: ChunkSpan) -> bool:
-    """Return whether the KV that a chunk needs at its place was not stored; a chunk may stand first and later, too."""
-    if _begins(engine, prompt, span) and (done.own_missing or engine.writer is not None):
-        return bool(done.own_missing)
-    return span.chunk.id in done.missing
-
-
-def _exact_prefix(engine: BlendEngine, prompt: TokenizedPrompt, done: Generation, reuse: Reuse) -> int:
-    """Return the number of leading tokens that were used unchanged, in the context in which they were computed."""
-    if reuse in ("off", "prefix"):
-        return done.usage.reused_tokens  # without a blend, all reused tokens are exact
-    header = len(engine.header_ids)
-    if not prompt.spans or prompt.token_ids[:header] != tuple(engine.header_ids):
-        return 0
-    first = prompt.spans[0]
-    computed = first.chunk.id in done.in_place or _lacks(engine, prompt, done, first)
-    exact = _begins(engine, prompt, first) and not computed
-    return min(first.end if exact else header, done.usage.reused_tokens)
+        computed[fate] += max(0, min(span.end - span.start, span.end - kept))
+    recomputed = usage.recomputed_tokens + computed["recomputed"]
+    text = usage.computed_tokens - recomputed - computed["missing"]
+    return PromptFate(exact, usage.reused_tokens - exact, recomputed, computed["missing"], text, tuple(chunks))

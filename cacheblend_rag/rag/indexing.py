@@ -6,14 +6,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.printable import size
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.rag.locking import indexing_alone
-from cacheblend_rag.rag.planning import CutDocument, IndexPlan, Planner, TooMuchKVError
+from cacheblend_rag.rag.planning import IndexPlan, PlannedDocument, Planner, TooMuchKVError
 from cacheblend_rag.retrieval.documents import (
     Document,
     FoundDocuments,
@@ -26,7 +25,6 @@ from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store import TieredStore
 
 _BATCH = 64
-_FULL = 0.9
 
 
 @dataclass(frozen=True)
@@ -126,21 +124,15 @@ def nothing_to_read(found: FoundDocuments, known: Mapping[str, str]) -> IndexRep
 
     ``known`` has the digest of each indexed document, by path.
     """
-    report = IndexReport()
-    for link in found.skipped:
-        if link.path in known:
-            return None
-        report.skipped.append(link)
+    report = IndexReport(skipped=list(found.skipped))
     for file in map(str, found.files):
-        if file in known:
-            if file_digest(file) != known[file]:
-                return None
+        if file in known and file_digest(file) == known[file]:
             report.unchanged.append(file)
-        elif isinstance(document := load_document(file), SkippedDocument):
-            report.skipped.append(document)
-        else:
+        elif file in known or isinstance(document := load_document(file), Document):
             return None
-    return report
+        else:
+            report.skipped.append(document)
+    return None if any(link.path in known for link in found.skipped) else report
 
 
 def forget(engine: BlendEngine, index: ChunkIndex, chunks: Sequence[Chunk]) -> None:
@@ -162,37 +154,34 @@ class _IndexRun:
         beyond_budget: bool,
     ) -> None:
         self.engine, self.index, self.progress, self._beyond_budget = engine, index, progress, beyond_budget
-        self.planner = Planner(engine, index.config)
-        self.rewrites = engine.writer not in (None, index.config.writer)
-        self.report = IndexReport()
+        self.planner = Planner(engine, index)
+        self.report = IndexReport(unchanged=self.planner.unchanged)
         self.at = IndexProgress("", 0, 0)
 
     def run(self, found: FoundDocuments) -> IndexReport:
         begin = time.perf_counter()
         files = [str(file) for file in found.files]
-        known = {document.path: document.digest for document in self.index.documents()}
+        known = self.planner.known
         for link in found.skipped:
-            self._skip(link, known.get(link.path))
+            self._skip(link)
         for number, file in enumerate(files):
             self._tell(IndexProgress(file, number, len(files)))
-            self._read(file, known.get(file))
+            if (skipped := self.planner.read(file)) is not None:
+                self._skip(skipped)
         documents = self.planner.documents
         if documents:
             self.index.load_embedder()  # a model that cannot be loaded is reported before the KV is computed
         self._size(self.planner.plan())
         for number, document in enumerate(documents, len(files) - len(documents)):
-            self._tell(
-                replace(
-                    self.at, path=document.path, documents_done=number, chunks_done=0, chunks=document.count, embedded=0
-                )
-            )
-            self._put(document, known.get(document.path))
+            count = document.chunks
+            self._tell(IndexProgress(document.path, number, len(files), 0, count, self.at.plan, self.at.planned_done))
+            self._put(document)
         for path in vanished(known.keys() - set(files), found.roots):
             self._remove(path)
         if files:
             self._tell(replace(self.at, path=files[-1], documents_done=len(files), documents=len(files)))
         self._look_back()
-        if self.engine.writer is not None and self.rewrites:
+        if self.engine.writer is not None and self.planner.rewrites:
             self.index.note_writer(self.engine.writer)
         self.report.seconds = time.perf_counter() - begin
         return self.report
@@ -247,48 +236,24 @@ class _IndexRun:
         if self.progress is not None:
             self.progress(at)
 
-    def _read(self, file: str, known: str | None) -> None:
-        if known is not None and not self.rewrites and file_digest(file) == known and not self._lost(file):
-            self.report.unchanged.append(file)
-            return
-        document = load_document(file)
-        if isinstance(document, Document):
-            self.planner.cut(document)
-        else:
-            self._skip(document, known)
-
-    @cached_property
-    def _full(self) -> bool:
-        """Return whether the store was full when the run began; cached, since counting the contents lists a disk."""
-        store = None if self.engine.entries is None else self.engine.entries.lasting().store
-        return store is not None and store.budget is not None and store.stats().nbytes > _FULL * store.budget
-
-    def _lost(self, file: str) -> bool:
-        """Return whether the store lacks KV of a document despite having room; a full store would evict other KV."""
-        entries = self.engine.entries
-        if entries is None or not self.engine.gate.passed or self._full:
-            return False
-        lasting = entries.lasting()
-        return any(not lasting.contains(chunk.token_ids) for chunk in self.index.chunks_of(file))
-
-    def _skip(self, document: SkippedDocument, known: str | None) -> None:
-        if known is not None:
+    def _skip(self, document: SkippedDocument) -> None:
+        if document.path in self.planner.known:
             if document.blank:
                 self._remove(document.path)
             else:
                 document = replace(document, reason=f"{document.reason} (the version indexed before stays)")
         self.report.skipped.append(document)
 
-    def _put(self, document: CutDocument, known: str | None) -> None:
+    def _put(self, document: PlannedDocument) -> None:
         found = self.planner.chunks_of(document)
         if isinstance(found, SkippedDocument):
-            self._skip(found, known)
+            self._skip(found)
             return
         digest, chunks = found
         for begin in range(0, len(chunks), _BATCH):  # a store error or an interruption loses one batch of the work
             self._compute(chunks[begin : begin + _BATCH], self._count)
         self._forget(self.index.add(document.path, digest, chunks, self._embedded))
-        (self.report.added if known is None else self.report.changed).append(document.path)
+        (self.report.changed if document.path in self.planner.known else self.report.added).append(document.path)
         self.report.chunks += len(chunks)
 
     def _count(self, chunks: int) -> None:

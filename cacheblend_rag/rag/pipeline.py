@@ -21,8 +21,7 @@ from cacheblend_rag.engines.thoughts import ThoughtReader
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, TokenizedPrompt, rag_prompt
 from cacheblend_rag.rag.indexing import IndexProgress, IndexReport, forget, index_documents
-from cacheblend_rag.rag.questions import check_question
-from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn, unanswered
+from cacheblend_rag.rag.results import RagAnswer, RagEvent, Retrieved, Turn, check_question, unanswered
 from cacheblend_rag.retrieval.chunking import DEFAULT_CHUNK_TOKENS, check_sizes
 from cacheblend_rag.retrieval.database import IndexConfig
 from cacheblend_rag.retrieval.documents import FoundDocuments, absolute, find_documents
@@ -239,7 +238,7 @@ class RagPipeline(Closing):
         asked = spans.begin(_SPAN)
         with spans.current(asked):
             prepared = self._prepare(question, sampling, history)
-        return self._events(spans.within(asked, self.engine.stream(prepared.prompt, sampling, settings)), prepared)
+        return prepared.events(spans.within(asked, self.engine.stream(prepared.prompt, sampling, settings)))
 
     def _prepare(self, question: str, sampling: SamplingParams | None, history: Sequence[Turn]) -> _Prepared:
         if not self._told and self.engine.entries is not None:
@@ -251,13 +250,6 @@ class RagPipeline(Closing):
             raise InputError(f"Nothing is indexed in {self.chunks.directory} yet; index some documents first.")
         built, hits, notes = self.prompt(question, found.hits, sampling, history)
         return _Prepared(self.engine, built, sampling, Retrieved(hits, found.seconds), notes)
-
-    @staticmethod
-    def _events(stream: Generator[StreamEvent, None, None], prepared: _Prepared) -> Iterator[RagEvent]:
-        with closing(stream):
-            yield RagEvent("", sources=prepared.shown.hits)
-            for event in stream:
-                yield prepared.event(event)
 
     def ask(
         self,
@@ -297,7 +289,7 @@ class RagPipeline(Closing):
         with spans.current(asked):
             prepared = await asyncio.to_thread(self._prepare, question, sampling, history)
         async with aclosing(spans.awithin(asked, self.engine.astream(prepared.prompt, sampling, settings))) as events:
-            yield RagEvent("", sources=prepared.shown.hits)
+            yield prepared.first
             async for event in events:
                 yield prepared.event(event)
 
@@ -318,9 +310,16 @@ class _Prepared:
         shown: Retrieved,
         notes: tuple[str, ...],
     ):
-        self.prompt, self.shown, self._notes = prompt, shown, notes
+        self.prompt, self._shown, self._notes = prompt, shown, notes
         self._reader = partial(ThoughtReader, engine.tokenizer, prompt, sampling)
         self._pieces = self._reader()
+        self.first = RagEvent("", prompt, shown.hits)
+
+    def events(self, stream: Generator[StreamEvent, None, None]) -> Iterator[RagEvent]:
+        """Yield the pipeline's events for the engine's events."""
+        with closing(stream):
+            yield self.first
+            yield from map(self.event, stream)
 
     def event(self, event: StreamEvent) -> RagEvent:
         """Return the pipeline's event for the engine's next event."""
@@ -330,7 +329,7 @@ class _Prepared:
 
     def answer(self, done: Generation) -> RagAnswer:
         """Return the pipeline's answer for the engine's whole generation."""
-        said, shown = self._reader().push(done.text, last=True), self.shown
+        said, shown = self._reader().push(done.text, last=True), self._shown
         notes = (*self._notes, *unanswered(done, said))
         return RagAnswer(said.answer.strip(), shown.hits, done, shown.seconds, notes, said.reasoning)
 
@@ -357,21 +356,7 @@ def _open_index(
         embedding,
         engine.writer,
     )
-    if chunk_tokens is not None or overlap is not None:
-        # An existing index has its own chunk size, which limits the overlap.
-        sized = chunk_tokens is not None or not ChunkIndex.exists(directory)
-        check_sizes(new.chunk_tokens, new.overlap if sized else min(new.overlap, new.chunk_tokens // 2))
-    # The index is opened without a check whether one exists: another process may be making it, with other settings.
-    index = ChunkIndex(directory, new, query_encoder, check=False)
-    try:
-        own = index.config
-        wanted = replace(
-            new,
-            chunk_tokens=own.chunk_tokens if chunk_tokens is None else chunk_tokens,
-            overlap=own.overlap if overlap is None else overlap,
-        )
-        own.check(wanted, index.directory)
-    except BaseException:
-        index.close()
-        raise
-    return index
+    unset = [name for name, size in (("chunk_tokens", chunk_tokens), ("overlap", overlap)) if size is None]
+    if len(unset) < 2 and not ChunkIndex.exists(directory):
+        check_sizes(new.chunk_tokens, new.overlap)
+    return ChunkIndex(directory, new, query_encoder, unset)

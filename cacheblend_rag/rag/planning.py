@@ -1,9 +1,11 @@
-"""Plans an indexing run: which documents must be indexed, and how much KV each document takes."""
+"""Plans an indexing run: which documents must be indexed, and how much KV and time each document takes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.entries import Entries
@@ -11,33 +13,50 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.printable import in_one_line, size
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.retrieval.chunking import split_document
-from cacheblend_rag.retrieval.database import IndexConfig
-from cacheblend_rag.retrieval.documents import Document, SkippedDocument, load_document
+from cacheblend_rag.retrieval.documents import (
+    Document,
+    FoundDocuments,
+    SkippedDocument,
+    file_digest,
+    load_document,
+)
+from cacheblend_rag.retrieval.embedding import Embedder
+from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store import EntryFormat
 from cacheblend_rag.store.kv import read_whole
 
+Progress = Callable[[float, int, str], None]
 _MOST_KEPT = 32 << 20
 """Maximum characters of text whose chunks stay in memory until they are indexed; further documents are read and split
 twice."""
 SAMPLES = 5
 """Number of chunks that a plan holds for measuring."""
+_FULL = 0.9
+"""Share of its budget from which a store counts as full."""
+_MEASURED = "a few chunks, to measure the time"
+_LONG_S = 10.0
+"""Seconds after which a first chunk is enough to estimate the time of the other chunks."""
 _NAMED = 3
 """Number of documents named in an error: the documents with the most KV."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlannedDocument:
-    """Describes the work of indexing one document.
+    """Describes a document to index.
 
     Attributes:
         path: The document.
+        digest: Digest of the file when it was split.
         chunks: Number of chunks.
         tokens: Tokens of the chunks that have no stored KV and stand in no earlier document.
+        cut: The chunks until they are indexed; None if there were too many to keep.
     """
 
     path: str
+    digest: str
     chunks: int
     tokens: int
+    cut: Sequence[Chunk] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,44 +125,69 @@ class TooMuchKVError(StoreError):
 
 
 @dataclass
-class CutDocument:
-    """Holds a document to index: the digest when it was split, and its chunks, or None if there were too many.
-
-    ``tokens`` counts the tokens of its chunks without KV that no earlier document has.
-    """
-
-    path: str
-    digest: str
-    count: int
-    tokens: int
-    chunks: Sequence[Chunk] | None
-
-
-@dataclass
 class Planner:
-    """Splits documents and adds up the KV that must be computed.
+    """Finds the documents that an index lacks, splits them, and adds up the KV that must be computed.
 
     Attributes:
         entries: Store in which KV is looked for, and whose room counts; None for the engine's own store.
+        unchanged: Documents that are indexed as they are, with all of their KV.
         documents: Documents to index.
         samples: First chunks without stored KV, with which the KV's size and the time are measured.
         token_bytes: KV bytes of one token of a chunk; 0 until :meth:`sized` measures them.
+        rewrites: Whether the engine writes the KV of all documents, since it has another KV writer than the index.
+        known: Digest of each indexed document, by path.
     """
 
     engine: BlendEngine
-    config: IndexConfig
+    index: ChunkIndex
     entries: Entries | None = None
-    documents: list[CutDocument] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    documents: list[PlannedDocument] = field(default_factory=list)
     samples: list[Chunk] = field(default_factory=list)
     token_bytes: float = 0.0
     _missing: set[str] = field(default_factory=set)
     _tokens: int = 0
     _kept: int = 0
 
-    def cut(self, document: Document) -> None:
-        """Split a document and add it to the plan."""
-        chunks, before = self._cut(document), self._tokens
-        lasting = self._lasting()
+    def __post_init__(self) -> None:
+        """Read the index's configuration and the digests of its documents."""
+        self._config = self.index.config
+        self.rewrites = self.engine.writer not in (None, self._config.writer)
+        self.known = {document.path: document.digest for document in self.index.documents()}
+
+    def read(self, file: str) -> SkippedDocument | None:
+        """Read and split a file unless it is unchanged, and add it to the plan; return it if it is skipped."""
+        if self._is_unchanged(file):
+            self.unchanged.append(file)
+        elif isinstance(document := load_document(file), Document):
+            self._add(document)
+        else:
+            return document
+        return None
+
+    def _is_unchanged(self, file: str) -> bool:
+        if self.rewrites or file not in self.known or file_digest(file) != self.known[file]:
+            return False
+        if (lasting := self._lasting) is None or not self.engine.gate.passed or self._full:
+            return True
+        return all(lasting.contains(chunk.token_ids) for chunk in self.index.chunks_of(file))
+
+    @cached_property
+    def _lasting(self) -> Entries | None:
+        entries = self.entries or self.engine.entries
+        return None if entries is None else entries.lasting()
+
+    @cached_property
+    def _full(self) -> bool:
+        """Return whether the store was full when the run began: then new KV would evict other KV.
+
+        The result is cached, since counting the contents lists a disk.
+        """
+        store = None if self._lasting is None else self._lasting.store
+        return store is not None and store.budget is not None and store.stats().nbytes > _FULL * store.budget
+
+    def _add(self, document: Document) -> None:
+        chunks, before, lasting = self._cut(document), self._tokens, self._lasting
         for chunk in chunks:
             if chunk.id not in self._missing and (lasting is None or not lasting.contains(chunk.token_ids)):
                 self._missing.add(chunk.id)
@@ -152,36 +196,31 @@ class Planner:
                     self.samples.append(chunk)
         keep = self._kept + len(document.text) <= _MOST_KEPT
         self._kept += len(document.text) if keep else 0
-        kept = chunks if keep else None
-        self.documents.append(CutDocument(document.path, document.digest, len(chunks), self._tokens - before, kept))
+        kept, tokens = chunks if keep else None, self._tokens - before
+        self.documents.append(PlannedDocument(document.path, document.digest, len(chunks), tokens, kept))
 
-    def _lasting(self) -> Entries | None:
-        entries = self.entries or self.engine.entries
-        return None if entries is None else entries.lasting()
-
-    def chunks_of(self, cut: CutDocument) -> tuple[str, Sequence[Chunk]] | SkippedDocument:
+    def chunks_of(self, planned: PlannedDocument) -> tuple[str, Sequence[Chunk]] | SkippedDocument:
         """Return a document's digest and chunks, and release the chunks; or return why the document is skipped now."""
-        if cut.chunks is not None:
-            chunks, cut.chunks = cut.chunks, None
-            return cut.digest, chunks
-        document = load_document(cut.path)
+        if planned.cut is not None:
+            chunks, planned.cut = planned.cut, None
+            return planned.digest, chunks
+        document = load_document(planned.path)
         if isinstance(document, SkippedDocument):
             return document
         return document.digest, self._cut(document)
 
     def _cut(self, document: Document) -> list[Chunk]:
-        return split_document(document, self.engine.tokenizer, self.config.chunk_tokens, self.config.overlap)
+        return split_document(document, self.engine.tokenizer, self._config.chunk_tokens, self._config.overlap)
 
     def plan(self) -> IndexPlan:
         """Return the plan without the size of the KV, which :meth:`sized` adds once some KV is stored."""
-        count = sum(document.count for document in self.documents)
+        count = sum(document.chunks for document in self.documents)
         missing = None if self.engine.entries is None else len(self._missing)
-        each = tuple(PlannedDocument(document.path, document.count, document.tokens) for document in self.documents)
-        return IndexPlan(len(self.documents), count, missing, self._tokens, each=each)
+        return IndexPlan(len(self.documents), count, missing, self._tokens, each=tuple(self.documents))
 
     def sized(self, plan: IndexPlan, stored: Chunk) -> IndexPlan:
         """Return the plan with the KV size expected from a chunk whose KV the engine has just stored."""
-        entries, lasting = self.engine.entries, self._lasting()
+        entries, lasting = self.engine.entries, self._lasting
         if entries is None or lasting is None or not stored.token_ids:
             return plan
         nbytes = _stored_bytes(entries, stored, lasting.store.formats[-1])
@@ -209,3 +248,96 @@ def _stored_bytes(entries: Entries, chunk: Chunk, kept_as: EntryFormat) -> int:
     stored = ((key, entries.store.get(key)) for key in keys)
     whole = ((key, read_whole(kv)) for key, kv in stored if kv is not None)
     return sum(kept_as.encode(key, kv).nbytes for key, kv in whole if kv is not None)
+
+
+@dataclass(frozen=True)
+class DocumentEstimate:
+    """Estimates what indexing one document would take.
+
+    Attributes:
+        path: Absolute path of the document.
+        chunks: Number of chunks.
+        tokens: Tokens whose KV would be computed, without chunks that are stored or stand in an earlier document.
+        kv_bytes: Size of the computed KV; None if no KV is stored, or another machine stores the KV.
+        seconds: Time to compute, store and embed the chunks on this machine; None if the time cannot be measured here.
+    """
+
+    path: str
+    chunks: int
+    tokens: int
+    kv_bytes: int | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class IndexEstimate:
+    """Estimates what indexing would take.
+
+    Attributes:
+        documents: New and changed documents, most tokens first.
+        unchanged: Number of documents that are already indexed, with all of their KV.
+        skipped: Files that would be left out, and why.
+        plan: Totals, and the room of the store.
+        seconds: Time for all documents; None if the time cannot be measured here.
+    """
+
+    documents: list[DocumentEstimate]
+    unchanged: int
+    skipped: list[SkippedDocument]
+    plan: IndexPlan
+    seconds: float | None
+
+
+def estimate(
+    engine: BlendEngine,
+    index: ChunkIndex,
+    found: FoundDocuments,
+    kept: Entries | None = None,
+    progress: Progress = lambda done, total, at: None,
+) -> IndexEstimate:
+    """Split documents into chunks, and compute the KV of a few chunks to measure the KV's size and the time.
+
+    Args:
+        engine: The model; it stores the measured chunks, so give it a temporary store.
+        index: The index, which is only read.
+        found: The files.
+        kept: Store into which the documents would be indexed, as the engine sees the store; None for an empty store
+            like the engine's.
+        progress: Called with the number of files read, the number of files and the current file; then with numbers of
+            chunks instead of files.
+    """
+    planner, skipped = Planner(engine, index, kept), list(found.skipped)
+    for number, path in enumerate(map(str, found.files)):
+        progress(number, len(found.files), path)
+        if (document := planner.read(path)) is not None:
+            skipped.append(document)
+    plan, token_s = planner.plan(), None
+    if engine.entries is not None and planner.samples:
+        token_s = _seconds_a_token(engine, index.load_embedder(), planner.samples, progress)
+        plan = planner.sized(plan, planner.samples[0])
+    elif engine.entries is not None:  # all KV is stored
+        plan, token_s = replace(plan, kv_bytes=0), 0.0
+
+    def seconds(tokens: int) -> float | None:
+        return None if token_s is None else token_s * tokens
+
+    documents = [
+        DocumentEstimate(each.path, each.chunks, each.tokens, plan.kv_bytes_of(each), seconds(each.tokens))
+        for each in sorted(plan.each, key=lambda each: -each.tokens)
+    ]
+    unchanged, totals = len(planner.unchanged), replace(plan, each=())
+    return IndexEstimate(documents, unchanged, skipped, totals, seconds(plan.tokens))
+
+
+def _seconds_a_token(engine: BlendEngine, embedder: Embedder, chunks: Sequence[Chunk], progress: Progress) -> float:
+    """Measure the seconds a token takes to index; the first chunk, a warm-up, counts only if it is slow or alone."""
+    timed, seconds = chunks, 0.0
+    for done, timed in enumerate((chunks[:1], chunks[1:])):
+        progress(done, len(chunks), _MEASURED)
+        begin = time.perf_counter()
+        engine.precompute(timed)
+        embedder.texts([chunk.text for chunk in timed])
+        seconds = time.perf_counter() - begin
+        if seconds > _LONG_S or len(chunks) == 1:
+            break
+    return seconds / sum(len(chunk.token_ids) for chunk in timed)

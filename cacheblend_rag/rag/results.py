@@ -1,4 +1,4 @@
-"""Holds the inputs and outputs of a pipeline: turns of a conversation, sources, answers."""
+"""Holds the inputs and outputs of a pipeline: questions, turns of a conversation, sources, answers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.engines.results import Generation
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.retrieval.hit import Hit
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.thoughts import Parts
+    from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,11 @@ class RagAnswer:
 class RagEvent:
     """Holds a piece of a streamed answer, or of the thoughts before the answer.
 
-    The first event carries the sources, the last event the whole :class:`RagAnswer`.
+    The first event carries the prompt and its sources, the last event the whole :class:`RagAnswer`.
     """
 
     text: str
+    prompt: TokenizedPrompt | None = None
     sources: tuple[Hit, ...] | None = None
     answer: RagAnswer | None = None
     reasoning: str = ""
@@ -95,3 +98,13 @@ def unanswered(done: Generation, said: Parts) -> tuple[str, ...]:
         return ()
     tokens = done.usage.completion_tokens
     return (f"no answer: the model was still thinking after {tokens} tokens. Give it more (max_tokens).",)
+
+
+def check_question(question: str) -> None:
+    """Raise InputError for an empty question, or a question with lone surrogates, which cannot be tokenised."""
+    if not question.strip():
+        raise InputError("The question is empty.")
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"The question is not valid Unicode ({error}).") from None

@@ -86,17 +86,8 @@ def split_rows(
     If the second half of a chunk has neighbouring rows that differ in their first cell, the chunk ends between two such
     rows: rows about one thing stay together. Only a row that is too long for a chunk is cut. Each row stands in one
     chunk.
-
-    Args:
-        text: The rows, with ``head`` as their first line.
-        head: Line of column names that begins every chunk, or an empty string. A line that fills half of a chunk begins
-            only the first chunk.
-        tokenizer: Fast Hugging Face tokenizer of the LLM.
-        max_tokens: Maximum number of tokens in a chunk, including the tokens of ``head``.
-        metadata: Copied into every chunk, with ``start`` and ``end`` (character offsets of the rows in ``text``) added.
-
-    Raises:
-        InputError: ``max_tokens`` is out of range, or the text is not valid Unicode.
+    ``text`` begins with the line ``head`` of column names, which may be empty; a ``head`` that fills half of a chunk
+    begins only the first chunk. The other arguments, metadata and errors are those of :func:`split_text`.
 
     Example:
         >>> [chunk.text for chunk in split_rows("ship | cargo\nGull | grain\nTern | salt", "ship | cargo", tokenizer, 16)]
@@ -240,13 +231,9 @@ class _Splitter:
 
     def _cut(self, high: int, half: int, floor: int) -> int:
         """Return the best offset in ``(floor, high]`` at which to end a chunk."""
-        paragraphs = self._edges(_PARAGRAPH, floor, high)
-        sentences = self._edges(_SENTENCE, floor, high)
-        for edges in (paragraphs, sentences):
-            if edges and edges[-1] > half:
-                return edges[-1]
-        if paragraphs or sentences:
-            return max(paragraphs[-1:] + sentences[-1:])
+        paragraph, sentence = self._edge(_PARAGRAPH, floor, high), self._edge(_SENTENCE, floor, high)
+        if max(paragraph, sentence) > floor:
+            return paragraph if paragraph > max(half, floor) else max(paragraph, sentence)
         lines = [m.start() for m in _LINE.finditer(self.text, half, high) if m.start() > floor]
         if lines:
             return lines[-1]
@@ -258,14 +245,14 @@ class _Splitter:
             at -= 1
         return at if at > floor + 1 else high
 
-    def _edges(self, pattern: re.Pattern[str], floor: int, high: int) -> list[int]:
-        """Return the last edge that ``pattern`` finds in ``(floor, high]``, as a list of at most one offset."""
+    def _edge(self, pattern: re.Pattern[str], floor: int, high: int) -> int:
+        """Return the last edge that ``pattern`` finds in ``(floor, high]``, or ``floor``."""
         matches = list(pattern.finditer(self.text, floor, min(len(self.text), high + 32)))
         for match in reversed(matches):
             end = match.start() if match[0][0] == "\n" else match.end()
             if floor < end <= high and self._is_edge(match, end):
-                return [end]
-        return []
+                return end
+        return floor
 
     def _is_edge(self, match: re.Match[str], end: int) -> bool:
         if match[0][0] == "\n":  # a heading stays with the text below it

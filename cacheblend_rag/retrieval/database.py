@@ -6,7 +6,6 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,11 +109,7 @@ class IndexConfig:
         )
 
     def check(self, wanted: IndexConfig, directory: Path) -> None:
-        """Raise an error if the index cannot be used with the settings ``wanted``.
-
-        Raises:
-            StoreMismatchError: The settings differ; the message names both sides and a remedy.
-        """
+        """Raise StoreMismatchError, naming both sides and a remedy, if the index does not have the settings ``wanted``."""
         wrong: list[str] = []
         if wanted.model != self.model and wanted.model.name == self.model.name:
             wrong.append(
@@ -131,11 +126,10 @@ class IndexConfig:
                 f"its chunks stand behind another prompt header ({len(self.header_ids)} tokens, now "
                 f"{len(wanted.header_ids)}): use the chat template and instruction it was made with"
             )
-        mine, theirs = (self.chunk_tokens, self.overlap), (wanted.chunk_tokens, wanted.overlap)
-        if mine != theirs:
+        if (self.chunk_tokens, self.overlap) != (wanted.chunk_tokens, wanted.overlap):
             wrong.append(
-                f"it is cut into chunks of {mine[0]} tokens (overlap {mine[1]}), not {theirs[0]} (overlap {theirs[1]}): "
-                "use the same settings"
+                f"it is cut into chunks of {self.chunk_tokens} tokens (overlap {self.overlap}), not {wanted.chunk_tokens} "
+                f"(overlap {wanted.overlap}): use the same settings"
             )
         if wanted.embedding not in (None, self.embedding):
             wrong.append(
@@ -171,8 +165,10 @@ class IndexDatabase(SQLiteFile):
     format = 2
     schema = _SCHEMA + VECTOR_TABLES
 
-    def __init__(self, directory: Path, config: IndexConfig | None, check: bool = True):
-        """Open the index in ``directory``; with ``config``, create a missing index, or ``check`` an existing index.
+    def __init__(self, directory: Path, config: IndexConfig | None, own: Iterable[str] = ()):
+        """Open the index in ``directory``; with ``config``, create a missing index, or check an existing index.
+
+        An existing index keeps its ``own`` values of the settings with these names.
 
         Raises:
             StoreError: There is no index and no config is given, or the index cannot be opened.
@@ -185,22 +181,16 @@ class IndexDatabase(SQLiteFile):
                 make_root(directory)
             self.db = self._connect(create=config is not None)
             try:
-                self._prepare(config, check)
+                self._prepare(config, own)
             except BaseException:
                 self.db.close()
                 raise
 
     @staticmethod
     def exists(directory: Path | str) -> bool:
-        """Return whether ``directory`` holds an index file with tables of any kind, or an unreadable index file."""
-        file = SQLiteFile(from_home(directory) / INDEX_FILE)
-        if not file.path.is_file():
-            return False
-        try:
-            with closing(file.connect("ro")) as db:
-                return db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
-        except sqlite3.Error:
-            return True
+        """Return whether ``directory`` holds an index file that is not empty; an index that is being made is empty."""
+        path = from_home(directory) / INDEX_FILE
+        return path.is_file() and path.stat().st_size > 0
 
     def _connect(self, create: bool) -> sqlite3.Connection:
         directory = self.path.parent
@@ -224,7 +214,7 @@ class IndexDatabase(SQLiteFile):
             ) from None
         return db
 
-    def _prepare(self, config: IndexConfig | None, check: bool) -> None:
+    def _prepare(self, config: IndexConfig | None, own: Iterable[str]) -> None:
         if config is not None and self.stored_format() == 0:
             lock = f"{self.path}.lock"
             with FileLock(lock, timeout=self.busy_timeout_s, mode=file_mode(self.path.parent)), self.transaction():
@@ -235,8 +225,9 @@ class IndexDatabase(SQLiteFile):
         self.check_format()
         # Keep uncommitted pages in memory: in the file, they would block readers until the commit.
         self.db.execute("PRAGMA cache_spill = OFF")
-        if config is not None and check:
-            self.config.check(config, self.path.parent)
+        if config is not None:
+            made = self.config
+            made.check(replace(config, **{name: getattr(made, name) for name in own}), self.path.parent)
 
     def _absent(self) -> StoreError:
         return StoreError(
@@ -256,12 +247,6 @@ class IndexDatabase(SQLiteFile):
         text = json.dumps(asdict(config))
         self.db.execute("DELETE FROM config")
         self.db.execute("INSERT INTO config (json, checksum) VALUES (?, ?)", (text, checksum(text.encode())))
-
-    def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of documents, of distinct chunks, and of the distinct chunks' tokens."""
-        documents = self.rows("SELECT count(*) FROM documents")[0][0]
-        chunks, tokens = self.rows("SELECT count(*), ifnull(sum(length(token_ids)), 0) / 4 FROM chunks")[0]
-        return documents, chunks, tokens
 
     def documents(self) -> list[IndexedDocument]:
         """List the documents in path order."""
@@ -335,17 +320,13 @@ class IndexDatabase(SQLiteFile):
             gone = (values for row in rows for values in self.rows(query, row))
             return [row_chunk(name, text, token_ids, None) for name, text, token_ids in gone]
 
-    def chunk_rows(self) -> dict[str, int]:
-        """Return the row of every chunk by the chunk's id."""
-        return dict(self.rows("SELECT name, id FROM chunks"))
-
     def chunks_after(self, row: int, count: int) -> list[tuple[int, Chunk]]:
         """Return row and chunk of the first ``count`` chunks after a row, with the metadata of their first places."""
         query = f"SELECT c.id, {_CHUNK}, {_METADATA_OF_CHUNK} FROM chunks c WHERE c.id > ? ORDER BY c.id LIMIT ?"
         return [(found, self._chunk(values)) for found, *values in self.rows(query, row, count)]
 
     def find_chunks(self, which: str, *parameters: object) -> list[Chunk]:
-        """Return the chunks (table ``c``) that satisfy an SQL condition, each with the metadata of its first place."""
+        """Return the chunks that satisfy an SQL condition, each with the metadata of its first place."""
         query = f"SELECT {_CHUNK}, {_METADATA_OF_CHUNK} FROM chunks c WHERE {which}"
         return [self._chunk(values) for values in self.rows(query, *parameters)]
 
@@ -384,11 +365,7 @@ class IndexDatabase(SQLiteFile):
         return [(ordinal, self._chunk(values)) for ordinal, *values in self.rows(query, path, first, last)]
 
     def _chunk(self, values: Sequence[Any]) -> Chunk:
-        """Return the chunk of a row with the columns ``_CHUNK`` and a metadata column.
-
-        Raises:
-            StoreError: The chunk does not match its checksum.
-        """
+        """Return the chunk of a row with the columns ``_CHUNK`` and a metadata column, if its checksum is right."""
         name, text, token_ids, stored, metadata = values
         with self.decoding():
             if _chunk_checksum(name, text, token_ids) == stored:

@@ -53,10 +53,7 @@ class Embedder:
         return cls(name, load_sentence_transformer(name, device))
 
     def asked_by(self, query_encoder: str | Path) -> Embedder:
-        """Return an embedder with the same model for texts, and a query encoder tuned for its vectors for questions.
-
-        Args:
-            query_encoder: Directory of a sentence-transformers model, as `cacheblend tune-retriever` writes it.
+        """Return an embedder with the same model for texts, and for questions the model in ``query_encoder``.
 
         Raises:
             ModelError: The query encoder cannot be loaded.
@@ -96,8 +93,7 @@ class Embedder:
 
     def question(self, text: str) -> Vectors:
         """Return the unit vector ``[dim]`` of a question."""
-        with self._lock:
-            vector: Vectors = self._encode(self._query_model.encode_query, [text])[0]
+        vector: Vectors = self.questions([text])[0]
         return vector
 
     def questions(self, texts: Sequence[str]) -> Vectors:
@@ -171,7 +167,10 @@ CREATE INDEX vectors_of_chunk ON vectors (chunk);
 
 
 class VectorTable:
-    """Holds the vectors in an index's ``file``: float32, unit length, with checksums. Changes need a transaction."""
+    """Holds the vectors in an index's ``file``: float32, unit length, with checksums. Changes need a transaction.
+
+    Reading raises StoreError for a vector that does not match its checksum, or the vectors around it in length.
+    """
 
     def __init__(self, file: SQLiteFile):
         self.file = file
@@ -198,11 +197,7 @@ class VectorTable:
         return {name for (name,) in self.file.rows(query, json.dumps(list(names)))}
 
     def of(self, names: Iterable[str]) -> dict[str, Vectors]:
-        """Return the vectors ``[windows, dimension]`` of the given chunks by id; chunks without vectors are left out.
-
-        Raises:
-            StoreError: A vector does not match its checksum.
-        """
+        """Return the vectors ``[windows, dimension]`` of the given chunks by id; chunks without vectors are left out."""
         query = (
             "SELECT c.name, v.vector, v.checksum FROM json_each(?) j CROSS JOIN chunks c ON c.name = j.value "
             "JOIN vectors v ON v.chunk = c.id ORDER BY v.id"
@@ -213,11 +208,7 @@ class VectorTable:
         return {name: np.stack(windows) for name, windows in found.items()}
 
     def after(self, last: int) -> Iterator[tuple[npt.NDArray[np.int64], Vectors]]:
-        """Yield ids and vectors ``[vectors, dimension]`` after the id ``last``, in the order of the ids.
-
-        Raises:
-            StoreError: A vector does not match its checksum, or the vectors around it in length.
-        """
+        """Yield ids and vectors ``[vectors, dimension]`` after the id ``last``, in the order of the ids."""
         query = "SELECT id, vector, checksum FROM vectors WHERE id > ? ORDER BY id LIMIT ?"
         while rows := self.file.rows(query, last, _PAGE):
             last = rows[-1][0]
@@ -288,10 +279,6 @@ class VectorSearch:
             return
         if self._held is not None and self._held.ntotal > 1000 + 1.5 * self._vectors.count():
             self._held = None  # many of the vectors in memory were removed
-        self._read_new()
-        self._generation = generation
-
-    def _read_new(self) -> None:
         import faiss
 
         for ids, vectors in self._vectors.after(self._last if self._held is not None else 0):
@@ -300,3 +287,4 @@ class VectorSearch:
                 self._held = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
             self._held.add_with_ids(vectors, ids)
             self._last = int(ids[-1])
+        self._generation = generation

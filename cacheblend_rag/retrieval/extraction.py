@@ -1,4 +1,4 @@
-"""Extracts the text from the bytes of a file."""
+"""Extracts the text from the bytes of a file; a file without usable text raises UnusableFileError."""
 
 from __future__ import annotations
 
@@ -92,9 +92,6 @@ def html_text(data: bytes) -> tuple[str, dict[str, Any]]:
 
     Headings and list items become Markdown headings and list items; an empty line separates blocks. Scripts, styles,
     navigation and footers are dropped.
-
-    Raises:
-        UnusableFileError: The page cannot be decoded; see :func:`decode`.
     """
     from bs4 import BeautifulSoup
     from bs4.dammit import EncodingDetector
@@ -154,9 +151,6 @@ def pdf_text(data: bytes) -> tuple[str, dict[str, Any]]:
 
     The metadata's ``page_starts`` lists the offset in the text and the number of each page. Pages that cannot be read
     are left out, logged as warnings, and listed in ``unreadable_pages``.
-
-    Raises:
-        UnusableFileError: The PDF is encrypted, is broken, or has no text (a scan).
     """
     from pypdf import PdfReader
     from pypdf.errors import DependencyError, FileNotDecryptedError

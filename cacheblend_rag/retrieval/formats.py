@@ -1,4 +1,7 @@
-"""Reads tables, JSON, Word and PowerPoint files as text; the extra `documents` has python-docx and python-pptx."""
+"""Reads tables, JSON, Word and PowerPoint files as text; the extra `documents` has python-docx and python-pptx.
+
+The functions raise UnusableFileError for a file that cannot be read, or whose package is not installed.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,7 @@ _HEADING = re.compile(r"Heading (\d)")
 
 
 def word_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Return a Word document's title and text, with headings, lists and tables in Markdown but no headers or footers.
-
-    Raises:
-        UnusableFileError: The document cannot be read, or python-docx is not installed.
-    """
+    """Return a Word document's title and text, with headings, lists and tables in Markdown but no headers or footers."""
     document = _opened(data, "python-docx", "docx:Document", "Word document")
     return _paragraphs(_word_blocks(document)), titled(document, "core_properties.title")
 
@@ -48,11 +47,7 @@ def _table(table: Any) -> str:
 
 
 def slides_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Return a presentation's text, slide by slide with notes, and its title; ``page_starts`` has the slides as pages.
-
-    Raises:
-        UnusableFileError: The presentation cannot be read, or python-pptx is not installed.
-    """
+    """Return a presentation's text, slide by slide with notes, and its title; ``page_starts`` has the slides as pages."""
     presentation = _opened(data, "python-pptx", "pptx:Presentation", "presentation")
     slides = {number: _slide(slide) for number, slide in enumerate(presentation.slides, 1)}
     text, starts = join_pages(slides)
@@ -123,9 +118,6 @@ def table_text(data: bytes) -> tuple[str, dict[str, Any]]:
     """Return the rows of a CSV or TSV file, one row a line with `` | `` between cells, the column names first.
 
     The metadata's ``head`` is the line of column names, or empty if the first row does not name the columns.
-
-    Raises:
-        UnusableFileError: The file cannot be decoded (see :func:`decode`), or is not a table.
     """
     text = decode(data)
     try:
@@ -161,11 +153,7 @@ def _is_number(cell: str) -> bool:
 
 
 def json_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Return a JSON or JSON Lines document with a line for each value, so that chunks end between values.
-
-    Raises:
-        UnusableFileError: The file cannot be decoded (see :func:`decode`), or is not JSON.
-    """
+    """Return a JSON or JSON Lines document with a line for each value, so that chunks end between values."""
     text = decode(data).removeprefix("\ufeff")
     try:
         return _indented(json.loads(text)), {}

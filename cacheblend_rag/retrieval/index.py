@@ -11,7 +11,6 @@ from pathlib import Path
 from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.homes import from_home
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.registry import ChunkSource
 from cacheblend_rag.retrieval.database import IndexConfig, IndexDatabase, IndexedDocument
 from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder, Vectors, VectorSearch
 from cacheblend_rag.retrieval.hit import Hit
@@ -36,7 +35,7 @@ class IndexStats:
     embedding: str
 
 
-class ChunkIndex(IndexDatabase, ChunkSource):
+class ChunkIndex(IndexDatabase):
     """Stores the documents, chunks and vectors that were indexed in one directory, but no KV.
 
     Thread-safe; any number of processes may use the index at the same time. The first call that needs the embedding
@@ -58,7 +57,7 @@ class ChunkIndex(IndexDatabase, ChunkSource):
         directory: Path | str,
         config: IndexConfig | None = None,
         query_encoder: str | Path | None = None,
-        check: bool = True,
+        own: Iterable[str] = (),
     ):
         """Open the index in ``directory``; with a config, create a missing index.
 
@@ -67,14 +66,14 @@ class ChunkIndex(IndexDatabase, ChunkSource):
             config: Settings that an existing index must have, and with which a missing index is made.
             query_encoder: Directory of a model that embeds questions in place of the index's own; see
                 :meth:`Embedder.asked_by`.
-            check: False for an index that may have been made with another config; the caller checks the settings.
+            own: Names of settings of which an existing index keeps its own values.
 
         Raises:
             StoreMismatchError: The index was made with another model or other settings.
             StoreError: There is no index (and no config), the index is damaged, or the directory cannot be used.
         """
         self.directory = from_home(directory)
-        super().__init__(self.directory, config, check)
+        super().__init__(self.directory, config, own)
         self._query_encoder = query_encoder
         self._search = VectorSearch(self.vectors)
         self._embedder: Embedder | None = None
@@ -121,24 +120,11 @@ class ChunkIndex(IndexDatabase, ChunkSource):
             last, _ = page[-1]
 
     def chunk(self, chunk_id: str) -> Chunk:
-        """Return a chunk by id.
-
-        Raises:
-            UnknownChunkError: The index has no chunk with that id.
-        """
+        """Return a chunk by id; raise UnknownChunkError if the index has no chunk with that id."""
         chunk = self.named(chunk_id)
         if chunk is None:
             raise UnknownChunkError(f"There is no chunk {chunk_id} in the index {self.directory}.")
         return chunk
-
-    def chunk_at(self, row: int) -> Chunk | None:
-        return next(iter(self.find_chunks("c.id = ?", row)), None)
-
-    def named(self, chunk_id: str) -> Chunk | None:
-        return next(iter(self.find_chunks("c.name = ?", chunk_id)), None)
-
-    def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
-        return self.find_chunks("c.name > ? ORDER BY c.name LIMIT ?", chunk_id, most)
 
     def chunks_of(self, path: str) -> list[Chunk]:
         """Return a document's chunks in order, or an empty list if the document is not in the index."""
@@ -166,11 +152,8 @@ class ChunkIndex(IndexDatabase, ChunkSource):
             vector = self._load(name).question(question)
             with self.transaction(write=False):
                 if self._embedding() == name:
-                    return [self._hit(row, score) for row, score in self._search.search(vector, k)]
-
-    def _hit(self, row: int, score: float) -> Hit:
-        path, ordinal, chunk = self.first_place(row)
-        return Hit(chunk, score, path, ordinal)
+                    placed = ((score, self.first_place(row)) for row, score in self._search.search(vector, k))
+                    return [Hit(chunk, score, path, ordinal) for score, (path, ordinal, chunk) in placed]
 
     def neighbours(self, hit: Hit, before: int = 0, after: int = 1) -> list[Hit]:
         """Return the chunks before and after a hit in the hit's document, in document order, without the hit."""
@@ -194,9 +177,7 @@ class ChunkIndex(IndexDatabase, ChunkSource):
     def rebuild(self, embedding: str | None = None, progress: Callable[[int], None] | None = None) -> None:
         """Embed every chunk again, optionally with another embedding model. Searches see all old or all new vectors.
 
-        Args:
-            embedding: Embedding model to change to; None keeps the present model.
-            progress: Called with the number of chunks embedded since the last call.
+        ``progress`` is called with the number of chunks embedded since the last call.
 
         Raises:
             ModelError: The embedding model cannot be loaded; the index is unchanged.
@@ -208,25 +189,23 @@ class ChunkIndex(IndexDatabase, ChunkSource):
         while True:
             self._embed(name, (chunk for chunk in self.chunks() if chunk.id not in known), known, progress)
             with self.transaction():
-                rows = self.chunk_rows()
+                rows: dict[str, int] = dict(self.rows("SELECT name, id FROM chunks"))
                 if rows.keys() <= known.keys():  # else another process has added chunks meanwhile
                     self.vectors.replace((row, known[chunk_id]) for chunk_id, row in rows.items())
                     self.put_config(replace(self.config, embedding=name))
                     return
 
     def note_writer(self, writer: WrittenBy) -> None:
-        """Record the KV writer that has written the KV of all chunks, in place of the writer recorded before.
-
-        Raises:
-            StoreError: The index cannot be written.
-        """
+        """Record the KV writer that has written the KV of all chunks, in place of the writer recorded before."""
         with self.transaction():
             self.put_config(self.config.written_by(writer))
 
     def stats(self) -> IndexStats:
         """Count the contents of the index."""
         with self.transaction(write=False):
-            return IndexStats(*self.counts(), nbytes=self.path.stat().st_size, embedding=self._embedding())
+            documents = self.rows("SELECT count(*) FROM documents")[0][0]
+            chunks, tokens = self.rows("SELECT count(*), ifnull(sum(length(token_ids)), 0) / 4 FROM chunks")[0]
+            return IndexStats(documents, chunks, tokens, self.path.stat().st_size, self._embedding())
 
     def _embedding(self) -> str:
         return self.config.embedding or DEFAULT_EMBEDDING
@@ -245,13 +224,8 @@ class ChunkIndex(IndexDatabase, ChunkSource):
         known: dict[str, Vectors],
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        for page in _pages(chunks):  # small pages, because embedding a large document takes minutes
+        left = iter(chunks)
+        while page := list(islice(left, _EMBEDDED_AT_ONCE)):  # embedding a large document takes minutes
             known.update(zip((c.id for c in page), self._load(name).texts([c.text for c in page]), strict=True))
             if progress is not None:
                 progress(len(page))
-
-
-def _pages(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    left = iter(chunks)
-    while page := list(islice(left, _EMBEDDED_AT_ONCE)):
-        yield page

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,13 +94,8 @@ class Parser:
     def _asked(self, task: Task, data: bytes) -> dict[str, Any]:
         process = self._running()
         to_it, from_it = _pipes(process)
-        late = threading.Event()
-
-        def stop() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(task.cpu_s * self._limits.wall_factor, stop)
+        wall_s, begin = task.cpu_s * self._limits.wall_factor, time.monotonic()
+        timer = threading.Timer(wall_s, process.kill)
         timer.daemon = True
         timer.start()
         try:
@@ -115,7 +111,7 @@ class Parser:
             return answer
         if line and len(line) == self._limits.answer:
             raise UnusableFileError(f"its text is larger than {self._limits.answer // _MIB} MiB; split it")
-        raise UnusableFileError(_why(process.wait(), late.is_set(), task))
+        raise UnusableFileError(_why(process.wait(), time.monotonic() - begin >= wall_s, task))
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:

@@ -48,11 +48,6 @@ def nearest_sentence(text: str, question: str, embedder: Embedder) -> tuple[int,
 
     A sentence scores by its similarity in meaning and by the words of the question that it contains, such as a name.
     Headings score high but answer nothing, so headings are skipped if the text has other sentences.
-
-    Args:
-        text: Text of a chunk; each sentence is embedded.
-        question: The question.
-        embedder: Embedder of the index (:meth:`~cacheblend_rag.retrieval.index.ChunkIndex.load_embedder`).
     """
     every = list(sentences(text))
     found = [span for span in every if not _is_heading(text[slice(*span)])] or every
@@ -84,12 +79,8 @@ def said_by(sentence: str, question: str, texts: Sequence[str]) -> Saying | None
 
     Words are compared, not meanings: a source sentence supports the answer's sentence if it contains more than half of
     the significant words that the answer's sentence has and the question has not. The source sentence that shares most
-    of these words wins, and on a tie the source sentence with most words of the question.
-
-    Args:
-        sentence: Sentence of the answer.
-        question: The question; answers repeat its words, and so do texts that do not answer the question.
-        texts: Sources, most relevant first; on a further tie the first source wins.
+    of these words wins, on a tie the source sentence with most words of the question, and then the first of ``texts``.
+    Words of the question do not count, because texts that do not answer the question repeat them, too.
     """
     asked = _telling(question)
     told = _telling(sentence) - asked

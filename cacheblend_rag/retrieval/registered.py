@@ -13,7 +13,6 @@ import xxhash
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.matching import Indices, Signatures
-from cacheblend_rag.prompts.registry import ChunkSource
 from cacheblend_rag.retrieval.documents import REGISTERED_FILE
 from cacheblend_rag.retrieval.sqlite import SQLiteFile, chunk_row, row_chunk
 from cacheblend_rag.store.files import DEFAULT_NAME, make_root
@@ -65,10 +64,11 @@ class ConflictError(InputError):
         return cls(f"The id {name!r} belongs to another text. Delete that chunk first, or use another id.")
 
 
-class RegisteredChunks(SQLiteFile, ChunkSource):
+class RegisteredChunks(SQLiteFile):
     """Stores the registered chunks of one model and namespace in a store directory, without documents and vectors.
 
-    Thread-safe; several servers may share the file. The file has a rollback journal, which works on a network file
+    Thread-safe; several servers may share the file. A method that cannot write the file raises StoreError, and changes
+    nothing. The file has a rollback journal, which works on a network file
     system with locks; WAL does not.
     """
 
@@ -109,22 +109,13 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
             after,
         )
 
-    def chunk_at(self, row: int) -> Chunk | None:
-        return next(iter(self._read("id = ?", row)), None)
-
     def known(self, chunk_ids: Sequence[str]) -> set[str]:
         return {name for (name,) in self.rows(f"SELECT c.name {_NAMED}", json.dumps(list(chunk_ids)), *self._of)}
-
-    def named(self, chunk_id: str) -> Chunk | None:
-        return next(iter(self._read("name = ?", chunk_id)), None)
-
-    def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
-        return self._read("name > ? ORDER BY name LIMIT ?", chunk_id, most)
 
     def count(self) -> int:
         return int(self.rows("SELECT count(*) FROM chunks WHERE model = ? AND namespace = ?", *self._of)[0][0])
 
-    def _read(self, which: str, *parameters: object) -> list[Chunk]:
+    def find_chunks(self, which: str, *parameters: object) -> list[Chunk]:
         query = f"SELECT {_COLUMNS}, {_OWN}, checksum FROM chunks WHERE model = ? AND namespace = ? AND {which}"
         with self.decoding():
             return [self._checked(*row) for row in self.rows(query, *self._of, *parameters)]
@@ -143,15 +134,11 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
         return int(self.rows(query, *self._of, json.dumps(list(but)), *self._of)[0][0])
 
     def expire(self, now: float) -> list[Chunk]:
-        """Remove and return the chunks that have expired at ``now``, in seconds since the epoch.
-
-        Raises:
-            StoreError: The file cannot be written; no chunk is removed.
-        """
-        if not self._read("expires <= ? LIMIT 1", now):
+        """Remove and return the chunks that have expired at ``now``, in seconds since the epoch."""
+        if not self.find_chunks("expires <= ? LIMIT 1", now):
             return []
         with self.transaction():
-            gone = self._read("expires <= ?", now)
+            gone = self.find_chunks("expires <= ?", now)
             self._delete(chunk.id for chunk in gone)
         return gone
 
@@ -204,11 +191,7 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
                 )
 
     def release(self, chunk_ids: Sequence[str], holder: str) -> list[str]:
-        """Note that ``holder`` no longer holds chunks; return the ids of the given chunks that have no holder.
-
-        Raises:
-            StoreError: The file cannot be written; no chunk is released.
-        """
+        """Note that ``holder`` no longer holds chunks; return the ids of the given chunks that have no holder."""
         which = "model = ? AND namespace = ? AND name = ?"
         with self.transaction():
             rows = [(*self._of, name, holder) for name in chunk_ids]
@@ -217,11 +200,7 @@ class RegisteredChunks(SQLiteFile, ChunkSource):
             return [name for name in chunk_ids if self.db.execute(query, (*self._of, name)).fetchone() is None]
 
     def remove(self, chunk_ids: Iterable[str]) -> None:
-        """Remove chunks; unknown ids are ignored.
-
-        Raises:
-            StoreError: The file cannot be written; no chunk is removed.
-        """
+        """Remove chunks; unknown ids are ignored."""
         with self.transaction():
             self._delete(chunk_ids)
 

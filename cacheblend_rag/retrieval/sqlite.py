@@ -21,14 +21,15 @@ import xxhash
 from cacheblend_rag.errors import StoreError, StoreMismatchError
 from cacheblend_rag.prompts.chunk import Chunk, pack_ids
 from cacheblend_rag.prompts.matching import SIGNATURE, Indices, Signatures, signatures_of
+from cacheblend_rag.prompts.registry import ChunkSource
 from cacheblend_rag.store.closing import Closing
 from cacheblend_rag.store.files import create_file
 
 _ROWS_AT_ONCE = 1 << 16
 
 
-class SQLiteFile(Closing):
-    """Connects one process to one SQLite file; a subclass defines the tables and opens the file.
+class SQLiteFile(ChunkSource, Closing):
+    """Connects one process to one SQLite file of chunks; a subclass defines the tables and opens the file.
 
     Attributes:
         path: Path of the file.
@@ -71,11 +72,7 @@ class SQLiteFile(Closing):
         return db
 
     def stored_format(self) -> int:
-        """Return the format of the file's tables, 0 for an empty file.
-
-        Raises:
-            StoreError: The file holds tables of another program.
-        """
+        """Return the format of the file's tables, 0 for an empty file; raise StoreError for another program's tables."""
         # The order matters: between the two queries, another process may make the tables and set their format.
         tables = self.db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         version = int(self.db.execute("PRAGMA user_version").fetchone()[0])
@@ -84,11 +81,7 @@ class SQLiteFile(Closing):
         return version
 
     def check_format(self) -> None:
-        """Raise an error if the file's tables have another format.
-
-        Raises:
-            StoreMismatchError: The formats differ.
-        """
+        """Raise StoreMismatchError if the file's tables have another format."""
         version = self.stored_format()
         if version != self.format:
             raise StoreMismatchError(
@@ -129,6 +122,19 @@ class SQLiteFile(Closing):
                 with suppress(sqlite3.Error):  # the first error is the error to raise
                     self.db.execute("ROLLBACK")
                 raise
+
+    def find_chunks(self, which: str, *parameters: object) -> list[Chunk]:
+        """Return the chunks that satisfy an SQL condition on the table of chunks."""
+        raise NotImplementedError
+
+    def chunk_at(self, row: int) -> Chunk | None:
+        return next(iter(self.find_chunks("id = ?", row)), None)
+
+    def named(self, chunk_id: str) -> Chunk | None:
+        return next(iter(self.find_chunks("name = ?", chunk_id)), None)
+
+    def named_after(self, chunk_id: str, most: int) -> list[Chunk]:
+        return self.find_chunks("name > ? ORDER BY name LIMIT ?", chunk_id, most)
 
     def rows(self, query: str, *parameters: object) -> list[Any]:
         """Return all rows of a query."""
@@ -207,19 +213,12 @@ def checksum(*parts: bytes) -> bytes:
 
 
 def chunk_row(chunk: Chunk) -> tuple[str, str, bytes, str, bytes]:
-    """Return a chunk as stored: id, text, little-endian 32-bit token ids, metadata as JSON, and its text's signature.
-
-    The signature is a :data:`~cacheblend_rag.prompts.matching.SIGNATURE`, little-endian.
-    """
+    """Return a chunk as stored: id, text, little-endian 32-bit token ids, metadata as JSON, and its text's signature."""
     signature = signatures_of([chunk.text]).tobytes()
     token_ids = np.asarray(chunk.token_ids, dtype="<i4").tobytes()
     return chunk.id, chunk.text, token_ids, json.dumps(dict(chunk.metadata), default=str), signature
 
 
 def row_chunk(name: str, text: str, token_ids: bytes, metadata: str | None) -> Chunk:
-    """Return the chunk that :func:`chunk_row` stored; use within :meth:`SQLiteFile.decoding`.
-
-    Raises:
-        AttributeError, TypeError, ValueError: :func:`chunk_row` has not made the values.
-    """
+    """Return the chunk that :func:`chunk_row` stored; use within :meth:`SQLiteFile.decoding`."""
     return Chunk(name, text, pack_ids(np.frombuffer(token_ids, "<i4").tolist()), json.loads(metadata or "{}"))

@@ -32,9 +32,9 @@ Outcome = Literal["answering", "done", "stopped", "failed"]
 class Exchange:
     """Holds a question and the state of its answer; after an error, ``text`` is the error's message.
 
-    ``settings`` control the reuse of stored KV. Retrieval fills in ``prompt``, ``hits``, ``notes`` for the user, and
-    ``passage``: start and end of the first hit's sentence that is nearest to the question. The answer's end fills in
-    the engine's ``generation``, the ``fate`` of the prompt's tokens, the ``marked`` text with source numbers, and
+    ``settings`` control the reuse of stored KV. Retrieval fills in ``prompt``, ``hits`` and ``passage``: start and end
+    of the first hit's sentence that is nearest to the question. The answer's end fills in the engine's ``generation``,
+    ``notes`` for the user, the ``fate`` of the prompt's tokens, the ``marked`` text with source numbers, and
     ``sayings``: the source sentences that support the answer.
     """
 
@@ -99,36 +99,31 @@ class Conversation:
     def _answer(
         self, exchange: Exchange, collection: Collection, choices: Choices, turns: list[Turn]
     ) -> Iterator[Exchange]:
-        from cacheblend_rag.engines.thoughts import Parts, ThoughtReader
         from cacheblend_rag.rag.fates import prompt_fate
-        from cacheblend_rag.rag.results import unanswered
         from cacheblend_rag.retrieval.passages import nearest_sentence, with_marks
 
         pipeline = collection.pipeline
         engine = exchange.engine = pipeline.engine
-        found = pipeline.retrieve(exchange.question, turns)
-        if not found.hits:
+        if not pipeline.chunks.count():
             raise InputError("Nothing is indexed yet. Drop files under “Documents” first.")
-        asked = pipeline.prompt(exchange.question, found.hits, choices.sampling, turns)
-        exchange.prompt, exchange.hits, exchange.notes = asked
-        exchange.retrieve_s = found.seconds
-        if exchange.hits:  # the window may have no room for any hit
-            embedder = pipeline.chunks.load_embedder()
-            exchange.passage = nearest_sentence(exchange.hits[0].text, exchange.question, embedder)
-        yield exchange
-        thoughts, reader = "", ThoughtReader(engine.tokenizer, exchange.prompt, choices.sampling)
-        with closing(cast(Any, engine.stream(exchange.prompt, choices.sampling, exchange.settings))) as stream:
+        stream = pipeline.stream(exchange.question, choices.sampling, exchange.settings, turns)
+        with closing(cast(Any, stream)):
             for event in stream:
-                if event.generation is None and self._current is not exchange:
+                if event.answer is None and self._current is not exchange:
                     return
-                exchange.generation = event.generation
-                said = reader.push(event.text, last=event.generation is not None)
-                exchange.text += said.answer
-                thoughts += said.reasoning
-                if said.answer:
+                exchange.text += event.text
+                if event.prompt is not None:
+                    exchange.prompt, exchange.hits = event.prompt, event.sources or ()
+                    if exchange.hits:  # the window may have no room for any hit
+                        embedder = pipeline.chunks.load_embedder()
+                        exchange.passage = nearest_sentence(exchange.hits[0].text, exchange.question, embedder)
+                elif event.answer is not None:
+                    exchange.generation, exchange.notes = event.answer.generation, event.answer.notes
+                    exchange.retrieve_s = event.answer.retrieve_s
+                if event.prompt is not None or event.text:
                     yield exchange
+        assert exchange.prompt is not None
         assert exchange.generation is not None
-        exchange.notes += unanswered(exchange.generation, Parts(exchange.text, thoughts))
         exchange.fate = prompt_fate(engine, exchange.prompt, exchange.generation, exchange.settings)
         texts = [hit.text for hit in exchange.hits]
         exchange.marked, exchange.sayings = with_marks(exchange.text.strip(), exchange.question, texts)

@@ -23,8 +23,7 @@ def table_of(texts: list[str]) -> TextTable:
 
 
 def found(table: TextTable, prompt: str) -> list[tuple[int, int, int]]:
-    candidates = table.candidates(prompt)
-    return list(zip(candidates.at.tolist(), candidates.length.tolist(), candidates.number.tolist(), strict=True))
+    return [tuple(candidate)[:3] for candidate in table.candidates(PromptHashes(prompt)).tolist()]
 
 
 def naively(texts: list[str], prompt: str) -> list[tuple[int, int, int]]:
@@ -70,16 +69,9 @@ def test_a_table_grown_by_ones_finds_what_a_table_made_at_once_finds(monkeypatch
     assert found(table, prompt) == found(table_of(texts), prompt) == naively(texts, prompt)
 
 
-def test_positions_are_compared_in_blocks_of_bounded_size(monkeypatch) -> None:
-    monkeypatch.setattr(matching, "_PAIRS_AT_ONCE", 7)
-    texts = ["-" * length for length in range(SHORT, SHORT + 5)]
-    prompt = "-" * 40
-    assert found(table_of(texts), prompt) == naively(texts, prompt)
-
-
 @pytest.fixture
 def compared(monkeypatch) -> list[int]:
-    """How many texts have been compared with positions of prompts, block by block."""
+    """How many texts have been compared with positions of prompts."""
     counts: list[int] = []
     original = matching._Shelf._compared
 

@@ -336,6 +336,7 @@ def test_streaming_gives_sources_then_text_then_the_answer(
     pipeline.index([docs])
     first, *texts, last = list(pipeline.stream("Who keeps a parrot?"))
     assert first.sources and not first.text
+    assert first.prompt is not None and {span.chunk.id for span in first.prompt.spans} == {s.id for s in first.sources}
     assert "".join(e.text for e in [*texts, last]) == " two words "
     assert last.answer is not None and last.answer.sources == first.sources
     events = pipeline.stream("Who keeps a parrot?")

@@ -24,7 +24,7 @@ def marginal(
 ) -> None:
     """Answer a question from each chunk alone, and print the most likely answer over all chunks (REALM, equation 1)."""
     from cacheblend_lab.evaluation.marginal import answer_marginally
-    from cacheblend_rag.rag.questions import check_question
+    from cacheblend_rag.rag.results import check_question
 
     check_question(question)  # raises before a model is loaded
     with open_pipeline(

@@ -18,8 +18,7 @@ from cacheblend_rag.engines.thoughts import generate_answer
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt
 from cacheblend_rag.rag.pipeline import RagPipeline
-from cacheblend_rag.rag.questions import check_question
-from cacheblend_rag.rag.results import RagAnswer
+from cacheblend_rag.rag.results import RagAnswer, check_question
 
 TEMPERATURE: Final = 0.05
 """Divisor of cosine similarities for p(z|x), as in the tuning of a retriever."""
