@@ -355,7 +355,7 @@ def _compute(config: Any, threads: int) -> None:
 @asynccontextmanager
 async def _started(engine: Any, launch: Launch, verbose: bool) -> AsyncIterator[AsyncLLM]:
     """Start vLLM's engine; raises StartError with a message of a few lines if the start fails."""
-    from cacheblend_rag.engines.vllm.starting import StartError, StartLog
+    from cacheblend_rag.engines.vllm.starting import StartError, StartLog, forget_what_is_compiled
 
     log = StartLog(verbose)
     async with AsyncExitStack() as stack:
@@ -365,7 +365,8 @@ async def _started(engine: Any, launch: Launch, verbose: bool) -> AsyncIterator[
         except CacheBlendError:
             raise
         except Exception as error:  # whatever vLLM raises
-            raise StartError(launch.fingerprint.name, error, log.why(error, "; --verbose shows it")) from error
+            why, note = log.why(error, "; --verbose shows it"), forget_what_is_compiled(error)
+            raise StartError(launch.fingerprint.name, error, why, note) from error
         yield llm
 
 
