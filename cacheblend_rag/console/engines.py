@@ -105,7 +105,7 @@ def open_vllm(
                 )
         except StartError as error:
             why = log.why(error.cause, " (flags named here are those of `cacheblend serve`)")
-            raise StartError(error.model, error.cause, why) from error
+            raise StartError(error.model, error.cause, why, error.note) from error
 
 
 def open_server(chosen: EngineOptions) -> RemoteEngine:

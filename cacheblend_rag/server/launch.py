@@ -8,15 +8,10 @@ import logging
 import os
 import signal
 import socket
-import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
-from importlib.util import find_spec
-from multiprocessing.util import register_after_fork
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -24,6 +19,7 @@ import psutil
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.server.amounts import most_characters
 from cacheblend_rag.server.arguments import api_keys, model_info, parse
+from cacheblend_rag.server.forking import compute_on_one_thread, forked_engine
 from cacheblend_rag.server.keys import NO_QUOTA, Admission, Key, Keys, read_keys
 from cacheblend_rag.server.middleware import DEFAULT_HELD_LIMIT, NAMES, RequestLimits
 from cacheblend_rag.server.observing import ReuseMetrics, share_logging
@@ -42,7 +38,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("vllm.cacheblend")  # child of vLLM's logger, which vLLM's flags configure
 MOST_ANSWERS = "128"
 """Most answers, or beams, to one prompt of a request, as in OpenAI's API; vLLM's own limit is 16,384."""
-_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _DRAIN_S, _SETTLE_S = 5.0, 60.0
 _POLL_S = 0.05
 _ENGINE = (
@@ -104,7 +99,7 @@ async def _serve(options: ServeOptions, args: Namespace, launch: Launch, threads
         store = open_store(launch.store, ram_budget=0, disk_budget=options.disk_budget)
         tell(_ENGINE)
         with store:
-            async with _started(_engine(args, sock, threads), launch, options.verbose) as llm:
+            async with _started(forked_engine(args, sock, threads), launch, options.verbose) as llm:
                 stopped = await _serve_engine(options, args, launch, llm, store, address, sock)
             await stopped
     finally:
@@ -282,80 +277,10 @@ def _listen(args: Namespace) -> tuple[str, socket.socket]:
         raise InputError(str(error.args[0])) from error
 
 
-def compute_on_one_thread() -> int:
-    """Limit torch to one thread on a CPU: threads do not survive a fork, and a forked process would wait for them forever.
-
-    Returns:
-        Number of threads that torch used before.
-    """
-    import torch
-    from vllm.platforms import current_platform
-
-    threads = torch.get_num_threads()
-    if current_platform.is_cpu():
-        torch.set_num_threads(1)
-    return threads
-
-
-def _engine(args: Namespace, sock: socket.socket, threads: int) -> Any:
-    """Return the context manager that starts vLLM's engine; on a CPU its process is forked and need not import vLLM again.
-
-    A single worker computes in the engine's process, on ``threads`` threads unless vLLM has chosen cores. Several workers are
-    spawned as usual.
-    """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client_from_engine_args
-    from vllm.platforms import current_platform
-
-    class Arguments(AsyncEngineArgs):
-        def create_engine_config(self, *given: Any, **named: Any) -> Any:
-            config = super().create_engine_config(*given, **named)
-            if current_platform.is_cpu() and sys.platform == "linux":
-                register_after_fork(sock, _leave_to_parent)
-                os.environ[_START_METHOD] = "fork"  # vLLM has just set another method for all processes
-                if self.distributed_executor_backend is None and _can_compute(config.parallel_config):
-                    config.parallel_config.distributed_executor_backend = "uni"  # vLLM would choose "mp"
-                    register_after_fork(config, partial(_compute, threads=threads))
-            return config
-
-    return build_async_engine_client_from_engine_args(Arguments.from_cli_args(args))
-
-
-def _leave_to_parent(sock: socket.socket) -> None:
-    """Release, in a forked process, the parent's socket and signal file descriptor; further processes are spawned."""
-    sock.close()
-    signal.set_wakeup_fd(-1)
-    os.environ[_START_METHOD] = "spawn"
-
-
-def _can_compute(parallel: Any) -> bool:
-    """Return whether a process forked from this one can be the only worker: its LD_PRELOAD libraries must be loaded here."""
-    wanted = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
-    loaded = Path("/proc/self/maps").read_text()
-    alone = parallel.world_size == 1 and not parallel.numa_bind and find_spec("vllm.utils.ompmultiprocessing")
-    return bool(alone) and all(os.path.realpath(each) in loaded for each in wanted)
-
-
-def _compute(config: Any, threads: int) -> None:
-    """Apply, in a forked process, the settings of threads and cores that a spawned worker gets from vLLM's environment."""
-    import torch
-    import torch._inductor.config
-    from vllm.utils.ompmultiprocessing import OMPProcessManager
-
-    chosen = OMPProcessManager(config)
-    if not chosen.skip_setup:
-        os.sched_setaffinity(0, chosen.cpu_lists[0])
-        threads = len(chosen.cpu_lists[0])
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-    torch.set_num_threads(threads)
-    torch._inductor.config.compile_threads = 1
-    torch._inductor.config.cpp.dynamic_threads = True
-
-
 @asynccontextmanager
 async def _started(engine: Any, launch: Launch, verbose: bool) -> AsyncIterator[AsyncLLM]:
     """Start vLLM's engine; raises StartError with a message of a few lines if the start fails."""
-    from cacheblend_rag.engines.vllm.starting import StartError, StartLog
+    from cacheblend_rag.engines.vllm.starting import StartError, StartLog, forget_what_is_compiled
 
     log = StartLog(verbose)
     async with AsyncExitStack() as stack:
@@ -365,7 +290,8 @@ async def _started(engine: Any, launch: Launch, verbose: bool) -> AsyncIterator[
         except CacheBlendError:
             raise
         except Exception as error:  # whatever vLLM raises
-            raise StartError(launch.fingerprint.name, error, log.why(error, "; --verbose shows it")) from error
+            why, note = log.why(error, "; --verbose shows it"), forget_what_is_compiled(error)
+            raise StartError(launch.fingerprint.name, error, why, note) from error
         yield llm
 
 

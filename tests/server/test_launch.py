@@ -22,7 +22,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.utils import ompmultiprocessing
 
-from cacheblend_rag.server import launch
+from cacheblend_rag.server import forking
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
@@ -58,11 +58,11 @@ def on_a_platform(monkeypatch: pytest.MonkeyPatch, cpu: bool, world_size: int = 
         classmethod(lambda cls, args: vars(made := cls.__new__(cls)).update(vars(args)) or made),
     )
     monkeypatch.setattr(entry, "build_async_engine_client_from_engine_args", lambda arguments: arguments)
-    monkeypatch.setattr(launch, "_compute", lambda config, threads: None)
+    monkeypatch.setattr(forking, "_compute", lambda config, threads: None)
 
 
 def backend(sock: socket.socket, chosen: str | None = None) -> str:
-    arguments = launch._engine(Namespace(distributed_executor_backend=chosen), sock, 2)
+    arguments = forking.forked_engine(Namespace(distributed_executor_backend=chosen), sock, 2)
     return str(arguments.create_engine_config().parallel_config.distributed_executor_backend)
 
 
@@ -127,10 +127,10 @@ def sum_much() -> None:
 
 def serve_and_fork(skip: bool, told: Connection) -> None:
     torch.set_num_threads(3)
-    threads = launch.compute_on_one_thread()
+    threads = forking.compute_on_one_thread()
     sum_much()
     given = Config(skip=skip)
-    register_after_fork(given, lambda config: launch._compute(config, threads))
+    register_after_fork(given, lambda config: forking._compute(config, threads))
     multiprocessing.get_context("fork").Process(target=compute, args=(told,)).start()
 
 

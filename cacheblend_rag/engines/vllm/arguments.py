@@ -15,7 +15,7 @@ import torch
 
 from cacheblend_rag.blending.profile import ModelProfile, load_profile
 from cacheblend_rag.engines.models import BUNDLED_MODEL, dtype_named, is_bundled, model_directory, writer_of
-from cacheblend_rag.engines.vllm.starting import Tie, keep_what_is_compiled
+from cacheblend_rag.engines.vllm.starting import keep_what_is_compiled
 from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import Header, chosen_header_ids
@@ -201,7 +201,7 @@ def _connect(**extra: Any) -> dict[str, Any]:
         "kv_connector_module_path": "cacheblend_rag.engines.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {**extra, "tie": Tie()},
+        "kv_connector_extra_config": {**extra, "starter": os.getpid()},
     }
 
 

@@ -1,9 +1,7 @@
 """Computes attention for passes over scattered tokens in a vLLM worker, by this package's kernels or by vLLM.
 
-Without the kernels, each run of neighbouring tokens is a separate request to vLLM's attention, which gives every
-request at least one tile, most of it empty. With the kernels, the tokens of a pass share tiles, stored KV is written
-straight into pages, and vLLM's attention is replaced while the pass runs. A question is watched with this package's own
-attention, since vLLM's attention returns no weights.
+Without the kernels, each run of neighbouring tokens is a separate request to vLLM's attention. A question is watched
+with this package's own attention, since vLLM's attention returns no weights.
 """
 
 from __future__ import annotations

@@ -46,19 +46,26 @@ class Hand:
 class BlendQueue:
     """Runs blends in the order of their arrival, and reports each ended blend once."""
 
-    def __init__(self, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock, hand: Hand | None = None):
-        """Blend on ``paged`` with the KV of ``entries``; ``hand`` is the KV writer that computes chunks, if any."""
-        self._paged, self._rope, self._entries, self._hand = paged, rope, entries, hand
-        self.clock = clock
+    def __init__(self, entries: Entries):
+        """Blend with the KV of ``entries``, once :meth:`bind` has set the model."""
+        self._entries = entries
+        self._hand: Hand | None = None
+        self._model: tuple[PagedModel, Rope] | None = None
+        self.clock = StepClock(torch.device("cpu"))
         self._waiting: deque[_Blend] = deque()
         self._ended: set[str] = set()
         self._failed: set[str] = set()
         self._results = WorkerMeta()
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-finish")
 
+    def bind(self, paged: PagedModel, rope: Rope, clock: StepClock, hand: Hand | None = None) -> None:
+        """Set the model, once it has passed the parity gate; ``hand`` is the KV writer that computes chunks, if any."""
+        self._model, self.clock, self._hand = (paged, rope), clock, hand
+
     def add(self, load: LoadOrder) -> None:
         """Append a blend to the queue; refuse a KV writer's job if there is no KV writer."""
-        given = load, self._paged, self._rope, self._entries, self.clock
+        assert self._model is not None
+        given = load, *self._model, self._entries, self.clock
         if isinstance(load.job, BlendJob):
             self._waiting.append(_Blend(*given))
         elif self._hand is not None:

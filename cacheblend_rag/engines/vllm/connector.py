@@ -19,7 +19,7 @@ from cacheblend_rag.engines.models import longest_blendable
 from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.pages import page_groups
 from cacheblend_rag.engines.vllm.scheduler_side import SchedulerSide
-from cacheblend_rag.engines.vllm.starting import end_at_once, end_with_parent, log_as_vllm
+from cacheblend_rag.engines.vllm.starting import end_at_once, end_with, log_as_vllm
 from cacheblend_rag.engines.vllm.versions import connector_output
 from cacheblend_rag.engines.vllm.worker_side import RAMLog, WorkerSide
 from cacheblend_rag.store import open_store
@@ -53,7 +53,6 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         if parent_process() is not None:
             log_as_vllm()
-            end_with_parent()
             end_at_once()
         extra = self._kv_transfer_config.get_from_extra_config
         ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -63,6 +62,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         written_by = None if writer is None else WrittenBy(**writer)
         self._worker_steps = False
         if role is KVConnectorRole.SCHEDULER:
+            end_with(extra("starter", None))
             self._store = open_store(where, ram_budget=0)
             self.scheduler = SchedulerSide(
                 Entries(self._store, fingerprint, header, 0, ranks, writer=written_by),

@@ -26,7 +26,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.arguments import Launch, prepare
 from cacheblend_rag.engines.vllm.asking import ask_gate
 from cacheblend_rag.engines.vllm.client import BlendClient
-from cacheblend_rag.engines.vllm.starting import StartError, spawn_if_forking_fails
+from cacheblend_rag.engines.vllm.starting import StartError, forget_what_is_compiled, spawn_if_forking_fails
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.homes import from_home
 from cacheblend_rag.prompts.chunk import Chunk
@@ -224,7 +224,8 @@ async def _start(launch: Launch) -> tuple[AsyncLLM, GateReport]:
     try:
         llm = _LLM.from_engine_args(AsyncEngineArgs(**launch.arguments))
     except Exception as error:  # whatever vLLM raises
-        raise StartError(launch.fingerprint.name, error, str(error)) from error
+        note = forget_what_is_compiled(error)
+        raise StartError(launch.fingerprint.name, error, str(error), note) from error
     try:
         return llm, await ask_gate(llm, launch)
     except BaseException:  # the traceback refers to vLLM, and would keep the memory of vLLM's processes in use

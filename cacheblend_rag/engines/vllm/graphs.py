@@ -1,8 +1,6 @@
 """Replays a blend's passes in a vLLM worker as CUDA graphs; vLLM's own graphs serve only the tokens of vLLM's steps.
 
-A graph is the model's forward, as vLLM compiled it, over a fixed number of tokens, with the attention of this package's
-kernels. The graph reads token ids, positions, the sequence's pages and the slots of fresh KV from the device. Before
-each group of layers the graph waits for their stored KV, by the event that :mod:`cacheblend_rag.blending.bulk` records.
+See "Graphs" in docs/internals/devices.md.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """Computes which pages of a sequence vLLM holds and the slots of its tokens, and lends a blend the missing pages.
 
-Layers with a window lose the pages before the window, and get no pages before the window of the prompt's end. A blend
-also computes tokens in the middle of the prompt, which attend to earlier tokens. The blend therefore borrows the
-missing pages from vLLM's pool and returns the pages at its end. Workers run one blend at a time, so one blend at a time
-borrows pages.
+For the pages that layers with a window lose, see "Windows" in docs/internals/vllm.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -172,14 +169,6 @@ _TILE = 16
 _PAIR = 2
 
 
-class PagedCache(Protocol):
-    """Describes a model's paged cache: its groups, its block size and its device."""
-
-    groups: Sequence[PageGroup]
-    block_size: int
-    device: torch.device
-
-
 class Pages:
     """Holds the pages of one sequence and the slots of its positions, computed once for all layers and passes.
 
@@ -190,8 +179,8 @@ class Pages:
         tables: Block ids for each group, ``[1, blocks]``, on the model's device.
     """
 
-    def __init__(self, paged: PagedCache, block_ids: BlockIds, tokens: int):
-        """Compute the slots of a sequence of ``tokens`` in the pages ``block_ids``."""
+    def __init__(self, paged: Any, block_ids: BlockIds, tokens: int):
+        """Compute the slots of a sequence of ``tokens`` in the pages ``block_ids`` of a :class:`PagedModel`."""
         self._groups, self._size = paged.groups, paged.block_size
         positions = torch.arange(tokens)
         self._slots = [_slots(ids, positions[: len(ids) * self._size], self._size) for ids in block_ids]
@@ -208,10 +197,6 @@ class Pages:
         if len(positions) and int(positions.max()) >= len(slots):
             raise MissingPageError(f"there are pages for {len(slots)} positions, and none for {int(positions.max())}")
         return _present(slots[positions], self._size)
-
-    def between(self, group: int, start: int, end: int) -> torch.Tensor:
-        """Return the slots of the positions ``start`` to ``end``, or to the last page's end; raises as :meth:`at`."""
-        return _present(self._slots[group][start:end], self._size)
 
     def check(self, start: int, end: int) -> None:
         """Check that positions ``start`` to ``end``, and all that ``start`` sees, have pages; raises as :meth:`at`."""

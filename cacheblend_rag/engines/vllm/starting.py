@@ -1,7 +1,6 @@
 """Writes a starting vLLM's output to a file, hides errors from the terminal, and reports why a start failed.
 
-If vLLM cannot start, each of its processes writes the same traceback once or twice, a hundred lines or more, with the
-cause somewhere in the middle.
+If vLLM cannot start, each of its processes writes the same traceback, a hundred lines with the cause in the middle.
 """
 
 from __future__ import annotations
@@ -10,17 +9,13 @@ import atexit
 import ctypes
 import logging
 import multiprocessing.connection
-import multiprocessing.context
 import os
 import re
-import selectors
-import struct
+import shutil
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Final, NoReturn
@@ -39,9 +34,10 @@ _NOISE = re.compile(r" \[type=\w+, input_value=.*|^ *For further information vis
 _MOST_LINES: Final = 8
 _NOT_INITIALIZED: Final = 3  # error number of the CUDA driver
 _DRAIN_S: Final = 2.0
+_STARTED: Final = b"\0vLLM has started\n"
+"""Follows the last line that vLLM's processes write before they have started."""
+_ERRORS: Final = ("ERROR", "CRITICAL")
 _COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
-_LINKED_S: Final = 60.0
-"""Age in seconds from which no process writes a library any more."""
 _ADVICE: Final = (
     (r"greater than the derived max_model_len", "Give a smaller --max-model-len."),
     (
@@ -104,69 +100,55 @@ def keep_what_is_compiled() -> None:
     This function puts torch's cache beside vLLM's cache, not into ``/tmp``.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-    from vllm import envs
 
     os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
     # Torch sets the variable to its default when torch is imported.
     if os.environ.get(_COMPILED, default_cache_dir()) == default_cache_dir():
-        folder = Path(envs.VLLM_CACHE_ROOT) / "torch_compile_cache" / "inductor"
-        os.environ[_COMPILED] = str(folder)
-        for library in folder.rglob("*.so"):  # torch rebuilds a missing library, but fails on a truncated one
-            with suppress(OSError):
-                if time.time() - library.stat().st_mtime > _LINKED_S and _is_cut_short(library):
-                    library.unlink()
+        os.environ[_COMPILED] = str(_compiled())
 
 
-def _is_cut_short(library: Path) -> bool:
-    """Return whether a shared library (ELF) lacks its end, which holds the section table: its linker was killed."""
-    with library.open("rb") as file:
-        head = file.read(64)
-    if len(head) < 64 or not head.startswith(b"\x7fELF\x02\x01"):
-        return len(head) < 64
-    at, size, count = *struct.unpack_from("<Q", head, 0x28), *struct.unpack_from("<HH", head, 0x3A)
-    return bool(library.stat().st_size < at + size * count)
+def forget_what_is_compiled(error: Exception) -> str:
+    """Delete the graphs of :func:`keep_what_is_compiled` if ``error`` ended vLLM's start; return a sentence about that.
 
-
-def end_with_parent() -> None:
-    """End this process once its parent is gone, however the parent ended.
-
-    vLLM's processes would otherwise stay, with all their memory. In a user's own process nothing happens.
+    A start that was killed may leave a truncated library, and vLLM fails whenever it loads the library. The function
+    keeps the graphs, and returns an empty string, if vLLM refused its arguments.
     """
-    if (parent := multiprocessing.parent_process()) is None:
+    folder = _compiled()
+    if isinstance(error, ValueError) or os.environ.get(_COMPILED) != str(folder) or not folder.exists():
+        return ""
+    shutil.rmtree(folder, ignore_errors=True)
+    return "\nThe graphs that earlier starts compiled are deleted: the next start compiles the model anew."
+
+
+def _compiled() -> Path:
+    from vllm import envs
+
+    return Path(envs.VLLM_CACHE_ROOT) / "torch_compile_cache" / "inductor"
+
+
+def end_with(starter: int) -> None:
+    """End this process of vLLM once the process ``starter``, which started vLLM, is gone, however that process ended.
+
+    vLLM's processes would otherwise stay, with all their memory. In the starter itself, and in processes on other
+    machines, nothing happens. A process that still imports vLLM when the starter is killed waits for the starter's
+    answer, five minutes at most, before vLLM ends the process.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or starter == os.getpid():
         return
-    gone: list[int] = [parent.sentinel]
-    with suppress(AttributeError, OSError):  # Linux only; the parent's later forks also hold the sentinel's pipe open
-        gone.append(os.pidfd_open(parent.pid or 0))
-    _end_after(gone)
-
-
-class Tie:
-    """Ends a spawned process with its parent, as :func:`end_with_parent` does, from the process's first moment on.
-
-    The connector is created after minutes of importing, of waiting for a parent that may be gone, and of model loading.
-    """
-
-    def __reduce__(self) -> tuple[object, tuple[int, ...]]:
-        """Return a function that ties a process to this one if a process is being spawned; a mere copy ties nothing."""
-        return (Tie, ()) if multiprocessing.context.get_spawning_popen() is None else (_tied, (os.getpid(),))
-
-
-def _tied(parent: int) -> Tie:
+    gone = parent.sentinel
     try:
-        _end_after([os.pidfd_open(parent)])
-    except ProcessLookupError:  # the parent is gone already
+        gone = os.pidfd_open(starter)
+    except ProcessLookupError:
         os._exit(1)
-    except (AttributeError, OSError):  # no pidfd on this system
+    except (AttributeError, OSError):  # not on Linux
         pass
-    return Tie()
 
-
-def _end_after(gone: Sequence[int]) -> None:
     def watch() -> None:
-        multiprocessing.connection.wait(gone)
+        multiprocessing.connection.wait([gone])
         os._exit(1)
 
-    threading.Thread(target=watch, name="cacheblend-parent", daemon=True).start()
+    threading.Thread(target=watch, name="cacheblend-starter", daemon=True).start()
 
 
 def end_at_once() -> None:
@@ -198,11 +180,11 @@ def end_now() -> NoReturn:
 
 
 class StartError(ModelError):
-    """Reports that vLLM did not start with a model; ``cause`` is the exception that vLLM raised."""
+    """Reports that vLLM did not start with a model; ``cause`` is vLLM's exception, ``note`` the end of the message."""
 
-    def __init__(self, model: str, cause: BaseException, why: str):
-        super().__init__(f"vLLM does not start with {model!r}: {why}")
-        self.model, self.cause = model, cause
+    def __init__(self, model: str, cause: Exception, why: str, note: str = ""):
+        super().__init__(f"vLLM does not start with {model!r}: {why}{note}")
+        self.model, self.cause, self.note = model, cause, note
 
 
 class StartLog:
@@ -214,52 +196,42 @@ class StartLog:
 
     def __init__(self, verbose: bool = False):
         """Hide errors and tracebacks from the terminal unless ``verbose``; a successful start shows them afterwards."""
-        self._verbose, self._starting = verbose, True
+        self._verbose = verbose
         self._terminal: dict[int, int] = {}
-        self._hidden: list[tuple[int, bytes]] = []
-        self._in_traceback: set[int] = set()
-        self._thread: threading.Thread | None = None
-        self._shown = threading.Event()
-        self._end = -1
+        self._forwarded = {number: threading.Event() for number in (1, 2)}
         self.file = Path()
 
     def __enter__(self) -> StartLog:
         """Redirect stdout and stderr, which started processes inherit."""
-        descriptor, name = tempfile.mkstemp(prefix="cacheblend-vllm-", suffix=".log")
+        log, name = tempfile.mkstemp(prefix="cacheblend-vllm-", suffix=".log")
+        os.close(log)
         self.file = Path(name)
         if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
             os.environ.setdefault("VLLM_LOGGING_COLOR", "1")
-        ends: dict[int, int] = {}
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         for number in (1, 2):
             read, write = os.pipe()
             self._terminal[number] = os.dup(number)
             os.dup2(write, number)
             os.close(write)
-            ends[read] = number
-        asked, self._end = os.pipe()
-        self._thread = threading.Thread(target=self._forward, args=(ends, asked, descriptor), daemon=True)
-        self._thread.start()
+            log = os.open(name, os.O_WRONLY | os.O_APPEND)
+            threading.Thread(target=self._forward, args=(read, number, log), daemon=True).start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Restore stdout and stderr; vLLM's processes keep the redirected streams, whose output is now shown."""
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         for number, terminal in self._terminal.items():
+            if error is None:
+                os.write(number, _STARTED)
             os.dup2(terminal, number)
-        assert self._thread is not None
+        # This process, and with it the threads, may end right after the context.
+        for forwarded in self._forwarded.values():
+            forwarded.wait(timeout=_DRAIN_S)
         if error is None:
-            os.write(self._end, b"\n")
-        os.close(self._end)
-        if error is not None:
-            # Wait until vLLM's last process is gone; a helper of multiprocessing may outlive vLLM's processes.
-            self._thread.join(timeout=_DRAIN_S)
-            return
-        # This process, and with it the thread, may end right after the context.
-        self._shown.wait(timeout=_DRAIN_S)
-        self.file.unlink(missing_ok=True)
+            self.file.unlink(missing_ok=True)
 
     def why(self, error: BaseException, further: str = "") -> str:
         """Return why the start failed, by the log or else by ``error``, with advice; for use after the context.
@@ -269,55 +241,34 @@ class StartLog:
         lines = self.file.read_text(encoding="utf-8", errors="replace").splitlines()
         return f"{explain(lines, str(error))}\nvLLM's whole log is in {self.file}{further}."
 
-    def _forward(self, ends: dict[int, int], asked: int, descriptor: int) -> None:
-        """Forward the output of vLLM's processes, line by line, until the last process is gone.
+    def _forward(self, read: int, number: int, log: int) -> None:
+        """Forward the output of vLLM's processes from ``read`` to the stream ``number``, until the last process is gone."""
+        starting, in_error, hidden = True, False, list[bytes]()
+        for line in _lines(read):
+            if starting and line.endswith(_STARTED):
+                starting = False
+                os.write(self._terminal[number], b"".join([*hidden, line.removesuffix(_STARTED)]))
+                os.close(log)
+                self._forwarded[number].set()
+                continue
+            if starting:
+                os.write(log, line)
+                level, text = _parsed(line.decode(errors="replace"))
+                in_error = level in _ERRORS or (level is None and (in_error or _BEGINS.match(text) is not None))
+            if starting and in_error and not self._verbose:
+                hidden.append(line)
+            else:
+                os.write(self._terminal[number], line)
+        self._forwarded[number].set()
 
-        ``asked`` signals the end of the start, with a byte if the start succeeded. Earlier output is forwarded first.
-        """
-        unfinished = dict.fromkeys(ends.values(), b"")
-        with selectors.DefaultSelector() as arriving, os.fdopen(descriptor, "wb", buffering=0) as file:
-            for end in (*ends, asked):
-                arriving.register(end, selectors.EVENT_READ)
-            while arriving.get_map():
-                ready = [key.fd for key, _ in arriving.select()]
-                if ready == [asked]:
-                    if os.read(asked, 1):
-                        self._show_all()
-                    arriving.unregister(asked)
-                    os.close(asked)
-                for end in ends.keys() & set(ready):
-                    number, data = ends[end], os.read(end, 1 << 16)
-                    if not data:
-                        arriving.unregister(end)
-                        os.close(end)
-                    # A progress bar's lines end with a carriage return.
-                    *lines, unfinished[number] = re.split(rb"(?<=[\n\r])", unfinished[number] + data)
-                    for line in lines if data else [*lines, unfinished[number]]:
-                        if self._starting:
-                            file.write(line)
-                        self._show(number, line)
 
-    def _show_all(self) -> None:
-        """Show the hidden lines, and hide no lines from now on."""
-        self._starting = False
-        for number, line in self._hidden:
-            os.write(self._terminal[number], line)
-        self._hidden.clear()
-        self._shown.set()
-
-    def _show(self, number: int, line: bytes) -> None:
-        if self._starting and not self._verbose and self._is_of_an_error(number, line.decode(errors="replace")):
-            self._hidden.append((number, line))
-        else:
-            os.write(self._terminal[number], line)
-
-    def _is_of_an_error(self, number: int, line: str) -> bool:
-        level, text = _parsed(line)
-        if level in {"ERROR", "CRITICAL"} or (level is None and _BEGINS.match(text)):
-            self._in_traceback.add(number)
-        elif level is not None:
-            self._in_traceback.discard(number)
-        return number in self._in_traceback
+def _lines(read: int) -> Iterator[bytes]:
+    """Yield the lines of a pipe until its last writer is gone; a progress bar's lines end with a carriage return."""
+    unfinished = b""
+    while data := os.read(read, 1 << 16):
+        *lines, unfinished = re.split(rb"(?<=[\n\r])", unfinished + data)
+        yield from lines
+    yield unfinished
 
 
 def explain(lines: Sequence[str], error: str) -> str:

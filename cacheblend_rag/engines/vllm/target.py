@@ -1,8 +1,4 @@
-"""Runs the model in vLLM's worker for the fusor, one request in the paged cache at a time, and for the parity gate.
-
-A watched pass uses this package's own attention, since vLLM's attention returns no weights. The pass writes nothing
-into the paged cache, so the pass may run tokens without pages; the question has none while a blend runs.
-"""
+"""Runs the model in vLLM's worker for the fusor, one request in the paged cache at a time, and for the parity gate."""
 
 from __future__ import annotations
 
@@ -173,7 +169,7 @@ class PagedSubject(GateSubject):
         return self._paged.logits(hidden), ChunkKV(self._read(pages, len(ids)), offset)
 
     def _read(self, pages: Pages, tokens: int) -> list[LayerKV]:
-        slots = [pages.between(group, 0, tokens) for group in range(len(self._paged.groups))]
+        slots = [pages.at(group, torch.arange(tokens)) for group in range(len(self._paged.groups))]
         return [self._paged.read(layer, slots[group]) for layer, group in enumerate(self._paged.group_of)]
 
     def kv(self, target: Any) -> list[LayerKV]:

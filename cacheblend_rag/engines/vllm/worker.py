@@ -11,8 +11,12 @@ from vllm.platforms import current_platform
 
 from cacheblend_rag.engines.vllm.connector import BlendConnector
 from cacheblend_rag.engines.vllm.fairness import FAIR
+from cacheblend_rag.engines.vllm.starting import end_with
 from cacheblend_rag.engines.vllm.versions import installed_version
 from cacheblend_rag.engines.vllm.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as BaseWorker
@@ -22,6 +26,11 @@ else:
 
 class BlendWorker(BaseWorker):
     """Extends the platform's worker, and calls the blend connector before and after each step."""
+
+    def __init__(self, vllm_config: VllmConfig, *given: Any, **named: Any):
+        assert vllm_config.kv_transfer_config is not None
+        end_with(vllm_config.kv_transfer_config.get_from_extra_config("starter", None))
+        super().__init__(vllm_config, *given, **named)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the KV cache, then pass the model to the connector, which runs the parity gate."""

@@ -79,12 +79,10 @@ class WorkerSide:
         self.gate = GateReport(False, "the parity gate has not run")
         self._paged: PagedModel | None = None
         self._rope: Rope | None = None
-        self._blends: BlendQueue | None = None
         self._page_lock: Callable[[], None] | None = None
-        self._refused: dict[str, str] = {}
         self._step = StepMeta()
         self._prefill: tuple[int, float, Any] | None = None
-        self.saver = Saver(entries)
+        self._blends, self.saver = BlendQueue(entries), Saver(entries)
 
     def bind(self, model: Any, device: torch.device) -> None:
         """Set the model and run the parity gate. Any error refuses the model: vLLM then prefills all prompts."""
@@ -95,7 +93,7 @@ class WorkerSide:
             refusal = _refusal(partial(self._begin, device))
         if refusal is not None:
             self.gate = replace(self.gate, passed=False, reason=refusal)
-            self._blends = self._paged = None
+            self._paged = None
 
     def _wrap(self, model: Any, device: torch.device) -> str | None:
         """Wrap the model; return why it cannot be blended."""
@@ -128,7 +126,7 @@ class WorkerSide:
         if writer is not None:
             writing = writing_on(self._paged.model, writer, self._paged.dtype, device)
             hand = Hand(writing, partial(self.saver.save, refusal=""))
-        self._blends = BlendQueue(self._paged, self._rope, self._entries, StepClock(device), hand)
+        self._blends.bind(self._paged, self._rope, StepClock(device), hand)
 
     def attention_begins(self, layer_name: str) -> None:
         """See :meth:`PagedModel.attention_begins`."""
@@ -142,20 +140,20 @@ class WorkerSide:
             page_lock, self._page_lock = self._page_lock, None
             page_lock()
         for load in step.loads:
-            if self._blends is not None:
+            if self.gate.passed:
                 self._blends.add(load)
             else:
-                self._refused[load.request_id] = f"this model is not blended: {self.gate.reason}"
+                self._blends.refuse(load.request_id, f"this model is not blended: {self.gate.reason}")
 
     def step_begins(self, output: SchedulerOutput) -> None:
         """Start to measure the next step if the step has enough tokens to measure ordinary prefill."""
         tokens, self._prefill = output.total_num_scheduled_tokens, None
-        if self._blends is not None and tokens >= min(LEAST_PREFILL, self._step_tokens):
+        if self.gate.passed and tokens >= min(LEAST_PREFILL, self._step_tokens):
             self._prefill = tokens, _context(output), self._blends.clock.mark()
 
     def step_ended(self) -> None:
         """End the measurement of a step, whose tokens are already sampled, and advance the blends."""
-        if self._blends is not None and self._prefill is not None:
+        if self._prefill is not None:
             (tokens, context, begin), watch = self._prefill, Stopwatch()
             self._blends.clock.add(PREFILL, tokens, begin, watch)
             self._blends.clock.complete(watch, tokens, context)
@@ -164,9 +162,8 @@ class WorkerSide:
 
     def blend(self) -> None:
         """Advance the blends, for the time of a prefill step while requests stream, else until one blend completes."""
-        if self._blends is not None:
-            allowance = None if self._step.idle else Allowance(self._step.pace, self._step_tokens)
-            self._blends.advance(allowance, self._step.held)
+        allowance = None if self._step.idle else Allowance(self._step.pace, self._step_tokens)
+        self._blends.advance(allowance, self._step.held)
 
     def take_finished(self, aborted: set[str]) -> tuple[set[str], set[str]]:
         """Return the requests whose blends ended since the last call, and the requests whose blends failed.
@@ -175,19 +172,12 @@ class WorkerSide:
         """
         for request_id in aborted:
             self.saver.drop(request_id)
-        refused = set(self._refused)
-        if self._blends is None:
-            return refused, refused
         self._blends.abort(aborted)
         return self._blends.take_ended()
 
     def take_results(self) -> WorkerMeta | None:
         """Return the results of blends that ended since the last call, and the changes in RAM; None without results."""
-        if self._blends is not None:
-            results = self._blends.take_results()
-        else:
-            refused, self._refused = self._refused, {}
-            results = WorkerMeta(failed=refused)
+        results = self._blends.take_results()
         if self._ram is not None:
             results.held = self._ram.take()
         return results if results else None
@@ -198,12 +188,11 @@ class WorkerSide:
 
     def measured(self) -> dict[str, tuple[float, float]]:
         """Return tokens and seconds of each kind of work since the start."""
-        return {} if self._blends is None else self._blends.clock.totals
+        return self._blends.clock.totals
 
     def close(self) -> None:
         """Wait until ended blends are finished and pending entries are written."""
-        if self._blends is not None:
-            self._blends.close()
+        self._blends.close()
         self.saver.close()
 
 

@@ -27,7 +27,6 @@ from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.blending.settings import ResolvedSettings
 from cacheblend_rag.engines.vllm import blends, connector, worker
 from cacheblend_rag.engines.vllm.arguments import _connect
-from cacheblend_rag.engines.vllm.blends import BlendQueue
 from cacheblend_rag.engines.vllm.messages import BlendJob, SaveJob, read_report, to_params
 from cacheblend_rag.engines.vllm.pace import StepClock
 from cacheblend_rag.engines.vllm.versions import connector_output
@@ -139,7 +138,7 @@ class Engine:
         self.worker = self.connector(config, KVConnectorRole.WORKER)
         side = self.worker.worker
         side.gate = GateReport(True)
-        side._blends = BlendQueue(None, None, None, StepClock(torch.device("cpu")))
+        side._blends.bind(None, None, StepClock(torch.device("cpu")))
         side.save = lambda saves: self.events.append(("save", len(saves)))
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.worker)
         self._steps: Any = runner(config, self.events)

@@ -260,9 +260,6 @@ def test_a_position_without_a_page_is_neither_read_nor_written() -> None:
         for position in (4, 12):
             with pytest.raises(MissingPageError, match="pages"):
                 slots(torch.tensor([1, position]))
-    assert pages.between(0, 8, 13).tolist() == [36, 37, 38, 39]
-    with pytest.raises(MissingPageError, match="pages"):
-        pages.between(0, 7, 9)
 
 
 def test_before_a_blend_writes_the_pages_of_every_group_are_looked_at() -> None:

@@ -52,7 +52,8 @@ class Worker:
         monkeypatch.setattr(blends, "all_ranks", lambda ok: ok)
         self.engine.runner.kv_heads = 0
         clock = StepClock(torch.device("cpu"))
-        self.queue = BlendQueue(self.engine.runner, self.engine.rope, self.engine.entries, clock)
+        self.queue = BlendQueue(self.engine.entries)
+        self.queue.bind(self.engine.runner, self.engine.rope, clock)
         self.ended: set[str] = set()
 
     def hold_up(self, scene: Scene, *chunks: int) -> None:

@@ -177,14 +177,13 @@ def test_a_model_that_cannot_be_wrapped_ends_no_engine(
     assert [record.getMessage().startswith("This model is not blended") for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize("failing", ["BlendQueue", "StepClock"])
-def test_what_fails_behind_the_gate_ends_no_engine(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_what_fails_behind_the_gate_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("CUDA driver version is insufficient")
 
     monkeypatch.setattr(worker_side, "PagedModel", Sound)
     monkeypatch.setattr(worker_side, "run_gate", lambda *_: (GateReport(True), SimpleNamespace()))
-    monkeypatch.setattr(worker_side, failing, fails)
+    monkeypatch.setattr(worker_side, "StepClock", fails)
     assert "driver version is insufficient" in bound().gate.reason
 
 
@@ -194,7 +193,6 @@ def test_nothing_is_page_locked_before_the_first_step_since_vllm_captures_graphs
     locked: list[torch.device] = []
     monkeypatch.setattr(worker_side, "PagedModel", Sound)
     monkeypatch.setattr(worker_side, "run_gate", lambda *_: (GateReport(True), SimpleNamespace()))
-    monkeypatch.setattr(worker_side, "BlendQueue", lambda *_: None)
     monkeypatch.setattr(MemoryStore, "page_lock_for", lambda _, device: locked.append(device))
     side = WorkerSide(Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ()), configured(), groups(), 100.0)
     side.bind(None, torch.device("cpu"))

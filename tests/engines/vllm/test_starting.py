@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import _ctypes
 import ctypes
 import io
 import logging
 import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,9 +20,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 
 from cacheblend_rag.engines.vllm import starting
 from cacheblend_rag.engines.vllm.starting import (
-    _tied,
-    end_with_parent,
+    end_with,
     explain,
+    forget_what_is_compiled,
     keep_what_is_compiled,
     log_as_vllm,
     spawn_if_forking_fails,
@@ -51,7 +49,7 @@ PARENT = "Engine core initialization failed. See root cause above. Failed core p
 
 
 LOADING = """
-import atexit, copy, multiprocessing, os, signal, sys
+import atexit, multiprocessing, sys
 from importlib.util import module_from_spec, spec_from_file_location
 
 def load():
@@ -80,21 +78,10 @@ if __name__ == "__main__":
         process.join()
         print(process.exitcode)
 """
-TIED = f"""{LOADING}
-starting = load()
-
-def stand(tie):
-    print(os.getpid(), flush=True)
-    signal.pause()
-
-if __name__ == "__main__":
-    multiprocessing.get_context("spawn").Process(target=stand, args=(copy.deepcopy(starting.Tie()),)).start()
-    signal.pause()
-"""
 
 
-def run_like_an_engine(ready: Connection) -> None:
-    end_with_parent()
+def run_like_an_engine(ready: Connection, starter: int) -> None:
+    end_with(starter)
     ready.send(os.getpid())
     signal.pause()
 
@@ -106,7 +93,7 @@ def stay(theirs: Connection) -> None:
 
 def start_both(ready: Connection, theirs: Connection) -> None:
     fork = multiprocessing.get_context("fork")
-    fork.Process(target=run_like_an_engine, args=(ready,)).start()
+    fork.Process(target=run_like_an_engine, args=(ready, os.getpid())).start()
     ready.close()
     fork.Process(target=stay, args=(theirs,)).start()  # it has all that is open here, and outlives it
     signal.pause()
@@ -136,25 +123,10 @@ def test_an_engine_ends_with_the_process_that_has_started_it_whatever_else_that_
     assert ended
 
 
-def test_a_process_that_is_spawned_with_a_tie_ends_with_its_parent_before_it_has_done_anything(tmp_path: Path) -> None:
-    script = tmp_path / "tied.py"
-    script.write_text(TIED)
-    parent = subprocess.Popen([sys.executable, str(script), starting.__file__], stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    spawned = int(parent.stdout.readline())
-    assert not select.select([parent.stdout], [], [], 0)[0]
-    parent.kill()
-    parent.wait()
-    ended = select.select([parent.stdout], [], [], 60)[0] and not parent.stdout.read()  # both ends of the pipe are gone
-    if not ended:
-        os.kill(spawned, signal.SIGKILL)
-    assert ended
-
-
-def test_a_process_whose_parent_has_gone_before_it_is_tied_ends_at_once() -> None:
+def test_an_engine_whose_starter_is_gone_already_ends_at_once() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    late = multiprocessing.get_context("fork").Process(target=_tied, args=(gone.pid,))
+    late = multiprocessing.get_context("fork").Process(target=end_with, args=(gone.pid,))
     late.start()
     late.join(60)
     assert late.exitcode == 1
@@ -323,17 +295,26 @@ def test_where_a_user_has_things_compiled_to_they_stay(monkeypatch: pytest.Monke
     assert (os.environ["VLLM_USE_AOT_COMPILE"], os.environ["TORCHINDUCTOR_CACHE_DIR"]) == ("1", str(tmp_path))
 
 
-def test_a_compiled_library_that_is_cut_short_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "deleted"), [(RuntimeError("Engine core"), True), (ValueError("max_model_len"), False)]
+)
+def test_a_start_that_fails_deletes_what_is_compiled_unless_vllm_refuses_its_arguments(
+    error: Exception, deleted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    folder = tmp_path / "torch_compile_cache" / "inductor" / "ab"
-    folder.mkdir(parents=True)
-    whole = Path(_ctypes.__file__).read_bytes()
-    for name, data in (("whole", whole), ("cut", whole[:-1]), ("empty", b""), ("being written", whole[:1000])):
-        (folder / f"{name}.so").write_bytes(data)
-        if name != "being written":
-            os.utime(folder / f"{name}.so", (0, 0))
     keep_what_is_compiled()
-    assert sorted(file.stem for file in folder.iterdir()) == ["being written", "whole"]
+    library = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "ab" / "cut.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"\x7fELF")
+    assert ("compiles the model anew" in forget_what_is_compiled(error)) == deleted
+    assert library.exists() != deleted
+    assert forget_what_is_compiled(RuntimeError("again")) == "" or not deleted
+
+
+def test_a_folder_of_the_users_own_is_never_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert forget_what_is_compiled(RuntimeError("Engine core")) == ""
+    assert tmp_path.exists()
