@@ -171,11 +171,11 @@ class Asked:
         """Return an answer's metadata on KV and retrieved texts; raise InputError if the engine replaced ``policy``."""
         if self.policy is not None and done.policy not in (None, self.policy):
             raise InputError(f"{done.reason}. Leave the policy open, or set on_miss='warn'.")
-        retrieved = self.retrieved.answered(done.missing)
+        retrieved = self.retrieved.answered(done)
         return {
             **done.facts,
-            "reason": f"{done.reason}; {retrieved.summary}" if retrieved.altered else done.reason,
-            "retrieved": retrieved.to_dict(),
+            "reason": f"{done.reason}; {retrieved['summary']}" if self.retrieved.lost else done.reason,
+            "retrieved": retrieved,
             "timings": dict(vars(done.timings)),
         }
 
@@ -210,7 +210,7 @@ def ask(
     Raises:
         InputError: A value has a wrong type, or is outside its range.
         PromptTooLongError: Prompt and answer exceed the context window.
-        AlteredChunkError: The prompt has altered chunks, and ``on_miss`` is ``"error"``.
+        AlteredChunkError: A retrieved chunk is not in the prompt, and ``on_miss`` is ``"error"``.
     """
     options = {**options, "json_schema": _form_of(tools, options.get("json_schema"))}
     settings = blend_settings(options)

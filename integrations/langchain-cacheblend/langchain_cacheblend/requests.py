@@ -110,9 +110,9 @@ class EngineFields(Serializable):
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
         quality: Replaces the three fields above: ``"high"`` (the profile's blend), ``"fast"`` (recomputes less),
             ``"exact"`` (reuses only the KV that a prefix cache could reuse) or ``"full"`` (full prefill).
-        on_miss: Reaction to retrieved chunks that a formatter has altered, so that their stored KV is useless:
-            ``"warn"`` (a log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``. Answers report
-            altered chunks in any case. ``"error"`` also raises if the given policy fell back to another policy.
+        on_miss: Reaction to retrieved chunks that the prompt lacks or has in an altered form, so that their stored KV
+            is useless: ``"warn"`` (a log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``.
+            Answers report these chunks in any case. ``"error"`` also raises if the given policy fell back to another policy.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -259,7 +259,7 @@ class EngineFields(Serializable):
             InputError: An argument is unknown, a value is out of range, or the call names another model than the
                 engine's.
             PromptTooLongError: Prompt and answer exceed the context window.
-            AlteredChunkError: A retrieved chunk was altered, and ``on_miss`` is ``"error"``.
+            AlteredChunkError: A retrieved chunk is not in the prompt, and ``on_miss`` is ``"error"``.
         """
         kwargs = with_usual_names(kwargs)
         allowed = {*CALL_OPTIONS, *_IGNORED, *known, "json_schema", "model", "on_miss"}

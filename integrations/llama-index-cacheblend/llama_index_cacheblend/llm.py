@@ -80,9 +80,9 @@ class CacheBlendLLM(FunctionCallingLLM):
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
         quality: Replaces the three attributes above: ``"high"`` (the profile's blend), ``"fast"`` (recomputes less),
             ``"exact"`` (reuses only the KV that a prefix cache could reuse) or ``"full"`` (full prefill).
-        on_miss: Reaction to retrieved chunks that were altered before the prompt, so that their stored KV is useless:
-            ``"warn"``, ``"ignore"`` or ``"error"``, which also raises if the policy fell back to another one.
-            Responses report altered chunks in ``raw["retrieved"]`` in any case.
+        on_miss: Reaction to retrieved chunks that the prompt lacks or has in an altered form, so that their stored KV
+            is useless: ``"warn"``, ``"ignore"`` or ``"error"``, which also raises if the policy fell back to another.
+            Responses report these chunks in ``raw["retrieved"]`` in any case.
         context_window: Context window for the prompts that LlamaIndex packs; at most the engine's, which None takes.
         is_chat_model: False makes LlamaIndex format prompts to text itself, without the chat template.
         chat_template_kwargs: Additional variables of the chat template: with ``{"enable_thinking": False}`` Qwen3

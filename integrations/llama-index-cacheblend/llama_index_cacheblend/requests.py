@@ -72,7 +72,7 @@ def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[s
         InputError: An argument is unknown, or a value is out of range.
         PromptTooLongError: Prompt and answer exceed the context window.
         UnknownChunkError: The call names a chunk that the engine does not know.
-        AlteredChunkError: A retrieved chunk was altered, and ``on_miss`` is ``"error"``.
+        AlteredChunkError: A retrieved chunk is not in the prompt, and ``on_miss`` is ``"error"``.
     """
     kwargs = with_usual_names(kwargs)
     if unknown := set(kwargs) - set(_KNOWN):
