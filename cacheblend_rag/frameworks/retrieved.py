@@ -166,7 +166,8 @@ def find_retrieved(
     if not retrieved:
         places = {name: place for name, place in places.items() if place is not None}
     report = RetrievalReport(places)
-    _tell(report, on_miss)
+    if on_miss != "ignore" and report.lost:
+        _tell(engine, report, on_miss)
     return prompt, report
 
 
@@ -189,13 +190,15 @@ def _place(texts: Retrieved, prompt: BlendPrompt) -> str | None:
     return next((chunk.id for form in _forms(texts) for chunk in chunks if form in chunk.text), None)
 
 
-def _tell(report: RetrievalReport, on_miss: OnMiss) -> None:
-    if on_miss == "ignore" or not (lost := report.lost):
-        return
+def _tell(engine: BlendEngine, report: RetrievalReport, on_miss: OnMiss) -> None:
+    first = report.lost[0]
     said = (
-        f"{len(lost)} of {len(report.places)} retrieved chunks cannot be reused, the first of them {lost[0]}: the prompt "
-        "does not have their text as it was retrieved, or the engine does not know them (wrap the retriever)."
+        f"{len(report.lost)} of {len(report.places)} retrieved chunks cannot be reused, the first of them {first}: the "
+        "prompt does not have their text as it was retrieved, or the engine does not know them (wrap the retriever)."
     )
     if on_miss == "error":
-        raise AlteredChunkError(f"{said} Hand chunks over as they are, or set on_miss='warn'.", lost[0])
-    _log.warning("%s", said)
+        raise AlteredChunkError(f"{said} Hand chunks over as they are, or set on_miss='warn'.", first)
+    # Many chains never show all chunks to the model: rerankers, prompts that refine an answer chunk by chunk.
+    uses = uses_of(engine)
+    _log.log(logging.DEBUG if uses.warned else logging.WARNING, "%s", said)
+    uses.warned = True

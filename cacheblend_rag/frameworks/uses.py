@@ -34,10 +34,14 @@ class ChunkUses:
     A document is identified by its vector store and by its id in the store. Documents that were in a vector store
     before this process started are learned when they are retrieved; a chunk that other code registered with the engine,
     such as a ``RagPipeline``, is in use forever.
+
+    Attributes:
+        warned: Whether the log has a warning of a prompt that lacked retrieved chunks.
     """
 
     def __init__(self, engine: BlendEngine):
         """Start without uses and without a reference to the engine."""
+        self.warned = False
         self._lock = threading.Lock()
         self._held: defaultdict[object, dict[Hashable, frozenset[str]]] = defaultdict(dict)
         self._users: Counter[str] = Counter()

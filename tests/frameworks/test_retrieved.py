@@ -135,6 +135,7 @@ def test_one_warning_or_error_says_how_many_are_not_reused(
     found(engine, "No notes.", on_miss="ignore")
     assert not caplog.records
     found(engine, "No notes.")
+    found(engine, "No notes.")
     (record,) = caplog.records
     assert (record.levelno, record.name) == (logging.WARNING, "cacheblend_rag.misses")
     assert f"2 of 2 retrieved chunks cannot be reused, the first of them {chunk_id(BELL)}" in record.getMessage()
