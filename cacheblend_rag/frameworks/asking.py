@@ -157,13 +157,8 @@ class Asked:
         """Return an answer's metadata on KV and retrieved texts; raise InputError if the engine replaced ``policy``."""
         if self.policy is not None and done.policy not in (None, self.policy):
             raise InputError(f"{done.reason}. Leave the policy open, or set on_miss='warn'.")
-        retrieved = self.retrieved.answered(done)
-        return {
-            **done.facts,
-            "reason": f"{done.reason}; {retrieved['summary']}" if self.retrieved.lost else done.reason,
-            "retrieved": retrieved,
-            "timings": dict(vars(done.timings)),
-        }
+        retrieved = self.retrieved.answered(done, self.request.prompt.spans)
+        return {**done.facts, "retrieved": retrieved, "timings": dict(vars(done.timings))}
 
     def logprobs(self, done: Generation) -> dict[str, Any]:
         """Return the log-probabilities of an answer under OpenAI's key, or an empty dict if they were not requested."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ from cacheblend_rag.frameworks import retrieved
 from cacheblend_rag.frameworks.retrieved import OnMiss, RetrievalLog, RetrievalReport, find_retrieved
 from cacheblend_rag.frameworks.uses import json_forms, uses_of
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
-from cacheblend_rag.prompts.prompt import BlendPrompt, text_prompt
+from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkSpan, text_prompt
 from tests.fake_engine import FakeEngine
 
 BELL = (
@@ -145,10 +145,11 @@ def test_one_warning_or_error_says_how_many_are_not_reused(
 
 
 def test_an_answer_says_what_became_of_each_chunk() -> None:
-    def told(mode: str, **more: Any) -> list[Any]:
-        outcome = PromptOutcome(mode, "", Usage(9, 0, 0, 9), **more)
+    def told(mode: Literal["blend", "prefill"], kept: int = 0, **more: Any) -> list[Any]:
+        outcome = PromptOutcome(mode, "", Usage(9, kept, 0, 9 - kept, kept_tokens=kept), **more)
+        spans = [ChunkSpan(Chunk(name, name, (1,)), at, at + 2) for name, at in (("a", 1), ("b in JSON", 4))]
         report = RetrievalReport({"a": "a", "b": "b in JSON", "c": None})
-        said = report.answered(Generation.of(outcome, "", (), "stop", Timings(0.0, 0.0)))
+        said = report.answered(Generation.of(outcome, "", (), "stop", Timings(0.0, 0.0)), spans)
         assert (said["retrieved"], [each["id"] for each in said["chunks"]]) == (3, ["a", "b", "c"])
         return [said["summary"], said["reused"], *(each["status"] for each in said["chunks"])]
 
@@ -163,6 +164,7 @@ def test_an_answer_says_what_became_of_each_chunk() -> None:
     ]
     assert told("blend", in_place=("a",)) == ["1 of 3 retrieved chunks reused", 1, lost, "reused", lost]
     assert told("prefill") == ["0 of 3 retrieved chunks reused", 0, lost, lost, lost]
+    assert told("prefill", kept=5) == ["1 of 3 retrieved chunks reused", 1, "reused", lost, lost]
     nothing = Generation.of(PromptOutcome("blend", "", Usage(9, 0, 0, 9)), "", (), "stop", Timings(0.0, 0.0))
     assert RetrievalReport().answered(nothing) == {"summary": "", "retrieved": 0, "reused": 0, "chunks": []}
 

@@ -97,8 +97,7 @@ def test_a_chunk_that_is_not_reused_is_told_of(scripted: ScriptedEngine, caplog:
 
     answer = chain(scripted, retriever, form).invoke("When?")
     assert statuses(answer) == ["not_stored", "not_reused", "not_reused", "not_reused"]
-    said = answer.response_metadata["cacheblend"]
-    assert said["reason"].endswith("; 0 of 4 retrieved chunks reused, 1 not stored yet")
+    assert report(answer)["summary"] == "0 of 4 retrieved chunks reused, 1 not stored yet"
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"3 of 4 retrieved chunks cannot be reused, the first of them {chunk_id(texts[1])}" in record.getMessage()
