@@ -87,7 +87,7 @@ def shared_engine(
 
 def _resolved(engine: str, given: Mapping[str, Any]) -> tuple[Callable[..., BlendEngine], dict[str, Any]]:
     """Return the class of the engine and the arguments of the class; set the number of threads."""
-    found = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    found: dict[str, Any] = {name: str(v) if isinstance(v, Path) else v for name, v in given.items()}
     if not found.get("base_url") and "model" not in found:
         if address := os.environ.get("CACHEBLEND_BASE_URL"):
             found["base_url"] = address

@@ -74,7 +74,7 @@ class ChunkUses:
     def hold(self, owner: object, documents: Iterable[tuple[Hashable, Iterable[str]]]) -> set[str]:
         """Record the ids of the chunks that each of ``owner``'s documents holds now; return the ids of unused chunks."""
         with self._lock:
-            freed = set()
+            freed = set[str]()
             for name, chunk_ids in documents:
                 before, now = self._held[owner].pop(name, frozenset()), frozenset(chunk_ids)
                 if now:
