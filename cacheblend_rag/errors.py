@@ -40,7 +40,7 @@ class UnknownChunkError(InputError):
 
 
 class AlteredChunkError(InputError):
-    """Reports a retrieved chunk that was altered in the prompt, so that its stored KV cannot be used.
+    """Reports a retrieved chunk that the prompt lacks or has in an altered form, so that its stored KV cannot be used.
 
     Attributes:
         chunk_id: Id of the chunk.

@@ -12,13 +12,13 @@ from cacheblend_rag.frameworks.asking import Asked as Asked
 from cacheblend_rag.frameworks.asking import ask as ask
 from cacheblend_rag.frameworks.asking import check_given as check_given
 from cacheblend_rag.frameworks.asking import options_of as options_of
-from cacheblend_rag.frameworks.asking import sampling_of as sampling_of
 from cacheblend_rag.frameworks.asking import with_usual_names as with_usual_names
 from cacheblend_rag.frameworks.calls import NO_TOOLS as NO_TOOLS
 from cacheblend_rag.frameworks.calls import CallsRead as CallsRead
 from cacheblend_rag.frameworks.calls import ToolsAsked as ToolsAsked
 from cacheblend_rag.frameworks.calls import check_shown as check_shown
 from cacheblend_rag.frameworks.calls import new_call_id as new_call_id
+from cacheblend_rag.frameworks.calls import openai_call as openai_call
 from cacheblend_rag.frameworks.calls import required_tool as required_tool
 from cacheblend_rag.frameworks.calls import tools_asked as tools_asked
 from cacheblend_rag.frameworks.existing import ExistingEstimate as ExistingEstimate
@@ -29,7 +29,7 @@ from cacheblend_rag.frameworks.existing import text_vectors as text_vectors
 from cacheblend_rag.frameworks.retrieved import OnMiss as OnMiss
 from cacheblend_rag.frameworks.retrieved import RetrievalLog as RetrievalLog
 from cacheblend_rag.frameworks.sharing import EngineName as EngineName
-from cacheblend_rag.frameworks.sharing import check_run_options as check_run_options
+from cacheblend_rag.frameworks.sharing import check_engine as check_engine
 from cacheblend_rag.frameworks.sharing import shared_engine as shared_engine
 from cacheblend_rag.frameworks.uses import StoreChunks as StoreChunks
 from cacheblend_rag.frameworks.uses import owner_of as owner_of

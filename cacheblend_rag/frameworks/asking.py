@@ -59,38 +59,24 @@ def with_usual_names(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_of(options: Mapping[str, Any], room: int) -> SamplingParams:
-    """Return the sampling parameters; an option that is None keeps its default.
-
-    Args:
-        options: Options by the names of SamplingParams; ``stop`` may be one string.
-        room: Tokens that the context window leaves for the answer.
-
-    Raises:
-        InputError: A value has a wrong type, or is outside its range.
-    """
+    """Return the sampling parameters of an answer with at most ``room`` tokens; an option of None keeps its default."""
     names = (*SAMPLING_OPTIONS, "json_schema")
     given = {name: options[name] for name in names if options.get(name) is not None}
     given.setdefault("max_tokens", max(1, min(DEFAULT_MAX_TOKENS, room)))
-    stop = given.get("stop", ())
-    return SamplingParams(**{**given, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
+    if isinstance(stop := given.get("stop"), str | list):
+        given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    return SamplingParams(**given)
 
 
 def blend_settings(options: Mapping[str, Any]) -> BlendSettings:
-    """Return the settings for the reuse of stored KV.
-
-    Raises:
-        InputError: A value has a wrong type, or is outside its range.
-    """
+    """Return the settings for the reuse of stored KV."""
     return BlendSettings.from_params({name: options[name] for name in OPTION_NAMES if name in options})
 
 
 def check_given(options: Mapping[str, Any]) -> None:
-    """Raise the error that a call would raise for invalid options, before pydantic coerces the values.
-
-    Raises:
-        InputError: A value has a wrong type, or is outside its range.
-    """
+    """Raise the InputError that a call would raise for invalid options, before pydantic coerces the values."""
     blend_settings(options)
+    sampling_of(options, room=1)
     checked_on_miss(options.get("on_miss", "warn"))
 
 
@@ -171,13 +157,8 @@ class Asked:
         """Return an answer's metadata on KV and retrieved texts; raise InputError if the engine replaced ``policy``."""
         if self.policy is not None and done.policy not in (None, self.policy):
             raise InputError(f"{done.reason}. Leave the policy open, or set on_miss='warn'.")
-        retrieved = self.retrieved.answered(done.missing)
-        return {
-            **done.facts,
-            "reason": f"{done.reason}; {retrieved.summary}" if retrieved.altered else done.reason,
-            "retrieved": retrieved.to_dict(),
-            "timings": dict(vars(done.timings)),
-        }
+        retrieved = self.retrieved.answered(done, self.request.prompt.spans)
+        return {**done.facts, "retrieved": retrieved, "timings": dict(vars(done.timings))}
 
     def logprobs(self, done: Generation) -> dict[str, Any]:
         """Return the log-probabilities of an answer under OpenAI's key, or an empty dict if they were not requested."""
@@ -187,10 +168,11 @@ class Asked:
 
 
 def ask(
-    engine: BlendEngine,
+    model: Any,
     build: Callable[[], BlendPrompt],
-    options: Mapping[str, Any],
+    call: Mapping[str, Any],
     *,
+    known: Iterable[str] = (),
     log: RetrievalLog,
     run: Hashable | None,
     tools: ToolsAsked = NO_TOOLS,
@@ -199,20 +181,26 @@ def ask(
     """Prepare a call of a framework's model, and tokenise its prompt; no other function tokenises the prompt.
 
     Args:
-        engine: Engine that answers.
+        model: The framework's model; has the engine, ``on_miss`` and the :data:`CALL_OPTIONS` as attributes.
         build: Builds the prompt from the chunks that the engine knows at the time.
-        options: :data:`CALL_OPTIONS`, ``json_schema`` and ``on_miss``.
+        call: Arguments of the call: :data:`CALL_OPTIONS`, ``json_schema`` and ``on_miss``, which override the model's.
+        known: Names of further arguments, which the caller has handled.
         log: Log of the retrieved texts.
         run: Run of the framework that contains this call.
         tools: Tools that the prompt shows, and which tool the answer must call.
         chat: Whether to separate thoughts from the answer.
 
     Raises:
-        InputError: A value has a wrong type, or is outside its range.
+        InputError: An argument is unknown, or a value has a wrong type or is outside its range.
         PromptTooLongError: Prompt and answer exceed the context window.
-        AlteredChunkError: The prompt has altered chunks, and ``on_miss`` is ``"error"``.
+        AlteredChunkError: A retrieved chunk is not in the prompt, and ``on_miss`` is ``"error"``.
     """
-    options = {**options, "json_schema": _form_of(tools, options.get("json_schema"))}
+    call, engine = with_usual_names(call), model.engine
+    allowed = {*CALL_OPTIONS, "json_schema", "on_miss", *known}
+    if unknown := ", ".join(sorted(map(repr, set(call) - allowed))):
+        raise InputError(f"A call of {type(model).__name__} takes no {unknown}; it takes {', '.join(sorted(allowed))}.")
+    options = options_of(model, {"on_miss": model.on_miss, **call})
+    options["json_schema"] = _form_of(tools, call.get("json_schema"))
     settings = blend_settings(options)
     prompt, retrieved = find_retrieved(engine, build, log, run, checked_on_miss(options["on_miss"]))
     tokens = engine.tokenize(prompt)

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 _OPEN, _CLOSE, _FENCE = "<tool_call>", "</tool_call>", "```"
 _DEFINED = re.compile(r"^#/(\$defs|definitions)/")
-_MARK = re.compile(f"{_OPEN}|{_FENCE}")
-_FENCE_OPEN = re.compile(rf"{_FENCE}[\w-]*\s*")
+_JSON_FENCE = rf"{_FENCE}[\w-]*\s*"
+_MARK = re.compile(rf"{_OPEN}|{_JSON_FENCE}[{{\[]")
+_MARK_BEGUN = re.compile(rf"(?:`{{1,2}}|{_JSON_FENCE})\Z")
 # A JSON string may contain a fence. An unclosed string ends with its line, or is still being written.
 _STRING = r'"(?:[^"\\\n]|\\.)*+(?:"|\\?\Z)'
-_ENDS_FENCE = re.compile("[`\n]")
 _PART = re.compile(
     rf"{_OPEN}(?P<block>.*?)(?:{_CLOSE}|\Z)"
-    rf"|{_FENCE_OPEN.pattern}(?P<fenced>[{{\[](?:{_STRING}|(?!{_FENCE}).)*+)(?:{_FENCE}|(?P<open>\Z))",
+    rf"|{_JSON_FENCE}(?P<fenced>[{{\[](?:{_STRING}|(?!{_FENCE}).)*+)(?:{_FENCE}|(?P<open>\Z))",
     re.DOTALL,
 )
 
@@ -158,6 +158,11 @@ def new_call_id() -> str:
     return uuid4().hex[:9]
 
 
+def openai_call(call_id: str | None, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call in OpenAI's form, but with its arguments as an object, as chat templates read them."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 class CallReader:
     r"""Separates the tool calls of an answer from its text, piece by piece.
 
@@ -182,41 +187,29 @@ class CallReader:
         self._required = self._held = required is not False
         self._text = ""
         self._sent = 0
-        self._open = False  # whether a fence has begun that may hold calls
 
     def push(self, piece: str) -> str:
         """Add the next piece of the answer; return the text that is certainly not part of a call."""
         self._text += piece
-        if self._text.lstrip()[:1] in ("", "{", "[") or (self._open and not _ENDS_FENCE.search(piece)):
+        if self._text.lstrip()[:1] in ("", "{", "["):
             return ""
         begun = self._sent
         while not self._held:
             mark = _MARK.search(self._text, self._sent)
             if mark is None:
-                rest = self._text[self._sent :]
-                self._sent = len(self._text) - max(begun_at_end(rest, _OPEN), begun_at_end(rest, _FENCE))
+                fence = _MARK_BEGUN.search(self._text, self._sent)
+                self._sent = len(self._text) - begun_at_end(self._text[self._sent :], _OPEN)
+                self._sent = self._sent if fence is None else fence.start()
                 break
             self._sent = mark.start()
-            self._held = mark[0] == _OPEN
-            if not self._held and not self._pass_fence():
+            part = _PART.match(self._text, self._sent)
+            assert part is not None
+            if part["open"] is not None:
                 break
+            self._held = part["block"] is not None or self._calls(part) is not None
+            if not self._held:
+                self._sent = part.end()
         return self._text[begun : self._sent]
-
-    def _pass_fence(self) -> bool:
-        """Skip the next fence if no call can stand in the fence; return whether the fence can be judged yet."""
-        opened = _FENCE_OPEN.match(self._text, self._sent)
-        assert opened is not None
-        part = _PART.match(self._text, self._sent)
-        self._open = part is not None and part["open"] is not None
-        if self._open or opened.end() == len(self._text):
-            return False
-        if part is None:
-            self._sent = opened.end()
-        elif self._calls(part) is None:
-            self._sent = part.end()
-        else:
-            self._held = True
-        return True
 
     def finish(self) -> CallsRead:
         """Return the rest of the answer, with its calls, at the end of the answer."""

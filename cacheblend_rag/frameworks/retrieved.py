@@ -1,22 +1,21 @@
-"""Records retrieved texts until the model is asked, finds the texts in the prompt, and reacts to altered texts."""
+"""Records retrieved texts until the model is asked, and reports which of the texts stand as chunks in the prompt."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from cacheblend_rag.engines.base import BlendEngine
+from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.errors import AlteredChunkError, InputError
-from cacheblend_rag.frameworks.uses import renditions, uses_of
+from cacheblend_rag.frameworks.uses import json_forms, uses_of
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
-from cacheblend_rag.prompts.placing import Piece, text_of
-from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef
-from cacheblend_rag.prompts.registry import MATCH_WINDOW
+from cacheblend_rag.prompts.placing import text_of
+from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, ChunkSpan
 
 Retrieved = tuple[str, ...]
 """Forms of one retrieved text: first the form that the prompt is expected to have, then other acceptable forms."""
@@ -98,169 +97,82 @@ class RetrievalLog:
             self._held.setdefault(run, deque(maxlen=_MOST_HELD)).extend(items)
 
 
-RetrievedStatus = Literal["matched", "not_stored", "altered", "absent", "skipped"]
-STATUSES: tuple[RetrievedStatus, ...] = ("matched", "not_stored", "altered", "absent", "skipped")
+OnMiss = Literal["ignore", "warn", "error"]
+"""Reaction to retrieved chunks that do not stand in the prompt: ignore them, log a warning, or raise an error."""
 
-_SAMPLE, _SAMPLES = 16, 24
-_SHARE = 0.1  # share of a text's samples above which the prompt has a part of the text
-_CUT = "\n[...]\n"  # stands for a chunk
-
-
-@dataclass(frozen=True)
-class RetrievedFate:
-    """Reports what became of one retrieved text.
-
-    Attributes:
-        id: Id of the text's chunk.
-        status: ``"matched"``: a chunk of the prompt is the whole text, contains it, or is a rendition.
-            ``"not_stored"``: the text is matched, but the chunk's KV was not stored, and was computed in place.
-            ``"altered"``: the prompt has the text changed or in part, outside chunks. ``"absent"``: the prompt has no
-            part of the text. ``"skipped"``: the prompt has the whole text, outside chunks (see ``detail``).
-        detail: Why the text was skipped.
-        chunk: Id of the matched chunk in the prompt.
-    """
-
-    id: str
-    status: RetrievedStatus
-    detail: str = ""
-    chunk: str | None = None
+_log = logging.getLogger("cacheblend_rag.misses")
 
 
 @dataclass(frozen=True)
 class RetrievalReport:
-    """Reports what became of each text that was retrieved for a prompt."""
+    """Reports what became of each chunk that was retrieved for a prompt.
 
-    fates: tuple[RetrievedFate, ...] = ()
+    Attributes:
+        places: For the id of each retrieved chunk, the id of the prompt's chunk that holds the text (as the text is, or
+            as a JSON string spells the text); None if the prompt has no such chunk.
+    """
+
+    places: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
-    def altered(self) -> list[RetrievedFate]:
-        """Return the fates of texts whose KV could not be used because of their formatting."""
-        return [fate for fate in self.fates if fate.status == "altered"]
+    def lost(self) -> list[str]:
+        """Return the ids of the retrieved chunks that stand in no chunk of the prompt."""
+        return [name for name, place in self.places.items() if place is None]
 
-    @property
-    def summary(self) -> str:
-        """Return the counts in words, or an empty string if nothing was retrieved."""
-        words = {"altered": "altered between retriever and model", "not_stored": "not stored yet"}
-        counts = [(status, sum(fate.status == status for fate in self.fates)) for status in STATUSES]
-        told = [f"{count} {words.get(status, status)}" for status, count in counts if count]
-        return ", ".join([f"{len(self.fates)} retrieved", *told]) if self.fates else ""
+    def answered(self, done: Generation, spans: Sequence[ChunkSpan] = ()) -> dict[str, Any]:
+        """Return the report in the form that answers carry: counts, and the status of each retrieved chunk.
 
-    def answered(self, missing: Iterable[str]) -> RetrievalReport:
-        """Return the report updated with the ids of chunks whose KV turned out to be missing."""
-        gone = set(missing)
-        return RetrievalReport(
-            tuple(replace(fate, status="not_stored") if fate.chunk in gone else fate for fate in self.fates)
-        )
+        ``spans`` are the chunks of the prompt, because a prompt that is not blended may reuse chunks by the engine's
+        prefix cache.
 
-    def found(self) -> RetrievalReport:
-        """Return the report without absent texts, for texts that may not have been retrieved for this prompt."""
-        return RetrievalReport(tuple(fate for fate in self.fates if fate.status != "absent"))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report in the form that answers carry."""
-        return {
-            "summary": self.summary,
-            "retrieved": len(self.fates),
-            **{status: sum(fate.status == status for fate in self.fates) for status in STATUSES},
-            "chunks": [
-                {"id": fate.id, "status": fate.status, **({"detail": fate.detail} if fate.detail else {})}
-                for fate in self.fates
-            ],
-        }
+        The status is ``"reused"``, ``"not_stored"`` (the chunk's KV was not stored, and was computed in place) or
+        ``"not_reused"``.
+        """
+        kept = {span.chunk.id for span in spans if span.end <= done.usage.kept_tokens}
+        chunks = [{"id": name, "status": _status(place, done, kept)} for name, place in self.places.items()]
+        reused, new = (sum(each["status"] == status for each in chunks) for status in ("reused", "not_stored"))
+        summary = f"{reused} of {len(chunks)} retrieved chunks reused" if chunks else ""
+        if new:
+            summary += f", {new} not stored yet"
+        return {"summary": summary, "retrieved": len(chunks), "reused": reused, "chunks": chunks}
 
 
-def fates_of(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> RetrievalReport:
-    """Return the report on retrieved texts, each distinct text once, in a prompt of the given pieces."""
-    chunks = [piece for piece in prompt if isinstance(piece, Chunk)]
-    # Text inside chunks is left out: a neighbouring chunk may share a passage with a retrieved text.
-    plain = _CUT.join(text_of(piece) for piece in prompt if not isinstance(piece, Chunk))
-    named = {chunk_id(texts[0]): texts for texts in items if texts[0]}
-    fates = {name: _whole(name, texts, chunks, plain) for name, texts in named.items()}
-    lost = [name for name, fate in fates.items() if fate is None]
-    # A chain may also change the case of a retrieved text.
-    folded = plain.casefold() if lost else ""
-    forms = {name: [text.casefold() for text in texts] for name, texts in named.items()} if lost else {}
-    for name in lost:
-        others = _CUT.join(text for other in forms if other != name for text in forms[other])
-        found = any(_in_part(text, folded, others) for text in forms[name])
-        fates[name] = RetrievedFate(name, "altered" if found else "absent")
-    return RetrievalReport(tuple(fate for fate in fates.values() if fate is not None))
-
-
-def renditions_in(items: Sequence[Retrieved], prompt: Sequence[Piece]) -> list[str]:
-    """Return the other forms of the texts, and the renditions of all forms, that the prompt has outside chunks."""
-    plain = [text_of(piece) for piece in prompt if not isinstance(piece, Chunk)]
-    others = (form for texts in items for form in texts[1:])
-    forms = chain(others, (form for texts in items for text in texts for form in renditions(text)))
-    return [form for form in forms if any(form in text for text in plain)]
-
-
-def _whole(name: str, texts: Retrieved, chunks: Sequence[Chunk], plain: str) -> RetrievedFate | None:
-    """Return the fate of a text that the prompt has whole, or as a chunk in a rendition; None for any other text."""
-    by_text = {chunk.text: chunk.id for chunk in chunks}
-    same = (by_text[text] for text in texts if text in by_text)
-    within = (chunk.id for chunk in chunks for text in texts if text in chunk.text)
-    rendered = (by_text[form] for text in texts for form in renditions(text) if form in by_text)
-    held = next(same, None) or next(within, None) or next(rendered, None)
-    if held is not None:
-        return RetrievedFate(name, "matched", chunk=held)
-    skipped = next((text for text in texts if text in plain), None)
-    return None if skipped is None else RetrievedFate(name, "skipped", _why_skipped(skipped))
-
-
-def _in_part(text: str, plain: str, others: str) -> bool:
-    """Return whether a text is there changed or cut, by samples that no other text has: many texts begin alike."""
-    step = max(1, (len(text) - _SAMPLE) // _SAMPLES)
-    samples = [text[at : at + _SAMPLE] for at in range(0, max(1, len(text) - _SAMPLE + 1), step)]
-    if not any(sample in plain for sample in samples):  # as for all texts that a reranker has left out: a fast answer
-        return False
-    own = [sample for sample in samples if sample not in others]
-    return sum(sample in plain for sample in own) > _SHARE * len(samples)
-
-
-def _why_skipped(text: str) -> str:
-    if len(text) < MATCH_WINDOW:
-        return f"it is shorter than {MATCH_WINDOW} characters, and not looked for"
-    return "the engine does not know it, or it spells a special token; wrap the retriever that found it"
-
-
-OnMiss = Literal["ignore", "warn", "error"]
-"""Reaction to retrieved chunks that a formatter has altered: ignore them, log a warning, or raise an error."""
-
-_log = logging.getLogger("cacheblend_rag.misses")
+def _status(place: str | None, done: Generation, kept: set[str]) -> str:
+    if place in done.missing:
+        return "not_stored"
+    blended = done.mode == "blend" and place not in done.in_place
+    return "reused" if place is not None and (blended or place in kept) else "not_reused"
 
 
 def find_retrieved(
     engine: BlendEngine, build: Callable[[], BlendPrompt], log: RetrievalLog, run: Hashable | None, on_miss: OnMiss
 ) -> tuple[BlendPrompt, RetrievalReport]:
-    """Build a prompt, and report what became of the texts retrieved for the prompt.
+    """Build a prompt, and report which of the texts retrieved for the prompt stand in the prompt's chunks.
 
-    A retrieved text that the prompt has in a rendition (escaped, or with its whitespace closed up) is a chunk of its
-    own: computed the first time, reused from then on. ``build`` is called again when the engine has learned such
-    chunks. Without a ``run``, or if the run retrieved nothing, texts that were retrieved lately count if the prompt has
-    them.
+    A text that the prompt has inside a JSON string, or in another of its forms, is a chunk of its own: computed the
+    first time, reused from then on. ``build`` is called again when the engine has learned such chunks. Without a
+    ``run``, or if the run retrieved nothing, texts that were retrieved lately count if the prompt has them.
 
     Raises:
-        AlteredChunkError: The prompt has altered chunks, and ``on_miss`` is ``"error"``.
+        AlteredChunkError: A retrieved text is in no chunk of the prompt, and ``on_miss`` is ``"error"``.
     """
     prompt = build()
     retrieved = log.of(run)
-    loose = not retrieved
-    if loose:
-        # Texts that the engine does not know belong to another view or engine.
-        retrieved = [texts for texts in log.loose if _known(engine, texts)]
-    if not retrieved:
+    items = retrieved or log.loose
+    if not items:
         return prompt, RetrievalReport()
-    report = fates_of(retrieved, _pieces(prompt))
-    lost = {fate.id for fate in report.fates if fate.status in ("altered", "absent", "skipped")}
-    unmatched = [texts for texts in retrieved if chunk_id(texts[0]) in lost and _known(engine, texts)]
-    if forms := renditions_in(unmatched, _pieces(prompt)):
-        uses_of(engine).register(engine, forms)
+    plain = "\0".join(text_of(part) for part in prompt.segments if not isinstance(part, Chunk | ChunkRef))
+    # A text that the engine does not know belongs to another view or engine.
+    known = [texts for texts in items if any(chunk_id(text) in engine.registry for text in texts)]
+    new = [form for texts in known for form in _forms(texts) if form in plain and chunk_id(form) not in engine.registry]
+    if uses_of(engine).register(engine, new):
         prompt = build()
-        report = fates_of(retrieved, _pieces(prompt))
-    if loose:
-        report = report.found()
-    _tell(report, on_miss)
+    places = {chunk_id(texts[0]): _place(texts, prompt) for texts in items}
+    if not retrieved:
+        places = {name: place for name, place in places.items() if place is not None}
+    report = RetrievalReport(places)
+    if on_miss != "ignore" and report.lost:
+        _tell(engine, report, on_miss)
     return prompt, report
 
 
@@ -272,21 +184,26 @@ def checked_on_miss(value: Any) -> OnMiss:
     return found
 
 
-def _known(engine: BlendEngine, texts: Retrieved) -> bool:
-    return any(chunk_id(text) in engine.registry for text in texts)
+def _forms(texts: Retrieved) -> list[str]:
+    """Return the texts, and behind them the texts as JSON strings spell them."""
+    return [*texts, *(form for text in texts for form in json_forms(text))]
 
 
-def _pieces(prompt: BlendPrompt) -> list[Piece]:
-    return [segment for segment in prompt.segments if not isinstance(segment, ChunkRef)]
+def _place(texts: Retrieved, prompt: BlendPrompt) -> str | None:
+    """Return the id of the shortest chunk in the prompt that holds one of the forms, or None."""
+    chunks = sorted((part for part in prompt.segments if isinstance(part, Chunk)), key=lambda chunk: len(chunk.text))
+    return next((chunk.id for form in _forms(texts) for chunk in chunks if form in chunk.text), None)
 
 
-def _tell(report: RetrievalReport, on_miss: OnMiss) -> None:
-    if on_miss == "ignore" or not report.altered:
-        return
-    first = report.altered[0].id
+def _tell(engine: BlendEngine, report: RetrievalReport, on_miss: OnMiss) -> None:
+    first = report.lost[0]
     said = (
-        f"{report.summary}. The stored KV of chunk {first} cannot be used: it stands in the prompt changed, or in part."
+        f"{len(report.lost)} of {len(report.places)} retrieved chunks cannot be reused, the first of them {first}: the "
+        "prompt does not have their text as it was retrieved, or the engine does not know them (wrap the retriever)."
     )
     if on_miss == "error":
         raise AlteredChunkError(f"{said} Hand chunks over as they are, or set on_miss='warn'.", first)
-    _log.warning("%s", said)
+    # Many chains never show all chunks to the model: rerankers, prompts that refine an answer chunk by chunk.
+    uses = uses_of(engine)
+    _log.log(logging.DEBUG if uses.warned else logging.WARNING, "%s", said)
+    uses.warned = True

@@ -5,17 +5,15 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from cacheblend_rag.blending.settings import is_whole
+from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.models import dtype_named
 from cacheblend_rag.errors import InputError
-
-if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import BlendEngine
 
 EngineName = Literal["transformers", "vllm"]
 """Names of the engines that run a model in this process."""
@@ -30,7 +28,7 @@ _opening = threading.Lock()
 def shared_engine(
     model: str | Path | None = None,
     *,
-    engine: EngineName = HERE,
+    engine: BlendEngine | EngineName | None = None,
     store: str | Path | None = None,
     device: str | None = None,
     dtype: str | None = None,
@@ -41,7 +39,7 @@ def shared_engine(
     timeout_s: float | None = None,
     max_retries: int | None = None,
 ) -> BlendEngine:
-    """Return the engine for these arguments; callers with equal arguments share one engine.
+    """Return a given engine, or the engine that the arguments name; callers with equal arguments share one engine.
 
     If neither ``model`` nor ``base_url`` is given, the environment variable ``CACHEBLEND_BASE_URL`` or else
     ``CACHEBLEND_MODEL`` supplies one. Without ``store``, a local model has the store of ``CACHEBLEND_STORE``, or else
@@ -50,7 +48,8 @@ def shared_engine(
     Args:
         model: A directory, a GGUF file, a hub name, ``"smollm2"`` or ``"bundled"``; with ``base_url`` the name of the
             model that the server must serve.
-        engine: Name of the engine that runs a local model.
+        engine: A given engine, beside which no other argument may be given; or the name of the engine that runs a
+            local model, None for transformers.
         store: Store of a local engine, as :class:`TransformersEngine` takes it.
         device: Device of a local model, as :class:`TransformersEngine` takes it; vLLM chooses the device itself.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes fp32 on a CPU, the model's own elsewhere.
@@ -68,75 +67,81 @@ def shared_engine(
         ServerError: The server does not answer.
         StoreError: The store cannot be opened.
     """
-    opened_as = locals().copy()
-    found = _named(**opened_as)
+    given = {name: value for name, value in locals().copy().items() if value is not None}
+    asked = given.pop("engine", HERE)
+    check_engine(asked, given)
+    if isinstance(asked, BlendEngine):
+        return asked
+    kind, arguments = _resolved(asked, given)
+    key = kind, frozenset(arguments.items())
+    found = _opened.get(key)  # an open engine is returned without waiting while another model loads
+    if found is None or found.closed:
+        with _opening:
+            found = _opened.get(key)
+            if found is None or found.closed:
+                found = _opened[key] = kind(**arguments)
     if found._reopen is None:
-        found._reopen = partial(shared_engine, **opened_as)
+        found._reopen = partial(shared_engine, engine=asked, **given)
     return found
 
 
-def _named(
-    model: str | Path | None,
-    engine: EngineName,
-    store: str | Path | None,
-    device: str | None,
-    dtype: str | None,
-    writer: str | Path | None,
-    threads: int | None,
-    base_url: str | None,
-    api_key: str | None,
-    timeout_s: float | None,
-    max_retries: int | None,
-) -> BlendEngine:
-    if engine not in get_args(EngineName):
-        raise InputError(f"engine is {engine!r}; it is 'transformers', 'vllm', or an engine of yours.")
-    check_run_options(dtype, threads)
-    if model is None and base_url is None:
-        base_url = os.environ.get("CACHEBLEND_BASE_URL")
-        model = None if base_url else os.environ.get("CACHEBLEND_MODEL")
-        if not base_url and not model:
+def _resolved(engine: str, given: Mapping[str, Any]) -> tuple[Callable[..., BlendEngine], dict[str, Any]]:
+    """Return the class of the engine and the arguments of the class; set the number of threads."""
+    found: dict[str, Any] = {name: str(v) if isinstance(v, Path) else v for name, v in given.items()}
+    if not found.get("base_url") and "model" not in found:
+        if address := os.environ.get("CACHEBLEND_BASE_URL"):
+            found["base_url"] = address
+        elif model := os.environ.get("CACHEBLEND_MODEL"):
+            found["model"] = model
+        else:
             raise InputError(
                 "There is neither a model nor a server. Give model= (a directory, a GGUF file, a hub name, 'smollm2' or "
                 "'bundled') or base_url=, or set CACHEBLEND_MODEL or CACHEBLEND_BASE_URL."
             )
-    if base_url:
-        elsewhere = engine if engine != HERE else None
-        local = {"store": store, "device": device, "dtype": dtype, "writer": writer, "threads": threads}
-        _refuse("the model runs on the server", **local, engine=elsewhere)
-        given = {"api_key": api_key, "timeout_s": timeout_s, "max_retries": max_retries}
-        connection: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if found.get("base_url"):
+        local = ["store", "device", "dtype", "writer", "threads"]
+        _refuse(
+            "the model runs on the server", [*local, "engine"] if engine != HERE else local, {**found, "engine": engine}
+        )
         from cacheblend_rag.engines.remote import RemoteEngine
 
-        served = None if model is None else str(model)
-        return _shared(
-            ("server", base_url, served, *connection.items()),
-            partial(RemoteEngine, base_url, model=served, **connection),
-        )
-    _refuse("the model runs in this process", api_key=api_key, timeout=timeout_s, max_retries=max_retries)
-    named = None if str(model) == BUNDLED else str(model)
-    kept = str(store or os.environ.get("CACHEBLEND_STORE") or "") or None
-    here: dict[str, Any] = {"dtype": dtype, "writer": None if writer is None else str(writer)}
+        return RemoteEngine, {"url": found.pop("base_url"), **found}
+    _refuse("the model runs in this process", ["api_key", "timeout_s", "max_retries"], found)
+    found.pop("base_url", None)
+    found["model"] = None if found["model"] == BUNDLED else found["model"]
+    found["store"] = found.get("store") or os.environ.get("CACHEBLEND_STORE") or None
     if engine == "vllm":
-        _refuse("vLLM chooses for itself", device=device, threads=threads)
+        _refuse("vLLM chooses for itself", ["device", "threads"], found)
         from cacheblend_rag.engines.vllm import VLLMEngine
 
-        return _shared(("vllm", named, kept, *here.values()), partial(VLLMEngine, named, store=kept, **here))
+        return VLLMEngine, found
     import torch
 
     from cacheblend_rag.engines.transformers import TransformersEngine
 
-    if threads is not None and threads != torch.get_num_threads():
+    if (threads := found.pop("threads", None)) not in (None, torch.get_num_threads()):
         torch.set_num_threads(threads)
-    here |= {"dtype": dtype and dtype_named(dtype), "device": device}
-    return _shared((HERE, named, kept, *here.values()), partial(TransformersEngine, named, store=kept, **here))
+    if "dtype" in found:
+        found["dtype"] = dtype_named(found["dtype"])
+    return TransformersEngine, found
 
 
-def check_run_options(dtype: Any = None, threads: Any = None) -> None:
-    """Raise an error for values with which no model can run, before a model is loaded.
+def check_engine(engine: object, named: Mapping[str, Any]) -> None:
+    """Raise an error for arguments of :func:`shared_engine` with which no model can run, before a model is loaded.
 
     Raises:
-        InputError: ``dtype`` names no dtype that a model runs in, or ``threads`` is no number of threads.
+        InputError: ``engine`` is neither an engine nor the name of one, ``named`` has values beside a given engine,
+            or ``dtype`` or ``threads`` is invalid.
     """
+    if isinstance(engine, BlendEngine):
+        if given := [name.removesuffix("_s") for name, value in named.items() if value is not None]:
+            raise InputError(
+                f"{given[0]}= is for a model by name, and an engine is given: give either engine= or {given[0]}=."
+            )
+        return
+    if engine not in (None, *get_args(EngineName)):
+        raise InputError(f"engine is {engine!r}; it is 'transformers', 'vllm', or an engine of yours.")
+    dtype, threads = named.get("dtype"), named.get("threads")
     if dtype is not None:
         if not isinstance(dtype, str):
             raise InputError(f"dtype is {dtype!r:.200}; give its name: 'float32', 'bfloat16' or 'float16'.")
@@ -145,19 +150,9 @@ def check_run_options(dtype: Any = None, threads: Any = None) -> None:
         raise InputError(f"threads is {threads!r:.200}; give a whole number from 1 on.")
 
 
-def _shared(key: tuple[Any, ...], start: Callable[[], BlendEngine]) -> BlendEngine:
-    found = _opened.get(key)  # an open engine is returned without waiting while another model loads
-    if found is None or found.closed:
-        with _opening:
-            found = _opened.get(key)
-            if found is None or found.closed:
-                found = _opened[key] = start()
-    return found
-
-
-def _refuse(why: str, **arguments: object) -> None:
-    if given := [f"{name}=" for name, value in arguments.items() if value is not None]:
-        raise InputError(f"{', '.join(given)} cannot be used: {why}. Leave it out.")
+def _refuse(why: str, names: Iterable[str], given: Mapping[str, Any]) -> None:
+    if refused := [f"{name.removesuffix('_s')}=" for name in names if name in given]:
+        raise InputError(f"{', '.join(refused)} cannot be used: {why}. Leave it out.")
 
 
 @atexit.register

@@ -49,7 +49,7 @@ def test_a_text_is_forgotten_with_the_last_document_that_holds_it(engine: FakeEn
 
 
 def test_a_document_that_has_fewer_texts_than_before_lets_go_of_the_others(engine: FakeEngine) -> None:
-    chunks = StoreChunks(engine, object(), forms=2)
+    chunks = StoreChunks(engine, object())
     chunks.hold([("a", [f"{BELL} {SHIP}", SHIP])])
     chunks.hold([("a", [f"{BELL} {SHIP}"])])
     assert known(engine, f"{BELL} {SHIP}", SHIP) == [True, False]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.frameworks.asking import ask, sampling_of, with_usual_names
+from cacheblend_rag.frameworks.asking import CALL_OPTIONS, ask, sampling_of, with_usual_names
 from cacheblend_rag.frameworks.retrieved import RetrievalLog
 from cacheblend_rag.prompts.chunk import make_chunk
-from cacheblend_rag.prompts.prompt import chat_prompt
+from cacheblend_rag.prompts.prompt import BlendPrompt, chat_prompt
 from tests.fake_engine import FakeEngine
 
 
@@ -35,18 +37,16 @@ def test_an_answer_is_512_tokens_long_at_most_or_what_the_window_leaves() -> Non
 
 def test_a_prompt_is_sent_as_text_where_it_is_nothing_but_text() -> None:
     engine = FakeEngine()
+    model = SimpleNamespace(engine=engine, on_miss="warn", **dict.fromkeys(CALL_OPTIONS))
     short = make_chunk(f"Use {engine.tokenizer.eos_token}.", engine.tokenizer)
 
     def prompt(**named: object) -> str | None:
         message = {"role": "user", "content": f"{short.text} Who?", **named}
-        asked = ask(
-            engine,
-            lambda: chat_prompt(engine.tokenizer, [message], engine.registry),
-            {"on_miss": "warn", "max_tokens": 2},
-            log=RetrievalLog(),
-            run=None,
-        )
-        return asked.request.prompt.text
+
+        def build() -> BlendPrompt:
+            return chat_prompt(engine.tokenizer, [message], engine.registry)
+
+        return ask(model, build, {"max_tokens": 2}, log=RetrievalLog(), run=None).request.prompt.text
 
     assert short.text in (prompt() or "")
     assert prompt(named=[short]) is None  # what it spells is a document's: a server would read a special token there

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
-import html
+import json
+import logging
+from typing import Any, Literal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.engines.results import Generation, Timings
+from cacheblend_rag.errors import AlteredChunkError
 from cacheblend_rag.frameworks import retrieved
-from cacheblend_rag.frameworks.retrieved import RetrievalLog, fates_of, renditions_in
-from cacheblend_rag.frameworks.uses import renditions
+from cacheblend_rag.frameworks.retrieved import OnMiss, RetrievalLog, RetrievalReport, find_retrieved
+from cacheblend_rag.frameworks.uses import json_forms, uses_of
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
+from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkSpan, text_prompt
+from tests.fake_engine import FakeEngine
 
 BELL = (
     'The "bell" of Marlow was cast in 1822 by two brothers & their aunt, and cracked in the first frost of that winter.\n'
-    "The parish has kept its pieces in the crypt ever since."
+    "The café has kept its pieces in the crypt ever since."
 )
 SHIP = "The ship that brought the brothers home was sold for timber in Oakcliff, where her figurehead hangs over an inn door."
+EITHER = "Bells and ships: " + BELL
 
 
-def chunk(text: str) -> Chunk:
-    return Chunk(chunk_id(text), text, (1,))
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
 
 
-def statuses(*pieces: str | Chunk, of: tuple[str, ...] = (BELL, SHIP)) -> list[str]:
-    return [fate.status for fate in fates_of([(text,) for text in of], pieces).fates]
+def found(
+    engine: FakeEngine,
+    text: str,
+    *items: tuple[str, ...],
+    known: tuple[str, ...] = (BELL, SHIP),
+    on_miss: OnMiss = "warn",
+    run: str | None = "run",
+) -> tuple[BlendPrompt, RetrievalReport]:
+    log = RetrievalLog()
+    log.begin("run", None)
+    log.note(run, items or [(BELL,), (SHIP,)])
+    uses_of(engine).register(engine, known)
+    return find_retrieved(engine, lambda: text_prompt(engine.tokenizer, text, engine.registry), log, "run", on_miss)
+
+
+def places(engine: FakeEngine, text: str, *items: tuple[str, ...], known: tuple[str, ...] = (BELL, SHIP)) -> list[str]:
+    return [place or "" for place in found(engine, text, *items, known=known)[1].places.values()]
 
 
 class TestRuns:
@@ -69,60 +94,84 @@ class TestRuns:
         assert log.of(None) == log.of("never begun") == []
 
 
-class TestFates:
-    def test_whole_altered_and_absent_are_told_apart(self) -> None:
-        assert statuses("Notes: ", chunk(BELL), " Question: who?") == ["matched", "absent"]
-        assert statuses(f"Notes: {BELL.replace(' the ', ' THE_')}", chunk(SHIP)) == ["altered", "matched"]
-        assert statuses(f"Notes: {BELL[:100]}") == ["altered", "absent"]
-        assert statuses("Who cast the bell of Marlow in the first frost?") == ["absent", "absent"]
+class TestPlaces:
+    def test_a_text_as_it_was_retrieved_is_found_and_no_other(self, engine: FakeEngine) -> None:
+        assert places(engine, f"Notes: {BELL} Question: who?") == [chunk_id(BELL), ""]
+        assert places(engine, f"Notes: {SHIP} {BELL}") == [chunk_id(BELL), chunk_id(SHIP)]
+        for changed in (BELL[:100], BELL.upper(), BELL.replace(" the ", "\nthe "), "Who cast the bell of Marlow?"):
+            assert places(engine, f"Notes: {changed}") == ["", ""]
 
-    def test_a_few_words_of_a_text_that_another_shares_are_no_altered_copy_of_it(self) -> None:
-        """Documents that were split twice, by different splitters, share nearly all they have."""
-        split_again = f"{BELL.removesuffix('in the crypt ever since.')} {SHIP}"
-        assert statuses("Who has kept it in the crypt ever since?", of=(BELL, split_again)) == ["absent", "absent"]
+    @pytest.mark.parametrize("ascii_alone", [True, False])
+    def test_a_text_in_a_json_string_is_a_chunk_from_then_on(self, engine: FakeEngine, ascii_alone: bool) -> None:
+        text = json.dumps([{"text": BELL}, {"text": SHIP}], ensure_ascii=ascii_alone)
+        prompt, report = found(engine, text)
+        form = json.dumps(BELL, ensure_ascii=ascii_alone)[1:-1]
+        assert [part.text for part in prompt.segments if isinstance(part, Chunk)] == [form, SHIP]
+        assert report == RetrievalReport({chunk_id(BELL): chunk_id(form), chunk_id(SHIP): chunk_id(SHIP)})
+        assert chunk_id(form) in engine.registry
+        uses_of(engine).forget(engine, [chunk_id(BELL)])
+        assert chunk_id(form) not in engine.registry
 
-    def test_a_text_in_another_case_is_altered(self) -> None:
-        for change in (str.upper, str.lower, str.title):
-            assert statuses(f"Notes: {change(BELL)}", chunk(SHIP)) == ["altered", "matched"]
-            assert statuses(f"Notes: {change(BELL)}") == ["altered", "absent"]
+    def test_a_chunk_that_holds_the_text_holds_its_kv(self, engine: FakeEngine) -> None:
+        assert places(engine, EITHER, (BELL,), known=(BELL, EITHER)) == [chunk_id(EITHER)]
 
-    def test_text_that_a_chunk_holds_is_part_of_it_and_nobody_elses(self) -> None:
-        joined = f"{BELL} {SHIP}"
-        assert statuses(chunk(joined)) == ["matched", "matched"]
-        overlap = f"{BELL[-60:]} {SHIP}"
-        assert statuses(chunk(BELL), " ", of=(BELL, overlap)) == ["matched", "absent"]
+    def test_other_forms_are_as_good(self, engine: FakeEngine) -> None:
+        forms = (f"page: 3\n\n{BELL}", BELL)
+        assert places(engine, f"Source 1: {BELL}", forms, known=forms[:1]) == [chunk_id(BELL)]
 
-    def test_a_rendition_that_is_a_chunk_is_the_text(self) -> None:
-        (report,) = fates_of([(BELL,)], [chunk(html.escape(BELL))]).fates
-        assert (report.status, report.id, report.chunk) == ("matched", chunk_id(BELL), chunk_id(html.escape(BELL)))
-        assert fates_of([(BELL,)], [chunk(html.escape(BELL))]).answered([report.chunk]).summary == (
-            "1 retrieved, 1 not stored yet"
-        )
+    def test_a_text_that_the_engine_does_not_know_is_not_learned_from_a_prompt(self, engine: FakeEngine) -> None:
+        assert places(engine, f"{BELL} {json.dumps(BELL)}", (BELL,), known=()) == [""]
+        assert not len(engine.registry)
 
-    def test_other_forms_are_as_good(self) -> None:
-        forms = [(f"page: 3\n\n{BELL}", BELL)]
-        assert renditions_in(forms, [f"Source 1: {BELL}"]) == [BELL]
-        assert fates_of(forms, [chunk(BELL)]).fates[0].status == "matched"
-
-    def test_what_stands_whole_and_is_no_chunk_is_skipped(self) -> None:
-        assert statuses(f"Notes: {BELL} Yes, it is.", of=(BELL, "Yes, it is.")) == ["skipped", "skipped"]
+    def test_what_no_run_retrieved_counts_only_where_it_stands(self, engine: FakeEngine) -> None:
+        _, report = found(engine, f"Notes: {BELL}", run=None, on_miss="error")
+        assert report == RetrievalReport({chunk_id(BELL): chunk_id(BELL)})
 
 
-@given(st.text(max_size=60), st.text(max_size=60))
-def test_a_chunk_that_stands_there_is_matched_whatever_surrounds_it(before: str, behind: str) -> None:
-    assert statuses(before, chunk(BELL), behind, of=(BELL,)) == ["matched"]
+def test_one_warning_or_error_says_how_many_are_not_reused(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    found(engine, f"{BELL} {SHIP}")
+    found(engine, "No notes.", on_miss="ignore")
+    assert not caplog.records
+    found(engine, "No notes.")
+    found(engine, "No notes.")
+    (record,) = caplog.records
+    assert (record.levelno, record.name) == (logging.WARNING, "cacheblend_rag.misses")
+    assert f"2 of 2 retrieved chunks cannot be reused, the first of them {chunk_id(BELL)}" in record.getMessage()
+    with pytest.raises(AlteredChunkError, match="1 of 2 retrieved chunks") as error:
+        found(engine, BELL, on_miss="error")
+    assert error.value.chunk_id == chunk_id(SHIP)
 
 
-@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=300))
-def test_renditions_are_made_from_the_text_alone_and_differ_from_it(text: str) -> None:
-    body = text.strip()
-    forms = renditions(body)
-    assert forms == renditions(body)
-    assert body not in forms
-    assert len(set(forms)) == len(forms) <= 6
-    assert all(form == form.strip() for form in forms)
+def test_an_answer_says_what_became_of_each_chunk() -> None:
+    def told(mode: Literal["blend", "prefill"], kept: int = 0, **more: Any) -> list[Any]:
+        outcome = PromptOutcome(mode, "", Usage(9, kept, 0, 9 - kept, kept_tokens=kept), **more)
+        spans = [ChunkSpan(Chunk(name, name, (1,)), at, at + 2) for name, at in (("a", 1), ("b in JSON", 4))]
+        report = RetrievalReport({"a": "a", "b": "b in JSON", "c": None})
+        said = report.answered(Generation.of(outcome, "", (), "stop", Timings(0.0, 0.0)), spans)
+        assert (said["retrieved"], [each["id"] for each in said["chunks"]]) == (3, ["a", "b", "c"])
+        return [said["summary"], said["reused"], *(each["status"] for each in said["chunks"])]
+
+    lost = "not_reused"
+    assert told("blend") == ["2 of 3 retrieved chunks reused", 2, "reused", "reused", lost]
+    assert told("blend", missing=("b in JSON",)) == [
+        "1 of 3 retrieved chunks reused, 1 not stored yet",
+        1,
+        "reused",
+        "not_stored",
+        lost,
+    ]
+    assert told("blend", in_place=("a",)) == ["1 of 3 retrieved chunks reused", 1, lost, "reused", lost]
+    assert told("prefill") == ["0 of 3 retrieved chunks reused", 0, lost, lost, lost]
+    assert told("prefill", kept=5) == ["1 of 3 retrieved chunks reused", 1, "reused", lost, lost]
+    nothing = Generation.of(PromptOutcome("blend", "", Usage(9, 0, 0, 9)), "", (), "stop", Timings(0.0, 0.0))
+    assert RetrievalReport().answered(nothing) == {"summary": "", "retrieved": 0, "reused": 0, "chunks": []}
 
 
-@given(st.text(max_size=200), st.text(max_size=200))
-def test_any_text_can_be_looked_for_in_any_prompt(text: str, prompt: str) -> None:
-    assert statuses(prompt, of=(text,)) in (["skipped"], ["altered"], ["absent"], [])
+@given(st.text())
+def test_json_forms_are_what_a_json_string_holds_and_differ_from_the_text(text: str) -> None:
+    forms = json_forms(text)
+    assert text not in forms
+    assert len(set(forms)) == len(forms)
+    assert all(json.loads(f'"{form}"') == text for form in forms)

@@ -20,11 +20,10 @@ from pydantic import Field
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Generation, InputError, StreamEvent, chat_prompt
 from cacheblend_rag.frameworks import DEFAULT_MAX_TOKENS, Asked, check_shown, reads_tools, required_tool, tools_asked
-from langchain_cacheblend.messages import chat_messages, thoughts
+from langchain_cacheblend.messages import chat_messages, thoughts, tool_call_chunks, tool_calls
 from langchain_cacheblend.requests import EngineFields, langchain_errors, usage_metadata
 from langchain_cacheblend.runs import run_of
 from langchain_cacheblend.structured import METHODS, bound_arguments, parsed, parser_for, schema_of, tool_name
-from langchain_cacheblend.tools import tool_call_chunks, tool_calls
 
 _OWN_ARGUMENTS = ("chunk_ids", "tools", "tool_choice", "response_format")
 

@@ -1,8 +1,9 @@
-"""Splits documents into chunks, and embeds texts, with the engine's tokenizer and the model in `cacheblend-rag`."""
+"""Splits documents into chunks, precomputes their KV, and embeds texts, with the parts of `cacheblend-rag`."""
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_core.embeddings import Embeddings
 
-from cacheblend_rag import BlendEngine, split_text
+from cacheblend_rag import BlendEngine, CacheBlendError, Chunk, PrecomputeReport, split_text
 from cacheblend_rag.frameworks import DEFAULT_CHUNK_TOKENS, DEFAULT_EMBEDDING, Embedder, open_embedder, text_vectors
 
 
@@ -92,3 +93,16 @@ class BundledEmbeddings(Embeddings):
             if self._embedder is None:
                 self._embedder = open_embedder(self.name, self.query_encoder)
             return self._embedder
+
+
+def precompute(engine: BlendEngine, chunks: list[Chunk]) -> PrecomputeReport:
+    """Compute and store the chunks' KV; warn if KV cannot be stored, because a prompt computes missing KV itself."""
+    try:
+        report = engine.precompute(chunks)
+    except CacheBlendError as error:
+        warnings.warn(f"The KV of {len(chunks)} chunks was not precomputed: {error}", stacklevel=3)
+        return PrecomputeReport(failed={chunk.id: str(error) for chunk in chunks})
+    if report.failed:
+        reason = next(iter(report.failed.values()))
+        warnings.warn(f"The KV of {len(report.failed)} of {len(chunks)} chunks is not stored: {reason}", stacklevel=3)
+    return report

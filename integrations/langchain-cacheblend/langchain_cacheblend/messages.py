@@ -1,7 +1,8 @@
-"""Converts LangChain's messages to the messages that `cacheblend_rag.chat_prompt` takes."""
+"""Converts LangChain's messages to the messages that `cacheblend_rag.chat_prompt` takes, and tool calls back."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,12 +13,16 @@ from langchain_core.messages import (
     ChatMessage,
     FunctionMessage,
     HumanMessage,
+    InvalidToolCall,
     SystemMessage,
+    ToolCall,
     ToolMessage,
 )
+from langchain_core.messages.tool import ToolCallChunk, invalid_tool_call, tool_call, tool_call_chunk
+from langchain_core.utils.json import parse_partial_json
 
 from cacheblend_rag import BlendEngine, Chunk, InputError
-from cacheblend_rag.frameworks import chunk_of
+from cacheblend_rag.frameworks import CallsRead, chunk_of, new_call_id, openai_call
 
 # Key for a model's reasoning in LangChain's own packages, in `AIMessage.content_blocks` and in chat templates.
 _THOUGHTS = "reasoning_content"
@@ -54,10 +59,7 @@ def _convert(message: BaseMessage, engine: BlendEngine) -> dict[str, Any]:
     if message.name:
         out["name"] = message.name
     if isinstance(message, AIMessage) and message.tool_calls:
-        out["tool_calls"] = [
-            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["args"]}}
-            for call in message.tool_calls
-        ]
+        out["tool_calls"] = [openai_call(call["id"], call["name"], call["args"]) for call in message.tool_calls]
     if isinstance(message, AIMessage) and isinstance(thought := message.additional_kwargs.get(_THOUGHTS), str):
         out[_THOUGHTS] = thought
     if isinstance(message, ToolMessage):
@@ -100,3 +102,26 @@ def _artifact_chunks(artifact: Any, engine: BlendEngine) -> list[Chunk]:
     texts = [document.page_content for document in documents if isinstance(document, Document)]
     found = (chunk_of(text, engine.tokenizer, engine.registry) for text in texts)
     return [chunk for chunk in found if chunk is not None]
+
+
+def tool_calls(read: CallsRead) -> tuple[list[ToolCall], list[InvalidToolCall]]:
+    """Return the valid and the invalid calls of an answer."""
+    calls = [tool_call(name=call.name, args=call.arguments, id=new_call_id()) for call in read.calls]
+    return calls, [invalid_tool_call(name=None, args=text, id=new_call_id(), error=read.error) for text in read.invalid]
+
+
+def tool_call_chunks(read: CallsRead) -> list[ToolCallChunk]:
+    """Return the valid and invalid calls in the format of a stream's last chunk."""
+    calls, invalid = tool_calls(read)
+    spelled = [(one["name"], json.dumps(one["args"], ensure_ascii=False), one["id"]) for one in calls]
+    spelled += [(one["name"] or "", _unreadable(one["args"] or ""), one["id"]) for one in invalid]
+    return [tool_call_chunk(name=n, args=a, id=i, index=at) for at, (n, a, i) in enumerate(spelled)]
+
+
+def _unreadable(arguments: str) -> str:
+    """Return the arguments of an invalid call in a form that LangChain, which repairs partial JSON, does not accept."""
+    try:
+        mended = parse_partial_json(arguments)
+    except ValueError:
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(mended, dict) else arguments

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal
 from uuid import UUID
 
 from langchain_core.exceptions import ContextOverflowError
@@ -26,7 +26,6 @@ from pydantic import (
 from cacheblend_rag import BlendEngine, BlendPrompt, Generation, InputError
 from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.frameworks import (
-    CALL_OPTIONS,
     NO_TOOLS,
     Asked,
     EngineName,
@@ -35,11 +34,10 @@ from cacheblend_rag.frameworks import (
     Request,
     ToolsAsked,
     ask,
+    check_engine,
     check_given,
-    check_run_options,
     encoder_for,
     options_of,
-    sampling_of,
     shared_engine,
     with_usual_names,
 )
@@ -110,9 +108,9 @@ class EngineFields(Serializable):
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
         quality: Replaces the three fields above: ``"high"`` (the profile's blend), ``"fast"`` (recomputes less),
             ``"exact"`` (reuses only the KV that a prefix cache could reuse) or ``"full"`` (full prefill).
-        on_miss: Reaction to retrieved chunks that a formatter has altered, so that their stored KV is useless:
-            ``"warn"`` (a log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``. Answers report
-            altered chunks in any case. ``"error"`` also raises if the given policy fell back to another policy.
+        on_miss: Reaction to retrieved chunks that the prompt lacks or has in an altered form, so that their stored KV
+            is useless: ``"warn"`` (a log record: the answer is right, and only slower), ``"ignore"`` or ``"error"``.
+            Answers report these chunks in any case. ``"error"`` also raises if the given policy fell back to another policy.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -157,17 +155,12 @@ class EngineFields(Serializable):
         if unknown := sorted(set(given) - names):
             known = ", ".join(sorted({"engine", *EngineFields.model_fields} - {"given_engine"}))
             raise InputError(f"{cls.__name__} has no field {unknown[0]!r}; it has {known}.")
-        _check_named(engine, given)
+        check_engine(engine, {name: given.get(name) for name in _NAMING})
+        if isinstance(engine, BlendEngine) and (useless := [n for n in _CONNECTION if given.get(n) is not None]):
+            warnings.warn(f"{', '.join(useless)}: without effect, the engine that is given has its own.", stacklevel=2)
         # Check before pydantic coerces the values, so that the error messages are the same as a call's.
         check_given(given)
-        check_run_options(given.get("dtype"), given.get("threads"))
         return given
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        """Refuse values outside their range when the model is created, not at its first call."""
-        sampling_of(options_of(self), room=1)
-        return self
 
     @property
     def engine(self) -> BlendEngine:
@@ -179,19 +172,9 @@ class EngineFields(Serializable):
         if isinstance(self.given_engine, BlendEngine):
             return self.given_engine
         # Not stored in a field: after the engine is closed, the next use opens another.
-        return shared_engine(
-            self.model,
-            engine=self.given_engine or "transformers",
-            store=self.store,
-            device=self.device,
-            dtype=self.dtype,
-            writer=self.writer,
-            threads=self.threads,
-            base_url=self.base_url,
-            api_key=None if self.api_key is None else self.api_key.get_secret_value(),
-            timeout_s=self.timeout,
-            max_retries=self.max_retries,
-        )
+        named = {name: getattr(self, name) for name in (*_NAMING, "max_retries")}
+        api_key = None if self.api_key is None else self.api_key.get_secret_value()
+        return shared_engine(engine=self.given_engine, api_key=api_key, timeout_s=self.timeout, **named)
 
     @property
     def lc_secrets(self) -> dict[str, str]:
@@ -259,22 +242,17 @@ class EngineFields(Serializable):
             InputError: An argument is unknown, a value is out of range, or the call names another model than the
                 engine's.
             PromptTooLongError: Prompt and answer exceed the context window.
-            AlteredChunkError: A retrieved chunk was altered, and ``on_miss`` is ``"error"``.
+            AlteredChunkError: A retrieved chunk is not in the prompt, and ``on_miss`` is ``"error"``.
         """
-        kwargs = with_usual_names(kwargs)
-        allowed = {*CALL_OPTIONS, *_IGNORED, *known, "json_schema", "model", "on_miss"}
-        if unknown := sorted(set(kwargs) - allowed):
-            raise InputError(
-                f"Unknown argument {unknown[0]!r}; this model takes {', '.join(sorted(allowed - _IGNORED))}."
-            )
         if kwargs.get("model", self.model_name) != self.model_name:
             raise InputError(
                 f"This engine runs {self.model_name!r} and cannot answer as {kwargs['model']!r}; make an engine for it."
             )
-        options = options_of(self, {"on_miss": self.on_miss, **kwargs})
+        call = {name: value for name, value in kwargs.items() if name not in _IGNORED}
         if stop is not None:
-            options["stop"] = stop
-        return ask(self.engine, build, options, log=RETRIEVALS, run=run, tools=tools, chat=chat)
+            call["stop"] = stop
+        names = ("model", *known)
+        return ask(self, build, call, known=names, log=RETRIEVALS, run=run, tools=tools, chat=chat)
 
     def answer_metadata(self, done: Generation, asked: Asked) -> dict[str, Any]:
         """Return the response metadata of an answer: the model, the finish reason, and the outcome of the prompt."""
@@ -284,22 +262,6 @@ class EngineFields(Serializable):
             "finish_reason": done.finish_reason,
             "cacheblend": asked.report(done),
         }
-
-
-def _check_named(engine: Any, given: Mapping[str, Any]) -> None:
-    """Refuse an invalid ``engine``, and fields that name an engine beside a given one."""
-    if not isinstance(engine, BlendEngine):
-        if engine not in (None, *get_args(EngineName)):
-            raise InputError(
-                f"engine is {engine!r}; give an engine, or {' or '.join(map(repr, get_args(EngineName)))}."
-            )
-        return
-    if named := [name for name in _NAMING if given.get(name) is not None]:
-        raise InputError(
-            f"{named[0]} is for a model by name, and an engine is given: give either engine= or {named[0]}=."
-        )
-    if without := [name for name in _CONNECTION if given.get(name) is not None]:
-        warnings.warn(f"{', '.join(without)}: without effect, the engine that is given has its own.", stacklevel=3)
 
 
 def usage_metadata(done: Generation, request: Request) -> UsageMetadata:

@@ -17,8 +17,7 @@ from pydantic import ConfigDict, Field
 
 from cacheblend_rag import BlendEngine, InputError, PrecomputeReport
 from cacheblend_rag.frameworks import read_ahead, uses_of
-from langchain_cacheblend.documents import BundledEmbeddings
-from langchain_cacheblend.precompute import precompute
+from langchain_cacheblend.documents import BundledEmbeddings, precompute
 
 _RUNS = ("invoke", "ainvoke")
 """Methods that, if a retriever overrides them, do more than call the retriever's search."""

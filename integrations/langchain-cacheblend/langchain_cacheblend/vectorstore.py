@@ -13,8 +13,8 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cacheblend_rag import BlendEngine, Chunk, InputError, PrecomputeReport
 from cacheblend_rag.frameworks import ExistingEstimate, StoreChunks, estimate_existing, owner_of, precompute_existing
+from langchain_cacheblend.documents import precompute
 from langchain_cacheblend.existing import existing_documents
-from langchain_cacheblend.precompute import precompute
 from langchain_cacheblend.runs import RETRIEVALS, retrieved
 
 _Item = TypeVar("_Item", Document, tuple[Document, float])

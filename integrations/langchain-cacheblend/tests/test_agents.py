@@ -91,7 +91,7 @@ def check_reuse(messages: list[Any], told: ToldEngine) -> None:
     assert isinstance(found, ToolMessage) and isinstance(last, AIMessage)
     assert [call["name"] for call in asking.tool_calls] == ["search_notes"]
     report = last.response_metadata["cacheblend"]
-    assert (report["mode"], report["retrieved"]["summary"]) == ("blend", "4 retrieved, 4 matched")
+    assert (report["mode"], report["retrieved"]["summary"]) == ("blend", "4 of 4 retrieved chunks reused")
     usage = report["usage"]
     # What was said before the tool answered is kept of the first prompt, and not blended.
     assert usage["kept_tokens"] >= asking.usage_metadata["input_tokens"] - 1
@@ -139,7 +139,7 @@ def test_where_a_template_writes_tool_results_in_json_they_are_reused_from_the_s
             for question in ("Why 'no'?", "Who was asked?")
         ]
     assert [report["retrieved"]["summary"] for report in reports] == [
-        "2 retrieved, 2 not stored yet",
-        "2 retrieved, 2 matched",
+        "0 of 2 retrieved chunks reused, 2 not stored yet",
+        "2 of 2 retrieved chunks reused",
     ]
     assert reports[1]["usage"]["reused_tokens"] > reports[0]["usage"]["reused_tokens"]

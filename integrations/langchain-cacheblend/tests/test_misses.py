@@ -84,11 +84,11 @@ def test_chunks_that_stand_whole_are_matched(scripted: ScriptedEngine) -> None:
     first = chain(scripted, retriever, joined).invoke("When?")
     assert statuses(first) == ["not_stored"] * 3
     again = chain(scripted, retriever, joined).invoke("When?")
-    assert report(again)["summary"] == "3 retrieved, 3 matched"
+    assert report(again)["summary"] == "3 of 3 retrieved chunks reused"
     assert [each["id"] for each in report(again)["chunks"]] == [chunk_id(text) for text in texts]
 
 
-def test_an_altered_chunk_is_told_of(scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chunk_that_is_not_reused_is_told_of(scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
     texts = [note(n) for n in range(4)]
     retriever = of(scripted, texts)
 
@@ -96,12 +96,11 @@ def test_an_altered_chunk_is_told_of(scripted: ScriptedEngine, caplog: pytest.Lo
         return joined([*documents[:1], Document(page_content=re_flowed(documents[1:3]))])
 
     answer = chain(scripted, retriever, form).invoke("When?")
-    assert statuses(answer) == ["not_stored", "altered", "altered", "absent"]
-    said = answer.response_metadata["cacheblend"]
-    assert said["reason"].endswith("4 retrieved, 1 not stored yet, 2 altered between retriever and model, 1 absent")
+    assert statuses(answer) == ["not_stored", "not_reused", "not_reused", "not_reused"]
+    assert report(answer)["summary"] == "0 of 4 retrieved chunks reused, 1 not stored yet"
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert chunk_id(texts[1]) in record.getMessage()
+    assert f"3 of 4 retrieved chunks cannot be reused, the first of them {chunk_id(texts[1])}" in record.getMessage()
     assert "\n" not in record.getMessage()
 
 
@@ -110,11 +109,13 @@ def test_an_altered_chunk_is_told_of(scripted: ScriptedEngine, caplog: pytest.Lo
     [
         lambda documents: documents[0].page_content[:180],
         lambda documents: "\n> ".join(documents[0].page_content.splitlines()),
+        lambda documents: html.escape(documents[0].page_content),
+        lambda documents: " ".join(documents[0].page_content.split()),
     ],
-    ids=["cut", "quoted"],
+    ids=["cut", "quoted", "html", "whitespace"],
 )
-def test_a_chunk_that_was_cut_or_quoted_is_altered(scripted: ScriptedEngine, form: Callable[..., str]) -> None:
-    assert statuses(chain(scripted, of(scripted, [note(1)]), form).invoke("When?")) == ["altered"]
+def test_a_chunk_that_was_cut_or_changed_is_not_reused(scripted: ScriptedEngine, form: Callable[..., str]) -> None:
+    assert statuses(chain(scripted, of(scripted, [note(1)]), form).invoke("When?")) == ["not_reused"]
 
 
 def test_on_miss_decides_between_silence_and_an_error(
@@ -122,7 +123,7 @@ def test_on_miss_decides_between_silence_and_an_error(
 ) -> None:
     text = note(1)
     retriever = of(scripted, [text])
-    assert statuses(chain(scripted, retriever, re_flowed, on_miss="ignore").invoke("When?")) == ["altered"]
+    assert statuses(chain(scripted, retriever, re_flowed, on_miss="ignore").invoke("When?")) == ["not_reused"]
     assert not caplog.records
     with pytest.raises(AlteredChunkError, match=chunk_id(text)) as error:
         chain(scripted, retriever, re_flowed, on_miss="error").invoke("When?")
@@ -165,11 +166,8 @@ def test_a_policy_that_is_asked_for_and_gives_way_may_be_an_error() -> None:
     [
         as_json,
         lambda documents: json.dumps([d.page_content for d in documents], ensure_ascii=False),
-        lambda documents: repr([d.page_content for d in documents]),
-        lambda documents: "".join(f"<p>{html.escape(d.page_content)}</p>" for d in documents),
-        lambda documents: " | ".join(" ".join(d.page_content.split()) for d in documents),
     ],
-    ids=["json", "json-utf8", "repr", "html", "whitespace"],
+    ids=["json", "json-utf8"],
 )
 def test_escaped_chunks_are_reused_from_the_second_prompt_on(engine: BlendEngine, form: Callable[..., str]) -> None:
     texts = [note(n, "bell of the café") for n in range(3)]
@@ -178,7 +176,7 @@ def test_escaped_chunks_are_reused_from_the_second_prompt_on(engine: BlendEngine
     assert statuses(first) == ["not_stored"] * 3
     engine.flush()
     again = chain(engine, of(engine, texts), form, ratio=0.0).invoke("Who cast it?")
-    assert statuses(again) == ["matched"] * 3
+    assert statuses(again) == ["reused"] * 3
     details = again.usage_metadata["input_token_details"]
     assert details["cache_read"] > 0.7 * again.usage_metadata["input_tokens"]
     # At ratio 1 the answer is that of an ordinary prefill of the same prompt: the tokens are the prompt's own.
@@ -249,7 +247,7 @@ def test_streams_texts_and_callbacks_carry_the_report(scripted: ScriptedEngine) 
         RunnableParallel(context=retriever | joined) | (lambda x: x["context"]) | CacheBlendLLM(engine=scripted)
     )
     (text_chain | StrOutputParser()).invoke("When?", {"callbacks": [infos]})
-    assert infos.info["cacheblend"]["retrieved"]["matched"] == 1
+    assert [each["id"] for each in infos.info["cacheblend"]["retrieved"]["chunks"]] == [chunk_id(note(1))]
 
 
 async def test_a_stream_is_part_of_the_run_that_asks_for_it(scripted: ScriptedEngine) -> None:
@@ -277,10 +275,10 @@ async def test_a_stream_is_part_of_the_run_that_asks_for_it(scripted: ScriptedEn
 def test_retriever_and_model_called_one_after_the_other(scripted: ScriptedEngine) -> None:
     texts = [note(n, "organ") for n in range(11, 14)]
     documents = of(scripted, texts).invoke("When?")
-    llm = ChatCacheBlend(engine=scripted, on_miss="ignore")
-    answer = llm.invoke(re_flowed(documents[:2]))
+    llm = ChatCacheBlend(engine=scripted, on_miss="error")
+    answer = llm.invoke(f"{as_json(documents[:1])} {re_flowed(documents[1:])}")
     # What is not in the prompt may have been retrieved for another one.
-    assert statuses(answer) == ["altered", "altered"]
+    assert statuses(answer) == ["not_stored"]
     assert statuses(ChatCacheBlend(engine=ScriptedEngine()).invoke(joined(documents))) == []
 
 
@@ -305,11 +303,11 @@ def test_the_vector_stores_own_retriever_is_heard(engine: BlendEngine, embedding
     store = CacheBlendVectorStore(InMemoryVectorStore(embedding), engine)
     store.add_texts([note(n, "sundial") for n in range(3)])
     answer = chain(engine, store.as_retriever(search_kwargs={"k": 2}), re_flowed, on_miss="ignore").invoke("sundial")
-    assert statuses(answer) == ["altered"] * 2
+    assert statuses(answer) == ["not_reused"] * 2
     store.delete()
 
 
-def test_deleting_a_document_deletes_the_kv_of_its_renditions(embedding: Any) -> None:
+def test_deleting_a_document_deletes_the_kv_of_its_json_forms(embedding: Any) -> None:
     from langchain_core.vectorstores import InMemoryVectorStore
 
     with TransformersEngine() as engine:

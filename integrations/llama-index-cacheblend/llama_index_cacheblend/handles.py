@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ from llama_index.core.settings import Settings
 from llama_index.core.utils import set_global_tokenizer
 
 from cacheblend_rag import BlendEngine, InputError
-from cacheblend_rag.frameworks import EngineName, shared_engine
 
 
 class _Discard:
@@ -33,22 +32,6 @@ def refuse_unpicklable(engine: BlendEngine, owner: str) -> None:
             f"{owner} holds a {type(engine).__name__}, which lives in this process and cannot be sent to another. "
             "Use num_workers=1, an engine that talks to a server, or a model given by name: CacheBlendLLM(model=...).engine."
         ) from error
-
-
-def named_engine(engine: BlendEngine | EngineName | None, named: Mapping[str, Any]) -> BlendEngine:
-    """Return the given engine, or the shared engine of the `shared_engine` arguments ``named``.
-
-    Raises:
-        InputError: Both an engine and arguments are given.
-    """
-    if not isinstance(engine, BlendEngine):
-        return shared_engine(engine=engine or "transformers", **named)
-    if given := [name for name, value in named.items() if value is not None]:
-        argument = given[0].removesuffix("_s")
-        raise InputError(
-            f"{argument} is for an engine that is named, and one is given: give engine= or {argument}=, not both."
-        )
-    return engine
 
 
 def check_window(llm: Any) -> None:

@@ -36,10 +36,10 @@ from cacheblend_rag.frameworks import (
     encoder_for,
     options_of,
     reads_tools,
-    sampling_of,
+    shared_engine,
     with_usual_names,
 )
-from llama_index_cacheblend.handles import check_window, count_with, named_engine, refuse_unpicklable
+from llama_index_cacheblend.handles import check_window, count_with, refuse_unpicklable
 from llama_index_cacheblend.requests import Build, answer_tokens, listed, make_request, of_messages, of_text
 from llama_index_cacheblend.responses import chat_response, completion_response, raw_of, with_thoughts
 from llama_index_cacheblend.tools import chat_arguments, selections, with_calls
@@ -80,9 +80,9 @@ class CacheBlendLLM(FunctionCallingLLM):
         check_layers: Layers at which KV deviation is measured, ascending, from 1 on.
         quality: Replaces the three attributes above: ``"high"`` (the profile's blend), ``"fast"`` (recomputes less),
             ``"exact"`` (reuses only the KV that a prefix cache could reuse) or ``"full"`` (full prefill).
-        on_miss: Reaction to retrieved chunks that were altered before the prompt, so that their stored KV is useless:
-            ``"warn"``, ``"ignore"`` or ``"error"``, which also raises if the policy fell back to another one.
-            Responses report altered chunks in ``raw["retrieved"]`` in any case.
+        on_miss: Reaction to retrieved chunks that the prompt lacks or has in an altered form, so that their stored KV
+            is useless: ``"warn"``, ``"ignore"`` or ``"error"``, which also raises if the policy fell back to another.
+            Responses report these chunks in ``raw["retrieved"]`` in any case.
         context_window: Context window for the prompts that LlamaIndex packs; at most the engine's, which None takes.
         is_chat_model: False makes LlamaIndex format prompts to text itself, without the chat template.
         chat_template_kwargs: Additional variables of the chat template: with ``{"enable_thinking": False}`` Qwen3
@@ -173,8 +173,7 @@ class CacheBlendLLM(FunctionCallingLLM):
             raise InputError(f"{type(self).__name__} has no {listed(unknown)}.")
         # Check before pydantic coerces the values, so that the error messages are the same as a call's.
         check_given(data)
-        super().__init__(**{**data, "engine": named_engine(engine, named)})
-        sampling_of(options_of(self), room=1)
+        super().__init__(**{**data, "engine": shared_engine(engine=engine, **named)})
         check_window(self)
         watch_retrievals()
         if watch_retrieval:
@@ -220,7 +219,6 @@ class CacheBlendLLM(FunctionCallingLLM):
         options = options_of(self, with_usual_names(options))
         check_given({"on_miss": self.on_miss, **options})
         copy = self.model_copy(update=options)
-        sampling_of(options_of(copy), room=1)
         check_window(copy)
         return copy
 

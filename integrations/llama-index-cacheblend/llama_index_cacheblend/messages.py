@@ -9,6 +9,7 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 
 from cacheblend_rag import BlendEngine, Chunk, InputError
 from cacheblend_rag.errors import UnknownChunkError
+from cacheblend_rag.frameworks import openai_call
 from llama_index_cacheblend.tools import CALLS
 
 _ROLES = {
@@ -46,14 +47,7 @@ def plain_message(engine: BlendEngine, message: ChatMessage) -> dict[str, Any]:
         plain["reasoning_content"] = "\n".join(thoughts)
     calls: list[Any] = [block for block in message.blocks if block.block_type == "tool_call"]
     if calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.tool_call_id,
-                "type": "function",
-                "function": {"name": call.tool_name, "arguments": call.tool_kwargs},
-            }
-            for call in calls
-        ]
+        plain["tool_calls"] = [openai_call(call.tool_call_id, call.tool_name, call.tool_kwargs) for call in calls]
     return plain
 
 

@@ -9,23 +9,17 @@ from llama_index.core.base.llms.types import ChatMessage
 
 from cacheblend_rag import BlendEngine, BlendPrompt, InputError, chat_prompt, text_prompt
 from cacheblend_rag.frameworks import (
-    CALL_OPTIONS,
     DEFAULT_MAX_TOKENS,
     Asked,
     ask,
     check_shown,
-    options_of,
     tools_asked,
-    with_usual_names,
 )
 from llama_index_cacheblend.messages import CHUNK_IDS, checked_ids, plain_message
 from llama_index_cacheblend.watch import RETRIEVALS, current_span
 
 Build = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], BlendPrompt]
 """Builds a prompt from the ids of the chunks to search for first and from the tools shown to the model."""
-
-
-_KNOWN = (*CALL_OPTIONS, "json_schema", CHUNK_IDS, "on_miss", "tools", "tool_choice")
 
 
 def of_messages(engine: BlendEngine, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any]) -> Build:
@@ -72,17 +66,22 @@ def make_request(build: Build, llm: Any, named: Sequence[str], kwargs: Mapping[s
         InputError: An argument is unknown, or a value is out of range.
         PromptTooLongError: Prompt and answer exceed the context window.
         UnknownChunkError: The call names a chunk that the engine does not know.
-        AlteredChunkError: A retrieved chunk was altered, and ``on_miss`` is ``"error"``.
+        AlteredChunkError: A retrieved chunk is not in the prompt, and ``on_miss`` is ``"error"``.
     """
-    kwargs = with_usual_names(kwargs)
-    if unknown := set(kwargs) - set(_KNOWN):
-        raise InputError(f"A call of {type(llm).__name__} takes no {listed(unknown)}. It takes {listed(_KNOWN)}.")
     tools = tools_asked(kwargs.get("tools") or (), kwargs.get("tool_choice"))
     check_shown(llm.engine, tools.specs)
-    options = options_of(llm, {"on_miss": llm.on_miss, **kwargs})
+    known = (CHUNK_IDS, "tools", "tool_choice")
     ids = [*checked_ids(kwargs.get(CHUNK_IDS)), *named]
-    run = current_span()
-    return ask(llm.engine, lambda: build(ids, tools.specs), options, log=RETRIEVALS, run=run, tools=tools, chat=chat)
+    return ask(
+        llm,
+        lambda: build(ids, tools.specs),
+        kwargs,
+        known=known,
+        log=RETRIEVALS,
+        run=current_span(),
+        tools=tools,
+        chat=chat,
+    )
 
 
 def answer_tokens(max_tokens: int | None, context_window: int) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
 from llama_index.core.llms.llm import ToolSelection
 
-from cacheblend_rag.frameworks import CallsRead, new_call_id
+from cacheblend_rag.frameworks import CallsRead, new_call_id, openai_call
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
@@ -42,14 +42,7 @@ def with_calls(response: _Response, read: CallsRead | None) -> _Response:
         return response
     kwargs = response.message.additional_kwargs
     if read.calls:
-        kwargs[CALLS] = [
-            {
-                "id": new_call_id(),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in read.calls
-        ]
+        kwargs[CALLS] = [openai_call(new_call_id(), call.name, call.arguments) for call in read.calls]
     if read.invalid:
         kwargs[INVALID] = list(read.invalid)
     return response

@@ -77,7 +77,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
 
     Every change of an index goes through its vector store: `delete_ref_doc`, `delete_nodes`, `refresh_ref_docs`, and an
     `IngestionPipeline`'s upserts. KV belongs to a text, not to a node. The KV of a text is deleted when no other node
-    on the engine has the text, together with the KV of the text without its metadata and of its renditions.
+    on the engine has the text, together with the KV of the text without its metadata and of its JSON forms.
 
     Nodes that were in the base before this process started are looked up in ``docstore``, else in the base, when they
     are deleted. A base that holds no text (such as `SimpleVectorStore`) needs the docstore for the lookup.
@@ -126,8 +126,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         given = {"base": base, "engine": engine, "docstore": docstore, "precompute": precompute}
         super().__init__(**{**kwargs, **own, **given})
         self._known = owner_of(base, _Holdings)
-        # A node has two texts: with its metadata, and without.
-        self._chunks = StoreChunks(engine, self._known, forms=2)
+        self._chunks = StoreChunks(engine, self._known)
 
     @classmethod
     def class_name(cls) -> str:

@@ -115,7 +115,7 @@ def test_what_is_retrieved_on_the_way_is_read_from_stored_kv(
     assert [call.mode == "blend" for call in calls] == holds
     for call in calls:
         if call.mode == "blend":
-            assert (call.reason, call.retrieved["matched"]) == ("stored KV for 3 of 3 chunks", 3)
+            assert (call.reason, call.retrieved["reused"]) == ("stored KV for 3 of 3 chunks", 3)
             usage = call.usage
             # Of a prompt that was answered before, all is kept, and nothing is blended again.
             assert usage["reused_tokens"] + usage["recomputed_tokens"] - usage["kept_tokens"] > 250 or (

@@ -91,18 +91,18 @@ def test_an_unchanged_query_engine_says_what_became_of_each_node(
     llm = CacheBlendLLM(engine=scripted)
     nodes = nodes_of(text(1), text(2))
     report = asked(query_engine(llm, nodes))
-    assert (report["summary"], report["retrieved"]) == ("2 retrieved, 2 matched", 2)
+    assert (report["summary"], report["retrieved"]) == ("2 of 2 retrieved chunks reused", 2)
     assert [each["id"] for each in report["chunks"]] == [chunk_id(node_text(node)) for node in nodes]
     report = asked(query_engine(llm, nodes, re_flowed))
-    assert report["summary"] == "2 retrieved, 2 altered between retriever and model"
+    assert report["summary"] == "0 of 2 retrieved chunks reused"
     assert chunk_id(text(1)) in caplog.text
 
 
 def test_nodes_without_a_text_are_retrieved_beside_others(scripted: ScriptedEngine) -> None:
     nodes = [ImageNode(image="aGk="), *nodes_of(text(1), " ")]
-    assert asked(query_engine(CacheBlendLLM(engine=scripted), nodes))["summary"] == "1 retrieved, 1 matched"
+    assert asked(query_engine(CacheBlendLLM(engine=scripted), nodes))["summary"] == "1 of 1 retrieved chunks reused"
     own = CacheBlendQueryEngine(CacheBlendRetriever(Fixed(nodes), scripted), CacheBlendSynthesizer(scripted))
-    assert asked(own)["summary"] == "1 retrieved, 1 matched"
+    assert asked(own)["summary"] == "1 of 1 retrieved chunks reused"
 
 
 def test_on_miss_decides_between_silence_and_an_error(
@@ -110,7 +110,7 @@ def test_on_miss_decides_between_silence_and_an_error(
 ) -> None:
     nodes = nodes_of(text(1))
     assert statuses(asked(query_engine(CacheBlendLLM(engine=scripted, on_miss="ignore"), nodes, re_flowed))) == [
-        "altered"
+        "not_reused"
     ]
     assert not caplog.records
     strict = CacheBlendLLM(engine=scripted, on_miss="error")
@@ -127,14 +127,14 @@ def test_a_policy_that_is_asked_for_and_gives_way_may_be_an_error() -> None:
         llm = CacheBlendLLM(engine=unranked, policy="static", max_tokens=2)
         asked(query_engine(llm, nodes_of(text(1), text(2))))  # stores what it finds missing
         unranked.flush()
-        assert asked(query_engine(llm, nodes_of(text(1), text(2))))["matched"] == 2
+        assert asked(query_engine(llm, nodes_of(text(1), text(2))))["reused"] == 2
         with pytest.raises(InputError, match=r"static gave way to hkvd .* not all chunks are ranked.*on_miss='warn'"):
             query_engine(llm.with_options(on_miss="error"), nodes_of(text(1), text(2))).query("When?")
 
 
 def test_escaped_nodes_are_reused_from_the_second_prompt_on(engine: BlendEngine) -> None:
     nodes = nodes_of(text(1, "organ"))
-    for expected in ("not_stored", "matched"):
+    for expected in ("not_stored", "reused"):
         with collect_usage() as calls:
             query_engine(CacheBlendLLM(engine=engine, max_tokens=2, ratio=0.0), nodes, as_json).query("When?")
         engine.flush()
@@ -153,7 +153,7 @@ def test_a_node_is_found_with_and_without_its_metadata(engine: BlendEngine) -> N
         with collect_usage() as calls:
             one.query("When was the sundial cast?")
         engine.flush()
-        assert not calls[0].retrieved["altered"]
+        assert "not_reused" not in statuses(calls[0].retrieved)
         reused.append(calls[0].usage["reused_tokens"])
     # Without metadata they are texts of their own: computed with the first prompt, reused from the second on.
     assert reused[0] >= bodies
@@ -167,7 +167,7 @@ def test_a_node_computed_without_metadata_is_found_where_prompts_show_it(engine:
     with collect_usage() as calls:
         query_engine(CacheBlendLLM(engine=engine, max_tokens=2, ratio=0.0), nodes).query("When?")
     assert calls[0].usage["reused_tokens"] >= bodies
-    assert statuses(calls[0].retrieved) == ["matched"] * 3
+    assert statuses(calls[0].retrieved) == ["reused"] * 3
 
 
 def test_queries_side_by_side_do_not_see_each_others_nodes(scripted: ScriptedEngine) -> None:
@@ -210,19 +210,19 @@ def test_what_a_postprocessor_made_is_what_was_retrieved(scripted: ScriptedEngin
     llm, short = CacheBlendLLM(engine=scripted), text(1)[:120].strip()
     options = {"node_postprocessors": [Halving(), CacheBlendPostprocessor(scripted)]}
     report = asked(query_engine(llm, nodes_of(text(1)), **options))
-    assert [(each["id"], each["status"]) for each in report["chunks"]] == [(chunk_id(short), "matched")]
+    assert [(each["id"], each["status"]) for each in report["chunks"]] == [(chunk_id(short), "reused")]
     whole = CacheBlendQueryEngine(
         retriever=CacheBlendRetriever(Fixed(nodes_of(text(1))), scripted),
         response_synthesizer=CacheBlendSynthesizer(scripted),
         node_postprocessors=[Halving()],
     )
-    assert statuses(asked(whole)) == ["matched"]
+    assert statuses(asked(whole)) == ["reused"]
 
 
 def test_retriever_and_model_called_one_after_the_other(scripted: ScriptedEngine) -> None:
-    llm = CacheBlendLLM(engine=scripted, on_miss="ignore")
+    llm = CacheBlendLLM(engine=scripted, on_miss="error")
     found = Fixed(nodes_of(text(21), text(22), text(23))).retrieve("When?")
     prompt = node_text(found[0]) + "\n\n" + re_flowed(node_text(found[1]))
     raw = llm.chat([ChatMessage(role="user", content=prompt)]).raw
     # What is not in the prompt may have been retrieved for another one.
-    assert statuses(raw["retrieved"]) == ["matched", "altered"]
+    assert statuses(raw["retrieved"]) == ["reused"]

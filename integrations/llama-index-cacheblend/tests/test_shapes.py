@@ -263,7 +263,7 @@ def test_what_is_escaped_is_answered_right_and_reused_from_the_second_prompt_on(
     assert got == str(shape(plain(max_tokens=TOKENS, apart=engine), index))
     assert [[each["status"] for each in call.retrieved["chunks"]] for call in calls] == [
         ["not_stored"] * 3,
-        ["matched"] * 3,
+        ["reused"] * 3,
     ]
     assert calls[0].usage["reused_tokens"] == 0
     # At ratio 1 all of it, but for what vLLM's prefix cache holds of the first prompt.
