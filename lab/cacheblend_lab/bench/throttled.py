@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 
 import torch
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.store import DiskStore, MemoryStore
-from cacheblend_rag.store.disk import FileSource
+from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
-from cacheblend_rag.store.kvfile import EntryFormat
 
 
 class _Device:
@@ -79,25 +76,3 @@ class ThrottledStore(MemoryStore):
         """Return the entry of ``key`` as :meth:`KVStore.get` does; its layers are read at the device's rate."""
         found = super().get(key)
         return None if found is None else _SlowKV(found, self._device)  # type: ignore[return-value]
-
-
-class _SlowFile(FileSource):
-    def __init__(self, path: Path, fd: int, device: _Device):
-        super().__init__(path, fd)
-        self._device = device
-
-    def read(self, offset: int, into: torch.Tensor) -> None:
-        super().read(offset, into)
-        self._device.read(len(into))
-
-
-class ThrottledDisk(DiskStore):
-    """Stores KV on a disk that is read at ``bytes_per_s``, shared by all reads; a codec's smaller files take less time."""
-
-    def __init__(self, root: Path, bytes_per_s: float, codec: str):
-        """Open the store at ``root`` without a budget."""
-        super().__init__(root, format=EntryFormat(codec))
-        self._device = _Device(bytes_per_s)
-
-    def _source(self, key: KVKey) -> FileSource:
-        return _SlowFile(self._directory.file(key), self._directory.open(key), self._device)

@@ -141,7 +141,7 @@ def _lesson(
     if start is None:
         return Lesson(blender, writing_copy(loaded.model, settings.rank, settings.seed)), settings, origin
     origin["start"] = KVWriter.read(start, loaded.fingerprint, loaded.directory).name.digest
-    writing = load_writing_copy(loaded.model, start, learns=True)
+    writing = load_writing_copy(loaded.model, start)
     return Lesson(blender, writing), replace(settings, rank=writing.peft_config["default"].r), origin
 
 

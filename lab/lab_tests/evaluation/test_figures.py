@@ -28,7 +28,6 @@ from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.errors import InputError
 from lab_tests.evaluation.test_run import SAMPLES
-from tests.store.samples import key_of, kv_of, same
 
 pytestmark = pytest.mark.slow
 
@@ -119,17 +118,6 @@ def test_reads_of_one_device_wait_for_each_other(monkeypatch):
     now[0] = 10.0
     device.read(100)
     assert slept == pytest.approx([0.5, 1.0, 1.0])
-
-
-def test_a_throttled_disk_is_read_at_its_devices_rate(tmp_path, monkeypatch):
-    from cacheblend_lab.bench import throttled
-
-    read = []
-    monkeypatch.setattr(throttled._Device, "read", lambda _, nbytes: read.append(nbytes))
-    with throttled.ThrottledDisk(tmp_path, 1e9, "none") as store:
-        store.put(key_of(1), kv_of(1))
-        assert same(store.get(key_of(1)), kv_of(1))
-    assert sum(read) >= kv_of(1).nbytes
 
 
 def test_sweeps_time_every_method_at_every_point(engine):
