@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from training.batches import BIND_LAYER
-from training.model import DemoModel, beside, initialise
+from training.model import DemoModel, initialise
 
 
 @torch.no_grad()
@@ -41,29 +41,3 @@ def grow(finished: DemoModel, layers: int) -> DemoModel:
             new.mlp.down_proj.weight.zero_()
         next(places).load_state_dict(layer.state_dict())
     return model
-
-
-@torch.no_grad()
-def part_twins(model: DemoModel) -> int:
-    """Separate identical heads, with shared keys and values and equal query and output weights; return their number.
-
-    Identical heads get equal gradients, so training never separates them. The first head takes over the sum of their
-    outputs; the other heads get similar queries and output weights of zero.
-    """
-    groups, dim = model.shape.heads // model.shape.kv_heads, model.shape.head_dim
-    parted = 0
-    for layer in model.blocks:
-        queries = layer.self_attn.q_proj.weight.view(-1, groups, dim, model.shape.hidden)
-        outputs = layer.self_attn.o_proj.weight.view(model.shape.hidden, -1, groups, dim)
-        for query, output in zip(queries, outputs.unbind(1), strict=True):
-            twins = [
-                head
-                for head in range(1, groups)
-                if torch.equal(query[head], query[0]) and torch.equal(output[:, head], output[:, 0])
-            ]
-            output[:, 0] *= 1 + len(twins)
-            for head in twins:
-                query[head] = beside(query[0])
-                output[:, head] = 0
-            parted += len(twins)
-    return parted

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from training.attention import causal_attention
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -123,12 +121,9 @@ class Layer(nn.Module):
 
     def finish(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend (causally without a mask) and apply the MLP; return the layer's output, shaped like `x`."""
-        if mask is None and torch.is_grad_enabled():
-            out = causal_attention(q, k, v)
-        else:
-            groups = self.shape.heads // self.shape.kv_heads
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        groups = self.shape.heads // self.shape.kv_heads
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         x = x + self.self_attn.o_proj(out.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
         return torch.add(x, self.mlp(self.post_attention_layernorm(x)))
 
@@ -176,11 +171,6 @@ class DemoModel(nn.Module):
 def _semi_orthogonal(rows: int, columns: int) -> Tensor:
     q: Tensor = torch.linalg.qr(torch.randn(max(rows, columns), min(rows, columns)))[0]
     return q.T.contiguous() if rows < columns else q
-
-
-def beside(query: Tensor) -> Tensor:
-    """Return a query projection (head_dim, hidden) half way between `query` and a random projection of equal scale."""
-    return (query + query.std() * torch.randn_like(query)) / math.sqrt(2)
 
 
 @torch.no_grad()
@@ -236,6 +226,6 @@ def initialise(model: DemoModel) -> None:
                     out = out_gain * _semi_orthogonal(shape.hidden, dim)
                 if offset and index:
                     # Heads that share keys and values and begin equal would have equal gradients, and stay equal.
-                    query = beside(query)
+                    query = (query + query.std() * torch.randn_like(query)) / math.sqrt(2)
                 attention.q_proj.weight[columns] = query
                 attention.o_proj.weight[:, columns] = out

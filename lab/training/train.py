@@ -42,7 +42,7 @@ from training.batches import (
     make_example,
 )
 from training.export import TRAINING_COMMAND, export, fingerprint, load_exported
-from training.grow import grow, part_twins
+from training.grow import grow
 from training.model import DemoModel, ModelShape, initialise, rope_table, rotate
 from training.tokenizer import EOS, build_tokenizer, save_tokenizer
 
@@ -257,9 +257,8 @@ def shortened(stages: Sequence[Stage], steps: int) -> tuple[Stage, ...]:
 
 
 def _take_over(folder: Path, model: DemoModel) -> Progress:
-    """Load a finished model's weights into `model`, adding layers as needed and separating identical heads."""
+    """Load a finished model's weights into `model`, adding layers as needed."""
     model.load_state_dict(grow(load_exported(folder), model.shape.layers).state_dict())
-    part_twins(model)
     before = fingerprint(folder)
     done = int(before["steps"])
     return Progress(done, tokens=int(before["tokens"]), started=done)

@@ -158,7 +158,7 @@ def throughput(
 ) -> None:
     """Measure the requests per second that full recompute, prefix caching and blend serve at equal median TTFT.
 
-    On vLLM, two more methods reorder each prompt's chunks so that vLLM's prefix cache hits, with and without a blend.
+    Two more methods reorder each prompt's chunks so that the engine's prefix cache hits, with and without a blend.
     """
     from cacheblend_lab.bench import ThroughputSettings, bench_throughput, open_workbench
 
