@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -17,7 +18,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from cacheblend_lab.fiction import names, words
 from cacheblend_lab.fiction.world import sample_context
-from training import common_words, skeletons
+from training import skeletons
+
+FREQUENT: Final = 260
+"""Number of the list's first words that get a token for their capitalised form, too."""
+
+COMMON_WORDS: Final = tuple((files(__package__) / "common_words.txt").read_text(encoding="utf-8").split())
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIAL_TOKENS: Final = ("<pad>", "<bos>", "<eos>")
@@ -53,12 +59,12 @@ def _texts(seed: int, contexts: int) -> Iterator[str]:
             yield f"Question: {question.text}\nAnswer: {question.answer}"
     for _ in range(400):
         yield from skeletons.all_texts()
-    every = [*common_words.COMMON_WORDS, *words.SURNAMES, *words.TOWNS, *words.WOMEN, *words.MEN]
+    every = [*COMMON_WORDS, *words.SURNAMES, *words.TOWNS, *words.WOMEN, *words.MEN]
     for group in (words.COMPANY_WORDS, words.SHIP_FIRST, words.SHIP_SECOND, words.NICK_FIRST, words.NICK_SECOND):
         every += group
     for values in words.VALUES.values():
         every += values
-    every += [name.capitalize() for name in common_words.COMMON_WORDS[: common_words.FREQUENT]]
+    every += [name.capitalize() for name in COMMON_WORDS[:FREQUENT]]
     for _ in range(120):
         yield " ".join(every)
     # Invented names add their syllables to the vocabulary.

@@ -42,8 +42,7 @@ from training.batches import (
     make_example,
 )
 from training.export import TRAINING_COMMAND, export, fingerprint, load_exported
-from training.grow import grow
-from training.model import DemoModel, ModelShape, initialise, rope_table, rotate
+from training.model import DemoModel, ModelShape, grow, initialise, rope_table, rotate
 from training.tokenizer import EOS, build_tokenizer, save_tokenizer
 
 MODEL_FOLDER: Final = bundled_model_directory()

@@ -108,8 +108,7 @@ def devices(
     """
     wanted = [rate * 1e9 for rate in parse_numbers(bandwidths, "--bandwidths", float)]
     settings = BlendOptions(ratio, policy).settings()
-    from cacheblend_lab.bench.sweeps import sweep_devices
-    from cacheblend_lab.bench.throttled import ThrottledStore
+    from cacheblend_lab.bench.sweeps import ThrottledStore, sweep_devices
 
     def sweep(place: Workbench, say: Say) -> list[Point]:
         place.engine.store = ThrottledStore(wanted[0])

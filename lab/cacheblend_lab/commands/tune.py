@@ -18,8 +18,8 @@ from cacheblend_rag.engines.models import BUNDLED_MODEL
 from cacheblend_rag.homes import from_home
 
 if TYPE_CHECKING:
+    from cacheblend_lab.tuning.card import TuneResult
     from cacheblend_lab.tuning.questions import TuningQuestion
-    from cacheblend_lab.tuning.result import TuneResult
     from cacheblend_rag.console.output import Show
     from cacheblend_rag.rag.pipeline import RagPipeline
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from cacheblend_lab.fiction import words
-from cacheblend_lab.fiction.asides import ASIDES, FILLER, FILLER_WORDS
 from cacheblend_lab.fiction.names import NameMaker, article
 from cacheblend_lab.fiction.phrases import KINDS, Attribute
+from cacheblend_lab.fiction.words import ASIDES, FILLER, FILLER_WORDS
 
 
 @dataclass(frozen=True)

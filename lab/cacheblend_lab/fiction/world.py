@@ -21,10 +21,9 @@ from itertools import islice
 from random import Random
 
 from cacheblend_lab.fiction.entities import Entity, draw_kinds, make_entities
-from cacheblend_lab.fiction.interludes import Interludes, list_kinds
 from cacheblend_lab.fiction.names import NameMaker
 from cacheblend_lab.fiction.questions import USUAL_SHARES, FictionQuestion, Shares, choose_questions
-from cacheblend_lab.fiction.writer import CountTokens, Sentence, Style, Writer
+from cacheblend_lab.fiction.writer import CountTokens, Interludes, Sentence, Style, Writer, list_kinds
 from cacheblend_rag.errors import InputError
 
 

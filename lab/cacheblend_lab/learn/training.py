@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 
 from cacheblend_lab.learn.adapter import weights_of
+from cacheblend_lab.learn.blend import Lesson
 from cacheblend_lab.learn.draws import Draws
-from cacheblend_lab.learn.lesson import Lesson
 from cacheblend_rag.errors import InputError, ModelError, StoreError
 
 _WARM_UP: Final = 0.03  # share of the training

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from cacheblend_lab.tuning.judging import Vectors
-from cacheblend_lab.tuning.out_of_domain import DocstringTask
+from cacheblend_lab.tuning.candidates import NEAREST
+from cacheblend_lab.tuning.judging import DocstringTask, Vectors
 from cacheblend_lab.tuning.questions import Split, TuningQuestion
-from cacheblend_lab.tuning.rehearsal import NEAREST
 from cacheblend_lab.tuning.students import STUDENTS
 from cacheblend_lab.tuning.teacher import Judged
 from cacheblend_lab.tuning.training import Lessons, TrainSettings

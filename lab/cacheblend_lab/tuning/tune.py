@@ -11,12 +11,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from cacheblend_lab.scoring import can_score
-from cacheblend_lab.tuning.card import example, write_card
+from cacheblend_lab.tuning.card import TuneResult, example, write_card
 from cacheblend_lab.tuning.estimate import estimate_checking, estimate_embedding, estimate_training, timed, total
-from cacheblend_lab.tuning.judging import Gain, Vectors, gain, gains, ranks
-from cacheblend_lab.tuning.out_of_domain import DocstringTask
+from cacheblend_lab.tuning.judging import DocstringTask, Gain, Vectors, gain, gains, ranks
 from cacheblend_lab.tuning.questions import Split, TuningQuestion, split_questions
-from cacheblend_lab.tuning.result import TuneResult
 from cacheblend_lab.tuning.saving import check_free, put_in_place, unfinished, write_model, write_report
 from cacheblend_lab.tuning.students import STUDENTS, Student
 from cacheblend_lab.tuning.teacher import Judged, Teacher

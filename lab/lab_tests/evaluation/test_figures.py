@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cacheblend_lab.bench.sweeps import simulate_queue, sweep_devices, sweep_ratio, sweep_sizes
-from cacheblend_lab.bench.throttled import ThrottledStore
+from cacheblend_lab.bench.sweeps import ThrottledStore, simulate_queue, sweep_devices, sweep_ratio, sweep_sizes
 from cacheblend_lab.evaluation.attention import AttentionInspector
 from cacheblend_lab.evaluation.evaluate import EvalSettings
 from cacheblend_lab.evaluation.figures import FIGURES, FigureContext, make_figures, parse_numbers, quality

@@ -14,8 +14,7 @@ from training import train
 from training.batches import ANSWER, BIND_LAYER, FIND_LAYER, LINK_LAYER, VERDICT, Batch, Encoder, collate, make_example
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.export import fingerprint, load_exported
-from training.grow import grow
-from training.model import DemoModel, ModelShape, initialise, rope_table, rotate
+from training.model import DemoModel, ModelShape, grow, initialise, rope_table, rotate
 from training.tokenizer import BOS, EOS, PAD
 from training.train import MODEL_FOLDER, Progress, Stage
 
