@@ -197,15 +197,7 @@ def make_example(
 ) -> Example:
     """Draw one packed sequence: a context and questions about the context.
 
-    Args:
-        rng: Source of randomness.
-        encoder: Tokenises texts.
-        chunks: Number of chunks.
-        chunk_tokens: Most tokens of a chunk.
-        questions: Most questions.
-        gap: Mean number of positions skipped between documents in total, so that short contexts train long distances.
-        native_share: Share of the native skeleton.
-        lessons: Whether to append exercises, and to keep the `find` targets for nicknames.
+    About ``gap`` positions are skipped between documents in total, so that short contexts train long distances.
     """
     missing = chunks > 2 and rng.random() < 0.15
     crowded = not missing and rng.random() < 0.6

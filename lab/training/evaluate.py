@@ -65,16 +65,7 @@ asks which of two years is earlier:
 def write_card(
     path: Path, plain: str, interludes: str, facts: Mapping[str, str], command: str, *, note: str = ""
 ) -> None:
-    """Write the model card.
-
-    Args:
-        path: The card's file.
-        plain: Result of `evaluate.table` on documents alone.
-        interludes: Result of `evaluate.table` on contexts with interludes.
-        facts: Result of `evaluate.fingerprint`.
-        command: The command that measured the table.
-        note: A remark on the origin of the weights.
-    """
+    """Write the model card."""
     text = _CARD.format(
         shape=facts["shape"],
         # Weights without an origin are older than the present training module, and were trained from scratch.

@@ -37,14 +37,7 @@ WANTED: Final = {"single": 7, "cross": 8, "two_hop": 4, "two_hop_cross": 1}
 
 @dataclass(frozen=True)
 class Plan:
-    """Describes one file of the corpus.
-
-    Attributes:
-        name: File name.
-        opening: Title and first paragraph.
-        kinds: Largest number of entities of each kind.
-        blocks: Length of the file, in blocks of 512 tokens.
-    """
+    """Describes one file of the corpus."""
 
     name: str
     opening: str
@@ -96,8 +89,6 @@ class Document:
     """Holds a written file: its text, its entities and the place of every sentence.
 
     Attributes:
-        plan: Plan of the file.
-        text: The file's text.
         entities: The entities; `locate_facts` sets their `where`.
         sentences: Pairs of offset in `text` and sentence.
         named: Entity name -> chunks that name the entity, in order.

@@ -241,10 +241,6 @@ def grow(finished: DemoModel, layers: int) -> DemoModel:
     is directly behind layer `BIND_LAYER`, where a second look-up can happen; the others alternate with the next old
     layers.
 
-    Args:
-        finished: The model to grow from.
-        layers: Number of layers wanted.
-
     Raises:
         ValueError: `layers` is smaller than the model's number of layers, or larger than the number of places allows.
     """

@@ -74,13 +74,7 @@ def _texts(seed: int, contexts: int) -> Iterator[str]:
 
 
 def build_tokenizer(vocabulary: int = 4608, seed: int = 99, contexts: int = 600) -> Tokenizer:
-    """Train the tokenizer on the generator's text and a list of common English words.
-
-    Args:
-        vocabulary: Number of tokens, special tokens and the 256 byte tokens included.
-        seed: Seed of the training text.
-        contexts: Number of contexts to learn from.
-    """
+    """Train the tokenizer on the generator's text and a list of common English words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -23,14 +23,7 @@ from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 @dataclass(frozen=True)
 class IndexSettings:
-    """Holds the size of what is indexed in every round.
-
-    Attributes:
-        chunks: Number of chunks in a round.
-        chunk_tokens: Tokens in each chunk.
-        repeat: Timed rounds of each method.
-        seed: Seed of the random tokens.
-    """
+    """Holds the size of what is indexed in every round."""
 
     chunks: int = 16
     chunk_tokens: int = 512

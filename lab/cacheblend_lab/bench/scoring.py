@@ -21,16 +21,7 @@ Logprobs = list[list[float]]
 
 @dataclass(frozen=True)
 class ScoreSettings:
-    """Holds the sizes of what is scored in every round: the same answer behind each chunk and the question.
-
-    Attributes:
-        chunks: Number of chunks in a round.
-        chunk_tokens: Tokens in each chunk.
-        question_tokens: Tokens in the question.
-        answer_tokens: Tokens in the answer.
-        repeat: Timed rounds of each method.
-        seed: Seed of the random tokens.
-    """
+    """Holds the sizes of what is scored in every round: the same answer behind each chunk and the question."""
 
     chunks: int = 8
     chunk_tokens: int = 512

@@ -35,18 +35,10 @@ class ThroughputSettings:
     """Holds the load and the blend settings.
 
     Attributes:
-        corpus: Chunks in the corpus.
-        chunks: Chunks in a prompt, drawn anew and in random order for every request.
-        chunk_tokens: Tokens in each chunk.
-        question_tokens: Tokens in the question.
-        answer_tokens: Tokens in every answer.
         requests: Minimum number of requests at each rate, more at high rates; they arrive at random (Poisson).
-        ratio: Recompute ratio; None takes the model profile's.
-        policy: Selection policy of the blend.
         target_ttft_s: Median TTFT to hold; None takes twice the TTFT of a full prefill on an idle engine.
         skew: Exponent of popularity: chunk n of the corpus is drawn with weight n ** -skew; 0 draws all equally often,
             1 is Zipf's law.
-        seed: Seed of chunks, prompts and arrivals.
         methods: Methods to measure, full and blend among them; None measures all methods of the engine.
     """
 

@@ -33,11 +33,7 @@ class BenchModel:
     Attributes:
         model: Name or directory as for an engine; None for the bundled model.
         random_weights: Shape of a random model, in place of ``model``; see :func:`random_model`.
-        device: Device name of torch; None takes CUDA if there is one.
         dtype: Name of a torch dtype; None for the engine's choice (fp32 for random weights on a CPU, else bf16).
-        threads: CPU threads of torch; None uses torch's own number.
-        engine: Name of the engine.
-        writer: KV writer of the chunks' KV, as an engine takes it.
     """
 
     model: str | None = None

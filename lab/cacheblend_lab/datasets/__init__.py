@@ -94,9 +94,7 @@ class DataSet:
     """Holds a data set's samples.
 
     Attributes:
-        samples: The samples.
         files: Hash of every file that was read, by name; empty for the demo.
-        skipped: Rows that cannot be used.
     """
 
     samples: list[Sample]

@@ -55,15 +55,12 @@ class Entity:
     """Holds an entity, its facts, and where the documents state the facts.
 
     Attributes:
-        kind: Key of `phrases.KINDS`.
         name: Name as written inside a sentence.
         pronoun: "she", "he" or "it".
-        alias: Nickname, or None.
         alias_in: Index of the chunk that states the nickname, -1 until a chunk does.
         alias_from: Index of the chunk that names the entity for the statement of the nickname.
         introduced_in: Index of the first chunk that names the entity, -1 until a chunk does.
         named_in: Index of the last chunk that names the entity.
-        facts: Attribute -> value.
         where: Attribute -> place of its statement, for the stated attributes only.
     """
 

@@ -34,13 +34,7 @@ def demo_samples(
 ) -> list[Sample]:
     """Return ``limit`` questions, with the kinds in turn, about names that the bundled model's training never used.
 
-    Args:
-        tokenizer: The model's tokenizer, which counts the tokens of chunks.
-        limit: Number of questions.
-        seed: Seed of the questions; equal seeds and tokenizers give equal questions.
-        kinds: Some of :data:`KINDS`.
-        chunks: Chunks of each context.
-        chunk_tokens: Most tokens of a chunk.
+    Equal seeds and tokenizers give equal questions.
 
     Raises:
         InputError: Unknown kinds, or sizes too small to hold questions of all kinds.

@@ -20,10 +20,8 @@ class Sentence:
     """Holds one sentence (or heading) of a chunk.
 
     Attributes:
-        text: The sentence.
         before: Text between the sentence and the previous sentence of the chunk.
         entity: Name of the entity that the sentence is about, None for filler.
-        value: Value that the sentence states, or None.
         opens_document: Whether a new document begins with the sentence.
         attribute: Key of the attribute that the sentence states, or None.
         nickname: Nickname that the sentence uses for the entity, or None.
@@ -62,15 +60,7 @@ class Style:
 
 
 class Writer:
-    """Writes documents into chunks of at most a given number of tokens.
-
-    Args:
-        rng: Source of randomness.
-        count: Returns the number of tokens of a text.
-        chunks: Number of chunks to write; the writer is `full` when it has begun one more.
-        chunk_tokens: Most tokens of a chunk.
-        style: Style of the documents.
-    """
+    """Writes documents into chunks of at most a given number of tokens."""
 
     def __init__(self, rng: Random, count: CountTokens, *, chunks: int, chunk_tokens: int, style: Style) -> None:
         self._rng = rng
@@ -284,8 +274,6 @@ class Interludes:
     """Plans the texts between a context's documents, and writes each text at its planned place.
 
     Args:
-        rng: Source of randomness.
-        chunks: Number of chunks of the context.
         groups: Groups of entities of one kind; each group gets two lists, which only their titles distinguish.
         crowded: Whether every context has units and uses most of the known nicknames.
     """
@@ -341,14 +329,7 @@ def _pairs(kind: str) -> list[tuple[str, str]]:
 
 
 def list_kinds(rng: Random, chunks: int, chunk_tokens: int, *, crowded: bool) -> list[list[str]]:
-    """Return the kinds of the entities of each group of lists; the size of the context limits the number of groups.
-
-    Args:
-        rng: Source of randomness.
-        chunks: Number of chunks.
-        chunk_tokens: Most tokens of a chunk.
-        crowded: Whether to return as many groups as fit, instead of a random number.
-    """
+    """Return the kinds of the entities of each group of lists; the size of the context limits the number of groups."""
     room = chunks * chunk_tokens
     most = sum(room >= least for least in (100, 300, 1000))
     count = most if crowded else rng.choice((0, 1, most)) if most else 0

@@ -82,8 +82,6 @@ class Sizes:
     """Holds the sizes of a training run; None takes the default of the device.
 
     Attributes:
-        prompt_tokens: Most tokens of a prompt.
-        batch_tokens: Most tokens of a batch.
         answers: Questions that the model answers itself before training; other questions keep their answers.
         requests: Questions to generate about documents.
         looked: Held-out batches of a check.

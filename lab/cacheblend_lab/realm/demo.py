@@ -43,8 +43,6 @@ class RealmWorld:
     """Holds a corpus and questions about the corpus.
 
     Attributes:
-        passages: The corpus.
-        train: Questions to learn from.
         held_out: Questions about other entities of the corpus.
     """
 
@@ -54,14 +52,7 @@ class RealmWorld:
 
 
 def make_world(seed: int, entities: int, tokenizer: Any, size: int) -> RealmWorld:
-    """Write articles about fictional entities, and ask about every fact in them.
-
-    Args:
-        seed: Seed of the world; equal seeds give equal worlds.
-        entities: Number of entities: people, companies, observatories and ships.
-        tokenizer: Counts the word pieces of passages.
-        size: Most word pieces of a passage.
-    """
+    """Write articles about fictional entities, and ask about every fact in them."""
     rng = Random(f"realm:{seed}")
     names = NameMaker(rng, held_out=False)
     made = make_entities(rng, names, draw_kinds(rng, entities), 0.0)
@@ -114,8 +105,6 @@ class DemoSettings:
     """Holds the sizes of a demonstration; the defaults take minutes on one core.
 
     Attributes:
-        entities: Number of entities in a world.
-        pretrain: Settings of the pre-training.
         finetune: Settings of the fine-tuning and of the closed-book reader's training.
     """
 

@@ -109,14 +109,7 @@ class Examples:
     """Draws examples from passages; equal random states draw equal examples."""
 
     def __init__(self, passages: Sequence[Passage], tokenized: Sequence[Tokenized], mask: int, query_tokens: int):
-        """Set the passages to draw from.
-
-        Args:
-            passages: The corpus.
-            tokenized: The corpus as word pieces.
-            mask: Id of the mask token.
-            query_tokens: Most word pieces of a query.
-        """
+        """Set the passages to draw from."""
         self._passages, self._tokenized = passages, tokenized
         self._mask, self._size = mask, query_tokens
 

@@ -30,14 +30,10 @@ class FinetuneSettings:
     """Holds the settings of fine-tuning.
 
     Attributes:
-        steps: Number of steps.
-        batch: Questions in a step.
-        rate: Highest learning rate.
         k: Passages read for each question; 5 in the paper.
         save_every: Steps between checkpoints, if ``refresh_every`` is 0.
         refresh_every: Steps between the checkpoints from which the index is rebuilt, with the document tower trained,
             too; 0 freezes index and document tower, as in the paper.
-        seed: Seed of the drawn questions.
     """
 
     steps: int = 2000

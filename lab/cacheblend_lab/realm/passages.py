@@ -23,12 +23,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Passage:
-    """Holds a piece of an article.
-
-    Attributes:
-        title: The article's title; may be empty.
-        text: Text of the piece.
-    """
+    """Holds a piece of an article."""
 
     title: str
     text: str
@@ -88,14 +83,7 @@ def cut(title: str, text: str, tokenizer: Any, size: int) -> Iterator[Passage]:
 
 
 def tokenize(passages: Sequence[Passage], tokenizer: Any, size: int, title_size: int = 16) -> list[Tokenized]:
-    """Return each passage as at most ``size`` word pieces of text and at most ``title_size`` of its title.
-
-    Args:
-        passages: Passages from :func:`read_corpus`.
-        tokenizer: The model's fast tokenizer.
-        size: Most word pieces of a text.
-        title_size: Most word pieces of a title.
-    """
+    """Return each passage as at most ``size`` word pieces of text and at most ``title_size`` of its title."""
     if not passages:
         return []
     titles = tokenizer([p.title for p in passages], add_special_tokens=False, verbose=False)["input_ids"]

@@ -31,19 +31,10 @@ class PretrainSettings:
 
     Attributes:
         bert: ``tiny``, ``minilm`` or the directory of a BERT.
-        shape: Lengths and sizes.
         ict: Whether the towers begin with the inverse cloze task.
-        warm_steps: Steps of the warm start.
-        warm_batch: Sentences in a step of the warm start.
-        warm_rate: Highest learning rate of the warm start.
         steps: Steps of masked spans over retrieved passages.
-        batch: Sentences in a step of masked spans.
-        rate: Highest learning rate of masked spans.
         candidates: Passages retrieved for each sentence, besides the null document.
         refresh_every: Steps between the checkpoints from which the index is rebuilt; 0 never rebuilds the index.
-        spans: Kind of spans to mask.
-        faiss: FAISS index factory string.
-        seed: Seed of all random draws.
     """
 
     bert: str = "tiny"

@@ -29,14 +29,7 @@ class Refresher:
     """Starts and ends the process that rebuilds the index; the trainer owns the object."""
 
     def __init__(self, directory: Path, stage: int, factory: str, device: str):
-        """Prepare the process for a run; :meth:`ensure` starts it.
-
-        Args:
-            directory: Directory of the run.
-            stage: Stage whose checkpoints are indexed.
-            factory: FAISS index factory string.
-            device: Device that embeds the passages.
-        """
+        """Prepare the process for a run; :meth:`ensure` starts it."""
         self._arguments = (str(directory), stage, factory, device, torch.get_num_threads())
         self._process: BaseProcess | None = None
         self.starts = 0
@@ -106,24 +99,12 @@ class RenewedIndex:
     """Holds the vectors of all passages, computed by parameters that are some steps old (paper section 3.3)."""
 
     def __init__(self, run: RunDirectory, model: RealmModel, passages: Sequence[Tokenized], collator: Collator):
-        """Set the run; the index may be built later.
-
-        Args:
-            run: Directory of the indexes and checkpoints.
-            model: Model whose document tower computes the vectors.
-            passages: All passages of the corpus.
-            collator: Makes batches of passages.
-        """
+        """Set the run; the index may be built later."""
         self._run, self._model, self._passages, self._collator = run, model, passages, collator
         self._index: PassageIndex | None = None
 
     def build(self, step: int, factory: str) -> None:
-        """Build the index from the current parameters in the calling process, unless the newest index is of this step.
-
-        Args:
-            step: Training step of the current parameters.
-            factory: FAISS index factory string.
-        """
+        """Build the index from the current parameters in the calling process, unless the newest index is of this step."""
         if newest_step(self._run.index) != step:
             vectors = embed(self._model.document.eval(), self._passages, self._collator)
             assert vectors is not None
@@ -167,10 +148,7 @@ class RenewedIndex:
     def vectors(self, rows: Sequence[Sequence[int | None]]) -> Tensor:
         """Return the candidates' vectors by the current parameters, with gradients to the document tower.
 
-        The index only selects the candidates.
-
-        Args:
-            rows: Candidates of each query; None is the null document. All rows must have one length.
+        The index only selects the candidates. None in ``rows`` is the null document; all rows must have one length.
 
         Returns:
             ``[rows, candidates, vector]``.

@@ -35,12 +35,8 @@ class Stage:
     """Describes one stage of training.
 
     Attributes:
-        number: Number of the stage in its run, from 0.
-        name: Name of the stage in ``metrics.jsonl``.
-        steps: Number of steps.
         rate: Highest learning rate; the rate rises over the first tenth of the steps, and falls to 0 at the last step.
         loss: Returns the loss of a step (None for no update) and figures to log.
-        parameters: Parameters to train.
         saved: Called after each checkpoint with the step.
     """
 
@@ -149,16 +145,8 @@ class RunDirectory:
 def train(run: RunDirectory, model: nn.Module, stage: Stage, save_every: int, seed: int, say: Say) -> None:
     """Run a stage to its end, from its newest checkpoint if there is one; skip a stage that the run has passed.
 
-    The random draws of a step depend only on ``seed``, stage and step, so a resumed run repeats the steps of a killed
+    The last step writes a checkpoint, too. The random draws of a step depend only on ``seed``, stage and step, so a resumed run repeats the steps of a killed
     run.
-
-    Args:
-        run: Directory of the checkpoints.
-        model: Model to save in the checkpoints.
-        stage: Stage to run.
-        save_every: Steps between checkpoints; the last step writes a checkpoint, too.
-        seed: Seed of dropout.
-        say: Called after each step.
     """
     from transformers import get_linear_schedule_with_warmup
 

@@ -25,15 +25,9 @@ class TuneResult:
         saved: Directory of the tuned encoder; None if the encoder was not saved.
         documents: Whether the encoder embeds documents, too; the index then needs :meth:`ChunkIndex.rebuild` before
             use.
-        why: Reason for saving or not saving, as text.
         held_out: Gains on the held-out questions, by measure; includes ``em`` and ``f1`` if questions were answered.
-        out_of_domain: Gains on Python's own documentation.
-        questions: Numbers of questions in ``train``, ``dev`` and ``held_out``.
         reader: Quality of the reader as a teacher: see :func:`judge_reader`.
-        curve: Points of the training curve.
         example: The reader's judgement of one question's candidates; see :func:`example` in ``card.py``.
-        seconds: Duration of each step.
-        settings: All settings of the run, for JSON.
     """
 
     saved: Path | None

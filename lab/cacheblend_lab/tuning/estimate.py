@@ -30,12 +30,7 @@ def estimate_training(
 ) -> float:
     """Take two steps with a temporary student; return an upper estimate of the seconds that training takes.
 
-    Args:
-        split: The questions.
-        vectors: Vectors of the questions in ``split.train``, ``[questions, dim]``.
-        index: The chunks.
-        embedder: The index's embedding model.
-        settings: Settings of the training.
+    ``vectors`` are those of the questions in ``split.train``, ``[questions, dim]``.
     """
     student = STUDENTS[settings.part](embedder.model)
     asked = zip(split.train[: settings.size], vectors, strict=False)

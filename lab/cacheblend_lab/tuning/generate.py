@@ -31,8 +31,6 @@ class Generated:
 
     Attributes:
         questions: Questions that passed the filter; the relevant chunk of each is its source chunk.
-        tried: Number of texts that the reader wrote.
-        empty: Number of texts that were too short or repeated.
         unanswered: Number of questions that the reader could not answer from their source chunk.
         lost: Number of questions for which the whole index returned another chunk or another answer.
     """

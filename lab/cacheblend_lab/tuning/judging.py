@@ -29,8 +29,6 @@ class Gain:
     """Holds a measure before and after tuning, as shares of 1.
 
     Attributes:
-        before: Mean with the embedding model.
-        after: Mean with the tuned query encoder.
         low: Lower end of the difference's 95% interval, over paired questions with groups resampled; if there is no
             interval (too few questions, or all alike), the smaller of 0 and the difference.
         high: Upper end of the interval; without an interval, the larger of 0 and the difference.

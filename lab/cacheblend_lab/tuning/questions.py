@@ -27,7 +27,6 @@ class TuningQuestion:
     """Holds a question with known answers or known chunks.
 
     Attributes:
-        text: The question.
         answers: Acceptable answers; empty if only the chunks are known.
         relevant: Ids of the chunks that answer the question; empty if unknown: then chunks that contain an answer
             count.

@@ -59,13 +59,10 @@ class TrainSettings:
     """Holds the settings of training.
 
     Attributes:
-        loss: Name of the loss; see :mod:`cacheblend_lab.tuning.training`.
-        part: Part of the model to tune; see :mod:`cacheblend_lab.tuning.students`.
         epochs: Most rounds over the questions; None takes the default of the part.
         patience: Number of rounds without a better MRR on the dev questions after which training stops.
         batch: Questions in a step; None takes the default of the part.
         temperature: Divisor that turns cosine similarities into f(x, z).
-        seed: Seed of the order of questions.
     """
 
     loss: Loss = "marginal"

@@ -42,9 +42,7 @@ class TuneSettings:
     """Holds the settings of tuning.
 
     Attributes:
-        training: Settings of the training.
         candidates: Chunks that the reader judges for each question, besides the null document.
-        seed: Seed of the split.
         answers: Most held-out questions to answer before and after; 0 for none.
         elsewhere: Number of passages of the out-of-domain task.
     """

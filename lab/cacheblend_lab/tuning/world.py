@@ -40,11 +40,6 @@ def paraphrased_world(tokenizer: Any, seeds: Sequence[int], entities: int = 32) 
 
     Every chunk names one entity and states one fact about it, between two filler sentences. The question's wording
     shares the fewest words with the statement. The bundled model's training has seen none of the names.
-
-    Args:
-        tokenizer: The reader's tokenizer.
-        seeds: Seeds of the worlds.
-        entities: Number of entities in each world; there are ten facts about each.
     """
     names = NameMaker(Random(f"names:{list(seeds)}"), held_out=True)
     documents: dict[str, list[Chunk]] = {}

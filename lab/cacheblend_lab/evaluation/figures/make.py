@@ -48,11 +48,6 @@ def make_figures(context: FigureContext, numbers: Sequence[int], progress: Progr
 
     Measurements of an earlier run with the same settings are reused, so that an interrupted run can resume.
 
-    Args:
-        context: Model and settings to measure with.
-        numbers: Numbers of figures in :data:`FIGURES`.
-        progress: Called with the work done, the total, and the current step.
-
     Returns:
         Path of the page.
 
