@@ -145,8 +145,8 @@ class RunDirectory:
 def train(run: RunDirectory, model: nn.Module, stage: Stage, save_every: int, seed: int, say: Say) -> None:
     """Run a stage to its end, from its newest checkpoint if there is one; skip a stage that the run has passed.
 
-    The last step writes a checkpoint, too. The random draws of a step depend only on ``seed``, stage and step, so a resumed run repeats the steps of a killed
-    run.
+    The last step writes a checkpoint, too. The random draws of a step depend only on ``seed``, stage and step, so a
+    resumed run repeats the steps of a killed run.
     """
     from transformers import get_linear_schedule_with_warmup
 
