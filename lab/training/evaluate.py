@@ -24,8 +24,7 @@ from cacheblend_rag.calibrate.intervals import share_interval
 from training.batches import Encoder
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.export import TRAINING_COMMAND, fingerprint, load_exported
-from training.skeletons import NATIVE
-from training.tokenizer import BOS, EOS
+from training.tokenizer import BOS, EOS, NATIVE
 from training.train import MODEL_FOLDER
 
 _CARD = """# The bundled demo model

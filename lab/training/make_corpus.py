@@ -18,8 +18,7 @@ from typing import Any, Final
 
 from transformers import AutoTokenizer
 
-from cacheblend_lab.fiction.entities import Entity, Place, make_entities
-from cacheblend_lab.fiction.names import NameMaker
+from cacheblend_lab.fiction.entities import Entity, NameMaker, Place, make_entities
 from cacheblend_lab.fiction.questions import FictionQuestion, ask
 from cacheblend_lab.fiction.writer import Sentence, Style, Writer
 from cacheblend_rag.engines.transformers import TransformersEngine

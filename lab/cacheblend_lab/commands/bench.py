@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cacheblend_lab.commands import controller, sweeps
+from cacheblend_lab.commands import sweeps
 from cacheblend_lab.commands.bench_options import (
     KV,
     METHOD_NAMES,
@@ -218,7 +218,7 @@ def streams(
     echo(f"\np99 with blends is {result['p99_blend_vs_full']:.2f} times that with ordinary prefill.")
 
 
-for other in (controller.controller, shapes, sweeps.chunks, sweeps.batch, sweeps.ratio, sweeps.devices):
+for other in (sweeps.controller, shapes, sweeps.chunks, sweeps.batch, sweeps.ratio, sweeps.devices):
     bench.command()(other)
 
 

@@ -157,8 +157,8 @@ def evaluate_command(
 
     from cacheblend_lab.realm.evaluate import evaluate, summary
     from cacheblend_lab.realm.finetune import is_tuned, open_library
-    from cacheblend_lab.realm.inputs import Collator
     from cacheblend_lab.realm.model import RealmModel, check_device
+    from cacheblend_lab.realm.passages import Collator
 
     where = check_device(device)
     _use_threads(threads, "tiny" if _is_tiny(model) else "")

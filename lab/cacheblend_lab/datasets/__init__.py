@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from cacheblend_lab.datasets.formats import PLAIN_FORMAT, dialogue_example, dialogue_request, questions_of, sample_of
-from cacheblend_lab.fiction.samples import DEFAULT_KINDS, KINDS, demo_samples
+from cacheblend_lab.fiction.world import DEFAULT_KINDS, KINDS, demo_samples
 from cacheblend_lab.rows import Skipped, hash_file, read_rows
 from cacheblend_lab.samples import Sample
 from cacheblend_rag.errors import InputError

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from cacheblend_lab.realm.index import PassageIndex
-from cacheblend_lab.realm.inputs import Collator, Inputs, Query
 from cacheblend_lab.realm.model import RealmModel
-from cacheblend_lab.realm.passages import Passage, Tokenized, tokenize
+from cacheblend_lab.realm.passages import Collator, Inputs, Passage, Query, Tokenized, tokenize
 from cacheblend_lab.realm.questions import RealmQuestion
 from cacheblend_lab.realm.runs import Say
 from cacheblend_rag.calibrate.intervals import share_interval

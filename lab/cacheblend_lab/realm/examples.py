@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
 
-from cacheblend_lab.realm.inputs import MASKED_MOST, Query
-from cacheblend_lab.realm.passages import Passage, Span, Tokenized, sentences
+from cacheblend_lab.realm.passages import MASKED_MOST, Passage, Query, Span, Tokenized, sentences
 
 Spans = Literal["salient", "random"]
 """Kind of spans to mask; ``random`` is the paper's ablation: spans of a few words at random places, as in SpanBERT."""

@@ -14,9 +14,8 @@ from torch import Tensor
 from cacheblend_lab.marginal import log_marginal
 from cacheblend_lab.realm.evaluate import Library, answer_likelihood, as_queries, read, retrieve, search
 from cacheblend_lab.realm.index import PassageIndex, bring_index, link, newest_step
-from cacheblend_lab.realm.inputs import Collator, Inputs
 from cacheblend_lab.realm.model import RealmModel
-from cacheblend_lab.realm.passages import load_passages
+from cacheblend_lab.realm.passages import Collator, Inputs, load_passages
 from cacheblend_lab.realm.questions import RealmQuestion
 from cacheblend_lab.realm.renewal import PASSAGES, RenewedIndex, age
 from cacheblend_lab.realm.runs import RunDirectory, Say, Stage, Told, train

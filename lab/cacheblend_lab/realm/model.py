@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cacheblend_lab.realm.inputs import Inputs
+from cacheblend_lab.realm.passages import Inputs
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.homes import from_home
 

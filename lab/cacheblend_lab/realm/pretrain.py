@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from cacheblend_lab.marginal import log_marginal
 from cacheblend_lab.realm.examples import Examples, Finder, Masked, Spans, salient_finder
 from cacheblend_lab.realm.index import PassageIndex, newest_step
-from cacheblend_lab.realm.inputs import Collator
 from cacheblend_lab.realm.model import RealmModel, Shape
-from cacheblend_lab.realm.passages import Passage, Tokenized, load_passages, save_passages, tokenize
+from cacheblend_lab.realm.passages import Collator, Passage, Tokenized, load_passages, save_passages, tokenize
 from cacheblend_lab.realm.renewal import PASSAGES, RenewedIndex, age
 from cacheblend_lab.realm.runs import RunDirectory, Say, Stage, Told, train
 from cacheblend_rag.errors import InputError

@@ -15,9 +15,8 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from cacheblend_lab.realm.index import PassageIndex, clear_unfinished, embed, newest_step
-from cacheblend_lab.realm.inputs import Collator
 from cacheblend_lab.realm.model import RealmModel, load_weights
-from cacheblend_lab.realm.passages import Tokenized, load_passages, tokenize
+from cacheblend_lab.realm.passages import Collator, Tokenized, load_passages, tokenize
 from cacheblend_lab.realm.runs import RunDirectory, Told
 from cacheblend_rag.errors import ModelError
 

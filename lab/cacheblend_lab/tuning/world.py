@@ -11,13 +11,13 @@ from typing import Any, Final
 
 from cacheblend_lab.fiction.entities import (
     Entity,
+    NameMaker,
     capital,
     draw_kinds,
     filler_sentence,
     make_entities,
     render,
 )
-from cacheblend_lab.fiction.names import NameMaker
 from cacheblend_lab.fiction.phrases import KINDS, Attribute
 from cacheblend_lab.tuning.questions import TuningQuestion
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk

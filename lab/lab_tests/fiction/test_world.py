@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_lab.fiction.names import NameMaker, is_held_out
+from cacheblend_lab.fiction.entities import NameMaker, is_held_out
 from cacheblend_lab.fiction.phrases import KINDS
 from cacheblend_lab.fiction.questions import QUESTION_KINDS
 from cacheblend_lab.fiction.words import NICKNAMES, UNITS

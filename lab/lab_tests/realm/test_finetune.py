@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cacheblend_lab.realm import renewal
-from cacheblend_lab.realm.closed import closed_book
+from cacheblend_lab.realm.demo import closed_book
 from cacheblend_lab.realm.evaluate import (
     Library,
     answer,
@@ -25,9 +25,8 @@ from cacheblend_lab.realm.evaluate import (
 )
 from cacheblend_lab.realm.finetune import FinetuneSettings, Finetuning, finetune, open_library
 from cacheblend_lab.realm.index import PassageIndex, newest_step
-from cacheblend_lab.realm.inputs import Collator
 from cacheblend_lab.realm.model import RealmModel
-from cacheblend_lab.realm.passages import Passage
+from cacheblend_lab.realm.passages import Collator, Passage
 from cacheblend_lab.realm.pretrain import PretrainSettings, pretrain
 from cacheblend_lab.realm.questions import RealmQuestion
 from cacheblend_lab.realm.renewal import RenewedIndex

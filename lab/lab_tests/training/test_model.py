@@ -9,7 +9,7 @@ from cacheblend_lab.fiction.questions import QUESTION_KINDS
 from cacheblend_lab.fiction.world import sample_context
 from training.evaluate import METHODS, QUICK, evaluate, table
 from training.export import fingerprint, load_exported
-from training.skeletons import NATIVE
+from training.tokenizer import NATIVE
 from training.train import MODEL_FOLDER
 
 pytestmark = pytest.mark.slow
