@@ -31,7 +31,6 @@ _MEASURES = (
     "host_time.py",
     "pooled_quality.py",
     "profile_blend.py",
-    "prompt_lengths.py",
     "scale.py",
 )
 INSIDERS = {ROOT / "lab/benchmarks" / name for name in _MEASURES}

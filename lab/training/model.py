@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,10 +43,6 @@ class ModelShape:
             "max_position_embeddings": self.context,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.theta},
         }
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the sizes as plain data."""
-        return asdict(self)
 
 
 def rope_table(positions: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:

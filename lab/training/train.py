@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -231,7 +231,7 @@ def _save(
 ) -> None:
     state = {
         "model": model.state_dict(),
-        "shape": model.shape.as_dict(),
+        "shape": asdict(model.shape),
         "optimisers": [optimiser.state_dict() for optimiser in optimisers],
         "progress": vars(progress),
         "facts": dict(facts),

@@ -30,18 +30,13 @@ class NameMaker:
     Args:
         rng: Source of randomness.
         held_out: Whether to draw held-out names only, or training names only.
-        unseen_syllables: Whether to build every invented word from syllables that training never uses (needs
-            `held_out`).
         distinct_first_names: Whether to reuse first names of people only after all have been used.
     """
 
-    def __init__(
-        self, rng: Random, *, held_out: bool, unseen_syllables: bool = False, distinct_first_names: bool = False
-    ) -> None:
+    def __init__(self, rng: Random, *, held_out: bool, distinct_first_names: bool = False) -> None:
         self._rng = rng
         self._distinct = distinct_first_names
         self._held_out = held_out
-        self._unseen = unseen_syllables
         self._used: set[str] = set()
 
     def draw(self, kind: str) -> tuple[str, str]:
@@ -68,7 +63,7 @@ class NameMaker:
                 name = f"the {key} Observatory"
             else:
                 first = rng.choice(words.SHIP_FIRST)
-                second = self._word(words.SURNAMES) if self._unseen else rng.choice(words.SHIP_SECOND)
+                second = rng.choice(words.SHIP_SECOND)
                 name = key = f"the {first} {second}"
             if key not in self._used and is_held_out(name) == self._held_out:
                 self._used |= {key, first} if self._distinct else {key}
@@ -88,9 +83,6 @@ class NameMaker:
 
     def _word(self, known: tuple[str, ...]) -> str:
         rng = self._rng
-        if self._unseen:
-            parts = (words.UNSEEN_ONSETS, "aeiou", words.UNSEEN_ONSETS, "aeiou", words.UNSEEN_CODAS)
-            return "".join(rng.choice(part) for part in parts).capitalize()
         draw = rng.random()
         if draw < 0.72:
             return rng.choice(known)

@@ -33,10 +33,6 @@ TOWN_BACKS: Final = _split("bury port mouth field bridge cliff ness tor villa gr
 SURNAMES: Final = _compounds(190, 7, NAME_FRONTS, NAME_BACKS)
 TOWNS: Final = _compounds(110, 11, TOWN_FRONTS, TOWN_BACKS)
 
-# Syllables that training never uses: names made of them test whether the model copies spelling instead of known words.
-UNSEEN_ONSETS: Final = _split("thr pl zw gn sk ch bl vl kw dr pt sz str spr cl tw")
-UNSEEN_CODAS: Final = _split("nth ks lp rd rp nd f sk b sh ck mb rg pf")
-
 WOMEN: Final = _split(
     "Ana Clara Dora Edith Flora Greta Hanna Ida Julia Katya Lena Mira Nora Olga Petra Rosa Sonia Tilda Ursula "
     "Vera Wilma Yara Zelda Agnes Bianca Celia Daphne Elsa Frida Gilda Helga Irena Judith Karin Lydia Marta "

@@ -87,7 +87,6 @@ def sample_context(
     chunk_tokens: int = 512,
     questions: int = 40,
     held_out: bool = True,
-    unseen_syllables: bool = False,
     filler: float | None = None,
     alias_share: float = 0.2,
     missing_chunk: bool = False,
@@ -104,7 +103,6 @@ def sample_context(
         chunk_tokens: Most tokens of a chunk.
         questions: Most questions; questions that need another chunk are preferred.
         held_out: Whether to use the names that training never uses.
-        unseen_syllables: Whether to build names from syllables that training never uses.
         filler: Share of filler between and inside documents; drawn at random if None.
         alias_share: Share of entities with a nickname.
         missing_chunk: Whether to leave out one chunk, as a retriever does; not together with `interludes`.
@@ -123,7 +121,7 @@ def sample_context(
         )
     # The model of six million parameters confuses people with one first name one time in twenty, which would hide the
     # effect of blending.
-    names = NameMaker(rng, held_out=held_out, unseen_syllables=unseen_syllables, distinct_first_names=True)
+    names = NameMaker(rng, held_out=held_out, distinct_first_names=True)
     if filler is None:
         filler = rng.choice((0.1, 0.25, 0.4) if chunk_tokens >= 100 else (0.0, 0.0, 0.2))
     wanted = chunks + missing_chunk

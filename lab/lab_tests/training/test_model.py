@@ -55,7 +55,7 @@ def test_greedy_generation_answers_held_out_questions(llama, tokenizer):
 
 def test_a_check_at_layer_2_restores_what_reuse_loses():
     methods = QUICK[:3]
-    results = evaluate(MODEL_FOLDER, seeds=[11], contexts=4, methods=methods, chunk_tokens=128, unseen=False)
+    results = evaluate(MODEL_FOLDER, seeds=[11], contexts=4, methods=methods, chunk_tokens=128)
     share = {name: sum(right for _, right in kinds["cross"]) / len(kinds["cross"]) for name, kinds in results.items()}
     assert len(results["full recompute"]["cross"]) >= 20
     assert share["full recompute"] >= 0.9
