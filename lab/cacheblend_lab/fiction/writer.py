@@ -273,6 +273,8 @@ _UNIT_SHARE: Final = 0.6
 class Interludes:
     """Plans the texts between a context's documents, and writes each text at its planned place.
 
+    The wording does not show that a sentence depends on another chunk: a list's row is only a name and a value.
+
     Args:
         groups: Groups of entities of one kind; each group gets two lists, which only their titles distinguish.
         crowded: Whether every context has units and uses most of the known nicknames.

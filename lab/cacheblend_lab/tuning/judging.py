@@ -127,7 +127,9 @@ _FEWEST_WORDS: Final = 4
 
 
 class DocstringTask:
-    """Holds passages, and one question for each passage.
+    """Holds passages of Python's standard library, and one question for each passage: the first line of a docstring.
+
+    The docstrings need no download, and are real English on other subjects than the user's documents.
 
     Attributes:
         questions: First lines of the docstrings, in the order of the passages.

@@ -21,6 +21,11 @@ from cacheblend_rag.retrieval.index import ChunkIndex
 
 Loss = Literal["marginal", "kl", "infonce"]
 LOSSES: Final[tuple[str, ...]] = get_args(Loss)
+"""Names of the losses of a query encoder over a question's candidates; the null document is one of the candidates.
+
+All losses take the relevance f(x, z) as logits and the reader's log p(y|z, x), both ``[questions, candidates]``. p(z|x)
+is the softmax of f over the candidates, from the current parameters (REALM, section 3.1).
+"""
 
 
 def marginal_loss(relevance: torch.Tensor, reader: torch.Tensor) -> torch.Tensor:
