@@ -106,12 +106,12 @@ def test_a_throttled_store_gives_the_same_numbers_as_any_other(engine, monkeypat
 
 
 def test_reads_of_one_device_wait_for_each_other(monkeypatch):
-    from cacheblend_lab.bench import throttled
+    from cacheblend_lab.bench import sweeps
 
     now, slept = [0.0], []
-    monkeypatch.setattr(throttled.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(throttled.time, "sleep", slept.append)
-    device = throttled._Device(100.0)
+    monkeypatch.setattr(sweeps.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(sweeps.time, "sleep", slept.append)
+    device = sweeps._Device(100.0)
     device.read(50)
     device.read(50)
     now[0] = 10.0
