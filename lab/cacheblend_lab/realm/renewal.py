@@ -24,36 +24,6 @@ PASSAGES = "passages.jsonl"
 _LOOK_S = 0.2
 
 
-class Refresher:
-    """Starts and ends the process that rebuilds the index; the trainer owns the object."""
-
-    def __init__(self, directory: Path, stage: int, factory: str, device: str):
-        """Prepare the process for a run; :meth:`ensure` starts it."""
-        self._arguments = (str(directory), stage, factory, device, torch.get_num_threads())
-        self._process: BaseProcess | None = None
-        self.starts = 0
-
-    def ensure(self) -> None:
-        """Start the process unless it is running."""
-        if self._process is None or not self._process.is_alive():
-            # Spawn a fresh interpreter: a fork would share the trainer's threads and device.
-            context = multiprocessing.get_context("spawn")
-            self._process = context.Process(target=refresh, args=self._arguments, daemon=True)
-            self._process.start()
-            self.starts += 1
-
-    @property
-    def pid(self) -> int | None:
-        """Return the process's id, or None before the first start."""
-        return self._process.pid if self._process is not None else None
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.terminate()
-            self._process.join()
-
-
 def refresh(directory: str, stage: int, factory: str, device: str, threads: int) -> None:
     """Index each newest checkpoint, until the parent process has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
@@ -132,17 +102,23 @@ class RenewedIndex:
         Yields:
             A function to call with the step after each checkpoint; it restarts a killed process.
         """
-        refresher = Refresher(self._run.path, stage, factory, str(self._collator.device))
+        arguments = (str(self._run.path), stage, factory, str(self._collator.device), torch.get_num_threads())
+        started: list[BaseProcess] = []
 
         def saved(step: int) -> None:
-            if step < steps:
-                refresher.ensure()
+            if step < steps and not any(process.is_alive() for process in started):
+                # Spawn a fresh interpreter: a fork would share the trainer's threads and device.
+                context = multiprocessing.get_context("spawn")
+                started.append(context.Process(target=refresh, args=arguments, daemon=True))
+                started[-1].start()
 
         try:
             saved(0)
             yield saved
         finally:
-            refresher.close()
+            for process in started:
+                process.terminate()
+                process.join()
 
     def vectors(self, rows: Sequence[Sequence[int | None]]) -> Tensor:
         """Return the candidates' vectors by the current parameters, with gradients to the document tower.
