@@ -16,6 +16,19 @@ from cacheblend_lab.samples import Sample
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.homes import from_home
 
+__all__ = [
+    "DEFAULT_KINDS",
+    "ENVIRONMENT",
+    "KINDS",
+    "NAMED",
+    "DataSet",
+    "demo_samples",
+    "find_file",
+    "hash_files",
+    "load_data_set",
+    "read_data_set",
+]
+
 ENVIRONMENT = "CACHEBLEND_DATA"
 
 # Usual file names of each data set, most specific first: globs in the directory, or in one of the _FOLDERS.
@@ -70,19 +83,6 @@ def find_file(name: str, data: Path | None) -> Path:
         "names with the data set's own at the top. Give the file itself with --data FILE."
     )
 
-
-__all__ = [
-    "DEFAULT_KINDS",
-    "ENVIRONMENT",
-    "KINDS",
-    "NAMED",
-    "DataSet",
-    "demo_samples",
-    "find_file",
-    "hash_files",
-    "load_data_set",
-    "read_data_set",
-]
 
 # Number of few-shot examples: more than fit into six chunks of 512 tokens at SAMSum's usual dialogue length.
 _EXAMPLES = 40

@@ -32,14 +32,9 @@ from cacheblend_rag.homes import from_home
 def greedy(
     model: Any, prompts: Sequence[Sequence[int]], tokens: int, ends: frozenset[int], batch_tokens: int
 ) -> list[tuple[int, ...]]:
-    """Return a causal LM's greedy answers to prompts; an answer includes its end token, if generated.
+    """Return a causal LM's greedy answers of at most ``tokens`` tokens; an answer includes its end token, if generated.
 
-    Args:
-        model: The model.
-        prompts: Token ids of the prompts.
-        tokens: Most tokens of an answer.
-        ends: Tokens that end an answer.
-        batch_tokens: Most tokens of a batch of prompts and answers, padding included; a batch has at least one prompt.
+    A batch has at most ``batch_tokens`` tokens of prompts and answers, padding included, but at least one prompt.
     """
     found: list[tuple[int, ...]] = [()] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]), reverse=True)
