@@ -204,7 +204,7 @@ def test_figure_10_says_where_loading_hides_and_what_the_controller_loses():
 
 
 def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
-    for module in ("quality", "attention", "deviation", "speed", "devices"):
+    for module in ("quality", "attention", "devices"):
         monkeypatch.setattr(f"cacheblend_lab.evaluation.figures.{module}.figure", _small(module))
     monkeypatch.setattr("cacheblend_rag.calibrate.plotting._DOTS_PER_INCH", 40)
     monkeypatch.setattr("cacheblend_lab.evaluation.figures.quality._COUNTS", (1, 3))
