@@ -26,22 +26,12 @@ PLACES = (
     "integrations/*/[!t]*/**/*",
 )
 ENDINGS = {".py", ".md", ".ipynb"}
-# Measure pieces that are nobody else's business: attention kernels, an engine's passes, a double of an engine, a trial, what a
-# registry keeps, the page, tables and plots of evaluations.
+# Measure pieces that are nobody else's business: an engine's passes, what a registry keeps, tables of evaluations.
 _MEASURES = (
-    "attention_blocks.py",
-    "attention_tiles.py",
-    "framework_overhead.py",
     "host_time.py",
-    "plot_policies.py",
-    "plot_retriever.py",
     "pooled_quality.py",
-    "page_latency.py",
     "profile_blend.py",
-    "prompt_lengths.py",
     "scale.py",
-    "text_kinds.py",
-    "tracing_overhead.py",
 )
 INSIDERS = {ROOT / "lab/benchmarks" / name for name in _MEASURES}
 # `python -m` names a program, not an import.

@@ -32,6 +32,9 @@ class ReorderedPrompts:
 
     The simulated cache is a tree of the served chunk sequences, of at most ``budget`` tokens. When the tree exceeds the
     budget, the least recently used sequence loses its last chunk first, as in RadixAttention.
+
+    Attributes:
+        cached_tokens: Number of tokens in the cache.
     """
 
     def __init__(self, budget: int = DEFAULT_BUDGET):
@@ -44,13 +47,8 @@ class ReorderedPrompts:
             raise InputError(f"budget is {budget}; give a number of tokens from 0 on.")
         self.budget = budget
         self._root = _Node()
-        self._total = 0
+        self.cached_tokens = 0
         self._clock = 0
-
-    @property
-    def cached_tokens(self) -> int:
-        """Return the number of tokens in the cache."""
-        return self._total
 
     def order(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Return ``chunks``, each once: the cached sequence with most tokens first, the other chunks in their order behind it."""
@@ -74,10 +72,10 @@ class ReorderedPrompts:
         for chunk in chunks:
             if chunk.id not in node.below:
                 node.below[chunk.id] = _Node(len(chunk.token_ids))
-                self._total += len(chunk.token_ids)
+                self.cached_tokens += len(chunk.token_ids)
             node = node.below[chunk.id]
             node.used = self._clock
-        while self._total > self.budget:
+        while self.cached_tokens > self.budget:
             self._evict()
 
     def _longest(self, node: _Node, wanted: Sequence[str]) -> tuple[int, list[str]]:
@@ -93,7 +91,7 @@ class ReorderedPrompts:
         """Drop the least recently used leaf; among the chunks of one request, the last chunk."""
         ends = [(node.used, -depth, above, name) for above, name, node, depth in self._nodes() if not node.below]
         _, _, above, name = min(ends, key=lambda end: end[:2])
-        self._total -= above.below.pop(name).tokens
+        self.cached_tokens -= above.below.pop(name).tokens
 
     def _nodes(self) -> Iterable[tuple[_Node, str, _Node, int]]:
         waiting = [(self._root, 0)]

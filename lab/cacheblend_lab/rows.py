@@ -16,13 +16,7 @@ from cacheblend_rag.errors import InputError
 
 @dataclass(frozen=True)
 class Skipped:
-    """Holds a row that cannot be used.
-
-    Attributes:
-        file: Name of the file.
-        where: Line, number or key of the row.
-        why: Reason why the row cannot be used.
-    """
+    """Holds a row that cannot be used."""
 
     file: str
     where: str
@@ -35,13 +29,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class RowsFile:
-    """Holds the contents of a file.
-
-    Attributes:
-        rows: The rows, each with its place in the file.
-        skipped: Items that are no rows.
-        digest: Hash of the file's bytes.
-    """
+    """Holds the contents of a file."""
 
     rows: list[tuple[str, dict[str, Any]]]
     skipped: list[Skipped]

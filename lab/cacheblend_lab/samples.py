@@ -18,14 +18,11 @@ class Sample:
     """Holds a question and the texts to answer it from.
 
     Attributes:
-        id: Id of the sample, unique in its data set.
         question: The question; for summaries the request.
         answers: Acceptable answers; a summary's reference.
         texts: Documents, examples or chunks.
         packing: ``"split"`` joins the texts and cuts them into chunks; ``"pack"`` fills chunks with whole texts
             (few-shot examples must not be cut); ``"ready"`` takes each text as a chunk.
-        task: Determines the longest answer and the metric.
-        kind: Kind of question, reported separately; empty if the data set has no kinds.
         group: Samples of one group share their texts; confidence intervals resample groups.
         instruction: First sentence of the prompt, equal for every sample of a data set.
         where: The row that the sample was read from, as ``line 3``; empty for a generated sample.
@@ -48,10 +45,6 @@ class EvalCase:
     """Holds a sample that is ready to be answered.
 
     Attributes:
-        sample: The sample.
-        chunks: Chunks in the prompt, in prompt order.
-        prompt: Instruction, chunks and question.
-        max_tokens: Maximum number of tokens of an answer.
         left_out: Number of retrieved chunks that did not fit the context window.
         similarity: Cosine similarity of each chunk to the question; None if no chunks were retrieved.
     """

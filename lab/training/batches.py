@@ -12,14 +12,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cacheblend_lab.fiction.entities import Place, make_entities
-from cacheblend_lab.fiction.names import NameMaker
+from cacheblend_lab.fiction.entities import NameMaker, Place, make_entities
 from cacheblend_lab.fiction.phrases import KINDS
 from cacheblend_lab.fiction.questions import QUESTION_KINDS, FictionQuestion, Shares, compare
 from cacheblend_lab.fiction.world import FictionContext, sample_context
 from cacheblend_lab.fiction.writer import Sentence
-from training.skeletons import Skeleton, sample_skeleton
-from training.tokenizer import BOS, EOS, PAD
+from training.tokenizer import BOS, EOS, PAD, Skeleton, sample_skeleton
 
 BIND_LAYER: Final = 2
 """Layer whose input must name a value's entity, so that a check layer there sees cross-chunk references."""
@@ -197,15 +195,7 @@ def make_example(
 ) -> Example:
     """Draw one packed sequence: a context and questions about the context.
 
-    Args:
-        rng: Source of randomness.
-        encoder: Tokenises texts.
-        chunks: Number of chunks.
-        chunk_tokens: Most tokens of a chunk.
-        questions: Most questions.
-        gap: Mean number of positions skipped between documents in total, so that short contexts train long distances.
-        native_share: Share of the native skeleton.
-        lessons: Whether to append exercises, and to keep the `find` targets for nicknames.
+    About ``gap`` positions are skipped between documents in total, so that short contexts train long distances.
     """
     missing = chunks > 2 and rng.random() < 0.15
     crowded = not missing and rng.random() < 0.6

@@ -21,13 +21,7 @@ Score = Literal["hkvd", "random", "oracle"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """Holds the token ids of a prompt up to the question: a header, then chunks with gaps between them.
-
-    Attributes:
-        header: Ids in front of the first chunk.
-        chunks: Ids of the chunks.
-        gap: Ids between two chunks.
-    """
+    """Holds the token ids of a prompt up to the question: a header, then chunks with gaps between them."""
 
     header: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -23,11 +23,65 @@ from cacheblend_lab.fiction.world import FictionContext, sample_context
 from cacheblend_rag.calibrate.intervals import share_interval
 from training.batches import Encoder
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
-from training.card import write_card
-from training.export import fingerprint, load_exported
-from training.skeletons import NATIVE
-from training.tokenizer import BOS, EOS
+from training.export import TRAINING_COMMAND, fingerprint, load_exported
+from training.tokenizer import BOS, EOS, NATIVE
 from training.train import MODEL_FOLDER
+
+_CARD = """# The bundled demo model
+
+A small Llama trained from scratch on generated, fictional documents. It answers short questions about people,
+companies, observatories and ships from the chunks in its prompt, for names it never saw in training. It knows nothing
+else: it exists so that the library can be tried, tested and measured without a download.
+
+- Shape: {shape}
+- Prompt: `<bos>Answer from the notes.\\n\\n{{chunk}}\\n\\n{{chunk}}\\n\\nQuestion: {{question}}\\nAnswer:`, with as
+  many chunks as fit; answer: ` {{answer}}<eos>`. The chat template renders a system and a user message to the
+  same text. An answer names first what has to be found first: `Mira Halwick, Aberport` for a question about the founder of a
+  company, `the Silver Heron, 1911` for one about a nickname, `A, 1911; B, 1932: A` for one about which of two came first.
+- Trained by `{training}` {origin}: seed {seed}, {steps} steps and {tokens} tokens in all{averaged}; `make demo-model` begins from
+  scratch.{note}
+- Weights: `model.safetensors`, bf16, xxh3-128 `{digest}`.
+- Licence: Apache-2.0, as the project.
+
+## Quality
+
+Held-out names, prompts of six chunks of at most 512 tokens, exact match of the whole answer, greedy decoding, pooled over
+seeds, with 95% intervals for questions that share contexts. Written by `{command}`.
+
+`cross` and `two-hop-cross` need a fact whose name stands in an earlier chunk; an `alias` question uses a nickname. "Main kinds"
+are the first four. Contexts of documents alone:
+
+{plain}
+
+Contexts with lists, units and facts told of a nickname between the documents. `nickname` needs an earlier chunk to tell whom
+the nickname means, `table` the title of the list whose row the fact is, `unit` what its number is counted by; a `comparison`
+asks which of two years is earlier:
+
+{interludes}
+"""
+
+
+def write_card(
+    path: Path, plain: str, interludes: str, facts: Mapping[str, str], command: str, *, note: str = ""
+) -> None:
+    """Write the model card."""
+    text = _CARD.format(
+        shape=facts["shape"],
+        # Weights without an origin are older than the present training module, and were trained from scratch.
+        training=facts["training"] if "origin" in facts else TRAINING_COMMAND,
+        origin=facts.get("origin", "from scratch"),
+        seed=facts["seed"],
+        steps=facts["steps"],
+        tokens=f"{int(facts['tokens']):,}",
+        averaged=f", then averaged with {facts['averaged']}" if "averaged" in facts else "",
+        digest=facts["xxh3_128"],
+        command=command,
+        note=f" {note}" if note else "",
+        plain=plain,
+        interludes=interludes,
+    )
+    path.write_text(text, encoding="utf-8")
+
 
 REUSE: Final = {"check": 0, "ratio": 0.0}
 METHODS: Final[dict[str, dict[str, Any] | None]] = {
@@ -54,11 +108,10 @@ def held_out_contexts(
     encoder: Encoder,
     *,
     chunk_tokens: int = 512,
-    unseen: bool = False,
     interludes: bool = False,
 ) -> Iterator[tuple[str, FictionContext]]:
     """Yield pairs of a unique name and a context with held-out names; equal seeds give equal contexts."""
-    rng = Random(f"evaluation:{seed}:{chunk_tokens}:{unseen}")
+    rng = Random(f"evaluation:{seed}:{chunk_tokens}:False")  # as of the shipped card
     for number in range(contexts):
         yield (
             f"{seed}-{number}",
@@ -68,7 +121,6 @@ def held_out_contexts(
                 chunk_tokens=chunk_tokens,
                 questions=32,
                 held_out=True,
-                unseen_syllables=unseen,
                 interludes=interludes,
             ),
         )
@@ -82,7 +134,6 @@ def evaluate(
     contexts: int,
     methods: Sequence[str],
     chunk_tokens: int,
-    unseen: bool,
     interludes: bool = False,
 ) -> Counts:
     """Answer the questions of `contexts` contexts per seed by each method; return which answers are right."""
@@ -90,7 +141,7 @@ def evaluate(
     encoder = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")))
     torch.manual_seed(seeds[0])
     results: Counts = {name: defaultdict(list) for name in methods}
-    how: dict[str, Any] = {"chunk_tokens": chunk_tokens, "unseen": unseen, "interludes": interludes}
+    how: dict[str, Any] = {"chunk_tokens": chunk_tokens, "interludes": interludes}
     drawn = (held_out_contexts(seed, contexts, encoder, **how) for seed in seeds)
     for group, context in chain.from_iterable(drawn):
         chunks = tuple(encoder.encode(text) for text in context.chunk_texts)
@@ -145,9 +196,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument(
-        "--unseen-syllables", action="store_true", help="names from syllables that training never shows"
-    )
-    parser.add_argument(
         "--interludes", action="store_true", help="contexts with lists, units and nicknames, and questions about them"
     )
     parser.add_argument("--quick", action="store_true", help="four methods only")
@@ -155,9 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--card", action="store_true", help="write the model card")
     parser.add_argument("--note", default="", help="remark for the model card on how the weights came about")
     options = parser.parse_args(arguments)
-    if options.card and (
-        options.quick or options.unseen_syllables or options.interludes or options.chunk_tokens != 512
-    ):
+    if options.card and (options.quick or options.interludes or options.chunk_tokens != 512):
         parser.error(
             "the model card shows every method at 6 x 512 tokens in both kinds of contexts: leave the others out"
         )
@@ -171,7 +217,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             contexts=options.contexts,
             methods=methods,
             chunk_tokens=options.chunk_tokens,
-            unseen=options.unseen_syllables,
             interludes=interludes,
         )
         text = table(results)

@@ -18,8 +18,7 @@ from typing import Any, Final
 
 from transformers import AutoTokenizer
 
-from cacheblend_lab.fiction.entities import Entity, Place, make_entities
-from cacheblend_lab.fiction.names import NameMaker
+from cacheblend_lab.fiction.entities import Entity, NameMaker, Place, make_entities
 from cacheblend_lab.fiction.questions import FictionQuestion, ask
 from cacheblend_lab.fiction.writer import Sentence, Style, Writer
 from cacheblend_rag.engines.transformers import TransformersEngine
@@ -37,14 +36,7 @@ WANTED: Final = {"single": 7, "cross": 8, "two_hop": 4, "two_hop_cross": 1}
 
 @dataclass(frozen=True)
 class Plan:
-    """Describes one file of the corpus.
-
-    Attributes:
-        name: File name.
-        opening: Title and first paragraph.
-        kinds: Largest number of entities of each kind.
-        blocks: Length of the file, in blocks of 512 tokens.
-    """
+    """Describes one file of the corpus."""
 
     name: str
     opening: str
@@ -96,8 +88,6 @@ class Document:
     """Holds a written file: its text, its entities and the place of every sentence.
 
     Attributes:
-        plan: Plan of the file.
-        text: The file's text.
         entities: The entities; `locate_facts` sets their `where`.
         sentences: Pairs of offset in `text` and sentence.
         named: Entity name -> chunks that name the entity, in order.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from training.attention import causal_attention
+from training.batches import BIND_LAYER
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,6 @@ class ModelShape:
             "max_position_embeddings": self.context,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.theta},
         }
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the sizes as plain data."""
-        return asdict(self)
 
 
 def rope_table(positions: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:
@@ -123,12 +119,9 @@ class Layer(nn.Module):
 
     def finish(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend (causally without a mask) and apply the MLP; return the layer's output, shaped like `x`."""
-        if mask is None and torch.is_grad_enabled():
-            out = causal_attention(q, k, v)
-        else:
-            groups = self.shape.heads // self.shape.kv_heads
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        groups = self.shape.heads // self.shape.kv_heads
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         x = x + self.self_attn.o_proj(out.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
         return torch.add(x, self.mlp(self.post_attention_layernorm(x)))
 
@@ -176,11 +169,6 @@ class DemoModel(nn.Module):
 def _semi_orthogonal(rows: int, columns: int) -> Tensor:
     q: Tensor = torch.linalg.qr(torch.randn(max(rows, columns), min(rows, columns)))[0]
     return q.T.contiguous() if rows < columns else q
-
-
-def beside(query: Tensor) -> Tensor:
-    """Return a query projection (head_dim, hidden) half way between `query` and a random projection of equal scale."""
-    return (query + query.std() * torch.randn_like(query)) / math.sqrt(2)
 
 
 @torch.no_grad()
@@ -236,6 +224,35 @@ def initialise(model: DemoModel) -> None:
                     out = out_gain * _semi_orthogonal(shape.hidden, dim)
                 if offset and index:
                     # Heads that share keys and values and begin equal would have equal gradients, and stay equal.
-                    query = beside(query)
+                    query = (query + query.std() * torch.randn_like(query)) / math.sqrt(2)
                 attention.q_proj.weight[columns] = query
                 attention.o_proj.weight[:, columns] = out
+
+
+@torch.no_grad()
+def grow(finished: DemoModel, layers: int) -> DemoModel:
+    """Return a model with more layers and unchanged outputs.
+
+    The new layers add nothing to the residual stream at first (their output projections are zero). The first new layer
+    is directly behind layer `BIND_LAYER`, where a second look-up can happen; the others alternate with the next old
+    layers.
+
+    Raises:
+        ValueError: `layers` is smaller than the model's number of layers, or larger than the number of places allows.
+    """
+    old, first = finished.shape.layers, BIND_LAYER + 1
+    added = layers - old
+    if not 0 <= added <= old - first:
+        raise ValueError(f"A model of {old} layers grows to at most {2 * old - first} and not to {layers}.")
+    model = DemoModel(replace(finished.shape, layers=layers))
+    initialise(model)
+    model.embed_tokens.load_state_dict(finished.embed_tokens.state_dict())
+    model.norm.load_state_dict(finished.norm.state_dict())
+    places = iter(model.blocks)
+    for index, layer in enumerate(finished.blocks):
+        if first <= index < first + added:
+            new = next(places)
+            new.self_attn.o_proj.weight.zero_()
+            new.mlp.down_proj.weight.zero_()
+        next(places).load_state_dict(layer.state_dict())
+    return model

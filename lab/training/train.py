@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -42,8 +42,7 @@ from training.batches import (
     make_example,
 )
 from training.export import TRAINING_COMMAND, export, fingerprint, load_exported
-from training.grow import grow, part_twins
-from training.model import DemoModel, ModelShape, initialise, rope_table, rotate
+from training.model import DemoModel, ModelShape, grow, initialise, rope_table, rotate
 from training.tokenizer import EOS, build_tokenizer, save_tokenizer
 
 MODEL_FOLDER: Final = bundled_model_directory()
@@ -232,7 +231,7 @@ def _save(
 ) -> None:
     state = {
         "model": model.state_dict(),
-        "shape": model.shape.as_dict(),
+        "shape": asdict(model.shape),
         "optimisers": [optimiser.state_dict() for optimiser in optimisers],
         "progress": vars(progress),
         "facts": dict(facts),
@@ -257,9 +256,8 @@ def shortened(stages: Sequence[Stage], steps: int) -> tuple[Stage, ...]:
 
 
 def _take_over(folder: Path, model: DemoModel) -> Progress:
-    """Load a finished model's weights into `model`, adding layers as needed and separating identical heads."""
+    """Load a finished model's weights into `model`, adding layers as needed."""
     model.load_state_dict(grow(load_exported(folder), model.shape.layers).state_dict())
-    part_twins(model)
     before = fingerprint(folder)
     done = int(before["steps"])
     return Progress(done, tokens=int(before["tokens"]), started=done)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cacheblend_lab.bench.throttled import ThrottledStore
+from cacheblend_lab.bench.sweeps import ThrottledStore
 
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
 from cacheblend_rag.blending.settings import BlendSettings

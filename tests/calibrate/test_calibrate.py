@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import asdict, replace
 
 import pytest
 import torch
-from cacheblend_lab.frontier.weights import coarser
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from cacheblend_rag.blending.fusor import fuse
@@ -20,7 +20,7 @@ from cacheblend_rag.calibrate.compared import ANSWER_TOKENS, PromptMeasurement, 
 from cacheblend_rag.calibrate.judge import Judge
 from cacheblend_rag.calibrate.ledger import Ledger, key_of
 from cacheblend_rag.calibrate.prompts import CalibrationPrompt
-from cacheblend_rag.calibrate.rounding import rounded_weights
+from cacheblend_rag.calibrate.rounding import rounded, rounded_modules, rounded_weights
 from cacheblend_rag.calibrate.search import LOOK, Search
 from cacheblend_rag.calibrate.standard import Standard
 from cacheblend_rag.engines.transformers.owner import usable_attention
@@ -363,12 +363,21 @@ def test_stopped_before_anything_is_known_there_is_no_profile(model):
         run(model, 2, progress=stop)
 
 
+def test_weights_of_few_bits_have_few_values_near_the_own_ones():
+    weight = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    assert (rounded(weight, 8) - weight).abs().max() <= weight.abs().max() / 127 / 2 + 1e-6
+    assert len(rounded(weight, 4)[0, :32].unique()) <= 15
+
+
 @pytest.mark.parametrize("bits", [4, 6, 8])
 def test_weights_are_rounded_while_they_are_used_and_then_are_as_they_were(bits):
     model = llama()
     ids = torch.tensor([prompt(0).token_ids])
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    rounded_copy = coarser(model, [f"{bits}-bit"])[f"{bits}-bit"]
+    rounded_copy = deepcopy(model)
+    with torch.no_grad():
+        for module in rounded_modules(rounded_copy):
+            module.weight.copy_(rounded(module.weight, bits))
     with torch.no_grad(), rounded_weights(model, bits):
         got = model(input_ids=ids).logits
     torch.testing.assert_close(got, rounded_copy(input_ids=ids).logits)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cacheblend_lab.learn.adapter import weights_of, writing_copy
-from cacheblend_lab.learn.blend import BatchBlender, PromptBatch
-from cacheblend_lab.learn.lesson import Lesson
+from cacheblend_lab.learn.blend import BatchBlender, Lesson, PromptBatch
 from lab_tests.learn.test_blend import batch_of
 
 from tests.blending.families import BLENDED, make_model

@@ -26,7 +26,7 @@ from cacheblend_rag.engines.kernels.check import attention_works, shares_work
 
 NAME = "cacheblend_sdpa"
 
-# Queries per masked block: fastest on a CPU (lab/benchmarks/attention_blocks.py); a GPU needs fewer, larger calls.
+# Queries per masked block: measured as fastest on a CPU; a GPU needs fewer, larger calls.
 _BLOCK, _GPU_BLOCK = 64, 1024
 
 QUERIES: ContextVar[Queries | None] = ContextVar("cacheblend_queries", default=None)

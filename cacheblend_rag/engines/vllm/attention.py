@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 # Backends with a known page layout, whose attention has no feature that the kernel lacks.
 _BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN"}
-# Half a tile of vLLM's kernels: runs with more rows (tokens times heads) are left to vLLM's kernels
-# (lab/benchmarks/attention_tiles.py).
+# Half a tile of vLLM's kernels: runs with more rows (tokens times heads) are left to vLLM's kernels.
 _ROWS = 64
 # Most scores in memory at once. On a CPU as many as its caches hold: allocating more takes as long as the products.
 _SCORES = {"cpu": 1 << 19}

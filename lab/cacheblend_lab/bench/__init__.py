@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from cacheblend_lab.bench.controller import ControllerSettings, bench_controller
-from cacheblend_lab.bench.indexing import IndexSettings, bench_index
-from cacheblend_lab.bench.scoring import ScoreSettings, bench_score
+from cacheblend_lab.bench.indexing import IndexSettings, ScoreSettings, bench_index, bench_score
 from cacheblend_lab.bench.shapes import ShapesSettings, bench_shapes
 from cacheblend_lab.bench.streams import StreamsSettings, bench_streams
 from cacheblend_lab.bench.throughput import ThroughputSettings, bench_throughput

@@ -26,14 +26,7 @@ _RAM: Final = TierCost(2e-5, 5e10, 8)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Holds the sizes of a model that determine loading and computing.
-
-    Attributes:
-        layers: Number of layers.
-        kv_bytes: Bytes of a token's KV cache.
-        flops: Floating-point operations per token, without attention.
-        width: Width of the hidden states, for attention.
-    """
+    """Holds the sizes of a model that determine loading and computing."""
 
     layers: int
     kv_bytes: int
@@ -58,10 +51,8 @@ class ControllerSettings:
     """Holds the settings of the grid.
 
     Attributes:
-        ratio: Lowest ratio that the model needs.
         bandwidths: Number of bandwidths, from 0.1 to 50 GB/s.
         chunks: Numbers of chunks in a prompt, of 512 tokens each.
-        flops: Floating-point operations per second of the device.
         dense: Number of layers of a dense pass; 0 for a policy without a dense pass.
     """
 

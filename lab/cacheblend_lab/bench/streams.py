@@ -20,18 +20,7 @@ from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 @dataclass(frozen=True)
 class StreamsSettings:
-    """Holds the sizes of the streams, and of the prompts that arrive meanwhile.
-
-    Attributes:
-        streams: Number of concurrently streamed answers.
-        prompts: Number of RAG prompts that arrive meanwhile, one after another.
-        chunks: Chunks in each prompt.
-        chunk_tokens: Tokens in each chunk.
-        question_tokens: Tokens in each question.
-        ratio: Recompute ratio; None takes the model profile's.
-        repeat: Timed rounds of each method.
-        seed: Seed of the random tokens.
-    """
+    """Holds the sizes of the streams, and of the prompts that arrive meanwhile."""
 
     streams: int = 2
     prompts: int = 4

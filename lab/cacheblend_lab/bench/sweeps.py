@@ -1,20 +1,22 @@
 """Measures time to first token against number and length of chunks, batch size, ratio, bandwidth and request rate.
 
 Prompts are random tokens, so that any model can be measured, also a model with random weights. Every point runs all
-methods, interleaved.
+methods, interleaved. A throttled store simulates storage devices (paper figure 17).
 """
 
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, Final, Literal
 
 import numpy as np
+import torch
 
-from cacheblend_lab.bench.throttled import ThrottledStore
 from cacheblend_lab.bench.workbench import name_methods
 from cacheblend_rag.blending.costs import Costs, TierCost
 from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, BlendSettings
@@ -26,6 +28,75 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
+from cacheblend_rag.store import MemoryStore
+from cacheblend_rag.store.kv import ChunkKV, KVKey, LayerKV, StoredKV
+
+
+class _Device:
+    """Simulates one queue of reads: concurrent reads run one after the other."""
+
+    def __init__(self, bytes_per_s: float):
+        self._rate = bytes_per_s
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def read(self, nbytes: int) -> None:
+        with self._lock:
+            self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self._rate
+            ready = self._free_at
+        time.sleep(max(0.0, ready - time.perf_counter()))
+
+
+class _SlowKV(StoredKV):
+    tier = "device"
+
+    def __init__(self, kv: StoredKV, device: _Device):
+        self._kv, self._device = kv, device
+        self.num_layers, self.num_tokens, self.start = kv.num_layers, kv.num_tokens, kv.start
+        self.nbytes, self.stored_nbytes = kv.nbytes, kv.stored_nbytes
+
+    def layer(self, index: int) -> LayerKV:
+        found = self._kv.layer(index)
+        self._device.read(found.k.nbytes + found.v.nbytes)
+        return found
+
+    def static_deviation(self) -> torch.Tensor | None:
+        return self._kv.static_deviation()
+
+
+class ThrottledStore(MemoryStore):
+    """Stores KV in RAM that is read at ``bytes_per_s``, shared by all reads; latency is not simulated. Writes have full speed.
+
+    Attributes:
+        bytes_per_s: The bandwidth; may be changed between requests.
+    """
+
+    def __init__(self, bytes_per_s: float):
+        """Open an empty store without a budget.
+
+        Raises:
+            InputError: The bandwidth is not above 0.
+        """
+        super().__init__()
+        self.bytes_per_s = bytes_per_s
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Return the bytes read per second."""
+        return self._bytes_per_s
+
+    @bytes_per_s.setter
+    def bytes_per_s(self, rate: float) -> None:
+        if not rate > 0:
+            raise InputError(f"A bandwidth of {rate} bytes per second reads nothing; give more than 0.")
+        self._bytes_per_s = rate
+        self._device = _Device(rate)
+
+    def get(self, key: KVKey) -> ChunkKV | None:
+        """Return the entry of ``key`` as :meth:`KVStore.get` does; its layers are read at the device's rate."""
+        found = super().get(key)
+        return None if found is None else _SlowKV(found, self._device)  # type: ignore[return-value]
+
 
 Axis = Literal["chunks", "chunk_tokens", "batch"]
 Point = dict[str, Any]
@@ -96,7 +167,7 @@ def sweep_devices(
     loading and recomputing: no overlap of the two can be faster (paper section 5.1).
 
     Raises:
-        InputError: The engine's store is not a :class:`~cacheblend_lab.bench.throttled.ThrottledStore`.
+        InputError: The engine's store is not a :class:`~cacheblend_lab.bench.sweeps.ThrottledStore`.
     """
     engine, store = place.engine, place.engine.store
     if not (isinstance(store, ThrottledStore) and isinstance(engine, TransformersEngine)):

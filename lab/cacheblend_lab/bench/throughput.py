@@ -18,6 +18,7 @@ from cacheblend_rag.blending.settings import FULL_RECOMPUTE, PREFIX_CACHING, Ble
 from cacheblend_rag.calibrate.measure import check_positive
 from cacheblend_rag.calibrate.workbench import Workbench
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -34,18 +35,10 @@ class ThroughputSettings:
     """Holds the load and the blend settings.
 
     Attributes:
-        corpus: Chunks in the corpus.
-        chunks: Chunks in a prompt, drawn anew and in random order for every request.
-        chunk_tokens: Tokens in each chunk.
-        question_tokens: Tokens in the question.
-        answer_tokens: Tokens in every answer.
         requests: Minimum number of requests at each rate, more at high rates; they arrive at random (Poisson).
-        ratio: Recompute ratio; None takes the model profile's.
-        policy: Selection policy of the blend.
         target_ttft_s: Median TTFT to hold; None takes twice the TTFT of a full prefill on an idle engine.
         skew: Exponent of popularity: chunk n of the corpus is drawn with weight n ** -skew; 0 draws all equally often,
             1 is Zipf's law.
-        seed: Seed of chunks, prompts and arrivals.
         methods: Methods to measure, full and blend among them; None measures all methods of the engine.
     """
 
@@ -102,7 +95,7 @@ def bench_throughput(
 
     ``methods`` has for each of full, prefix and blend the ``points`` tried (``rate`` in requests/s, ``requests``,
     median ``ttft_s``, ``p90_s``, mean ``computed_tokens`` of a prompt) and ``requests_per_s``, the rate at which the
-    target is met. Prefix caching is ideal: every corpus chunk is stored. On an engine with its own prefix cache (vLLM)
+    target is met. Prefix caching is ideal: every corpus chunk is stored. On an engine with a prefix cache of its own,
     two more methods put a prompt's chunks into an order that the prefix cache hits
     (:class:`~cacheblend_lab.reorder.ReorderedPrompts`): ``reorder``, ordinary requests, and ``reorder+blend``, whose
     prefixes were left by earlier blends.
@@ -111,7 +104,7 @@ def bench_throughput(
     corpus = place.random_chunks(settings.corpus, settings.chunk_tokens, settings.seed)
     blend = blend_by(settings.ratio, settings.policy)
     methods = {"full": _Way(FULL_RECOMPUTE), "prefix": _Way(PREFIX_CACHING), "blend": _Way(blend)}
-    if place.engine.prefix_cache_tokens:
+    if _has_prefix_cache(place):
         methods["reorder"] = _Way(BlendSettings(), reordered=True, ordinary=True)
         methods["reorder+blend"] = _Way(blend, reordered=True)
     if unknown := sorted(set(settings.methods or ()) - set(methods)):
@@ -145,6 +138,21 @@ def bench_throughput(
     }
 
 
+def _has_prefix_cache(place: Workbench) -> bool:
+    engine = place.engine
+    return bool(engine.prefixes.budget if isinstance(engine, TransformersEngine) else engine.prefix_cache_tokens)
+
+
+def _prefix_cache_tokens(place: Workbench, stored: Chunk) -> int:
+    """Return how many tokens the engine's prefix cache holds; transformers limits bytes, by which ``stored`` counts."""
+    engine = place.engine
+    if not isinstance(engine, TransformersEngine):
+        return engine.prefix_cache_tokens
+    kv = engine.entries.get(stored.token_ids, engine.num_layers)
+    assert kv is not None
+    return engine.prefixes.budget * kv.num_tokens // kv.nbytes
+
+
 class _Load:
     def __init__(self, place: Workbench, settings: ThroughputSettings, corpus: list[Chunk]):
         self._place, self._settings, self._corpus = place, settings, corpus
@@ -171,7 +179,7 @@ class _Load:
 
     def _prompts(self, count: int, how: _Way, seed: int) -> list[TokenizedPrompt]:
         rng = Random(seed)
-        order = ReorderedPrompts(self._place.engine.prefix_cache_tokens)
+        order = ReorderedPrompts(_prefix_cache_tokens(self._place, self._corpus[0]) if how.reordered else 0)
         prompts = []
         for _ in range(count):
             chunks = self._draw(rng)

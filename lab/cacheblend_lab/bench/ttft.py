@@ -25,19 +25,7 @@ _PLAIN, _READ = "plain transformers", "plain read"
 
 @dataclass(frozen=True)
 class TTFTSettings:
-    """Holds the settings of the prompt, the blend and the measurement.
-
-    Attributes:
-        chunks: Chunks in the prompt.
-        chunk_tokens: Tokens in each chunk.
-        question_tokens: Tokens in the question behind the chunks.
-        ratio: Recompute ratio; None takes the model profile's.
-        policy: Selection policy of the blend.
-        check_layers: Check layers of the blend; None takes the model profile's.
-        repeat: Timed rounds; every round runs every method once.
-        cold: Whether the page cache of the stored KV is emptied before every method.
-        seed: Seed of the random tokens.
-    """
+    """Holds the settings of the prompt, the blend and the measurement."""
 
     chunks: int = 6
     chunk_tokens: int = 512
@@ -83,11 +71,6 @@ def bench_ttft(
     once, and each round starts with another method, so that a busy or throttling machine slows all methods alike. On
     the transformers engine a plain ``model(ids)`` is measured as well, to check that the full prefill is no slow
     baseline. On vLLM full recompute is vLLM's own prefill.
-
-    Args:
-        place: Model and empty store.
-        settings: Settings of the measurement.
-        progress: Called with a line of text before each step.
 
     Raises:
         InputError: A cold page cache is requested, but the KV is in RAM.

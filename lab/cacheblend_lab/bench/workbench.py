@@ -33,11 +33,7 @@ class BenchModel:
     Attributes:
         model: Name or directory as for an engine; None for the bundled model.
         random_weights: Shape of a random model, in place of ``model``; see :func:`random_model`.
-        device: Device name of torch; None takes CUDA if there is one.
         dtype: Name of a torch dtype; None for the engine's choice (fp32 for random weights on a CPU, else bf16).
-        threads: CPU threads of torch; None uses torch's own number.
-        engine: Name of the engine.
-        writer: KV writer of the chunks' KV, as an engine takes it.
     """
 
     model: str | None = None
@@ -66,7 +62,6 @@ def open_workbench(
     kv: KVPlace = "ram",
     directory: Path | None = None,
     context: int = 8192,
-    pages: int | None = None,
 ) -> Iterator[Workbench]:
     """Load the model in front of an empty store.
 
@@ -75,7 +70,6 @@ def open_workbench(
         kv: Place that the chunks' KV is read from: RAM, RAM with the int8 codec, or a disk without a RAM tier in front.
         directory: Parent of the temporary directory of a disk store, which determines the measured disk.
         context: Maximum number of tokens of a prompt, for engines that must know it beforehand.
-        pages: Number of blocks of vLLM's paged cache; None for as many as fit in the memory it takes.
 
     Raises:
         ModelError: The model cannot be loaded or may not be blended.
@@ -83,7 +77,7 @@ def open_workbench(
     with tempfile.TemporaryDirectory(prefix="cacheblend-bench-", dir=directory) as name:
         root = Path(name)
         on_vllm = model.engine == "vllm"
-        opened = _on_vllm(model, kv, root, context, pages) if on_vllm else _on_transformers(model, kv, root)
+        opened = _on_vllm(model, kv, root, context) if on_vllm else _on_transformers(model, kv, root)
         with opened.engine as engine:
             if not engine.gate.passed:
                 raise ModelError(f"This model is not blended, so there is nothing to measure: {engine.gate.reason}.")
@@ -107,7 +101,7 @@ def _on_transformers(model: BenchModel, kv: KVPlace, root: Path) -> Workbench:
     return Workbench.of(engine, model.random_weights, root if kv == "disk" else None, kv)
 
 
-def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: int | None) -> Workbench:
+def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int) -> Workbench:
     # vLLM binds its threads when its worker starts, and uses all memory it is given for its paged cache.
     if model.threads is not None:
         cores = sorted(os.sched_getaffinity(0))[: model.threads]
@@ -119,7 +113,6 @@ def _on_vllm(model: BenchModel, kv: KVPlace, root: Path, context: int, pages: in
     if kv == "int8":
         record_tiers(root / "store", f"ram://?codec={LOSSY},file://")
     options: dict[str, Any] = {"store": root / "store", "dtype": model.dtype, "ram_budget": 0 if kv == "disk" else None}
-    options["num_gpu_blocks_override"] = pages
     if model.random_weights is None:
         engine = VLLMEngine(model.model, writer=model.writer, **options)
     else:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cacheblend_lab.commands import controller, sweeps
+from cacheblend_lab.commands import sweeps
 from cacheblend_lab.commands.bench_options import (
     KV,
     METHOD_NAMES,
@@ -158,7 +158,7 @@ def throughput(
 ) -> None:
     """Measure the requests per second that full recompute, prefix caching and blend serve at equal median TTFT.
 
-    On vLLM, two more methods reorder each prompt's chunks so that vLLM's prefix cache hits, with and without a blend.
+    Two more methods reorder each prompt's chunks so that the engine's prefix cache hits, with and without a blend.
     """
     from cacheblend_lab.bench import ThroughputSettings, bench_throughput, open_workbench
 
@@ -218,7 +218,7 @@ def streams(
     echo(f"\np99 with blends is {result['p99_blend_vs_full']:.2f} times that with ordinary prefill.")
 
 
-for other in (controller.controller, shapes, sweeps.chunks, sweeps.batch, sweeps.ratio, sweeps.devices):
+for other in (sweeps.controller, shapes, sweeps.chunks, sweeps.batch, sweeps.ratio, sweeps.devices):
     bench.command()(other)
 
 

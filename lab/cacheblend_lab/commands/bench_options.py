@@ -17,13 +17,6 @@ if TYPE_CHECKING:
 
 METHOD_NAMES = {"full": "full recompute", "prefix": "prefix caching", "reuse": "full KV reuse", "blend": "blend"}
 
-RandomWeights = Annotated[
-    str | None,
-    typer.Option(
-        help="Random weights of a shape instead of a model: llama:LAYERSxHIDDEN, llama-3.1-8b, mistral-7b.",
-        rich_help_panel="Model",
-    ),
-]
 KV = Annotated[
     Literal["ram", "int8", "disk"], typer.Option(help="Where the chunks' KV is kept; int8 is RAM, of half the bytes.")
 ]
@@ -42,7 +35,13 @@ RandomSeed = Annotated[int, typer.Option(help="Of the random tokens.")]
 class BenchOptions:
     """Holds the options that choose the model of a benchmark."""
 
-    random_weights: RandomWeights = None
+    random_weights: Annotated[
+        str | None,
+        typer.Option(
+            help="Random weights of a shape instead of a model: llama:LAYERSxHIDDEN, llama-3.1-8b, mistral-7b.",
+            rich_help_panel="Model",
+        ),
+    ] = None
     model: ModelOptions = field(default_factory=ModelOptions)
 
     def choice(self, engine: EngineName = "transformers") -> BenchModel:

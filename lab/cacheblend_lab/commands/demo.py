@@ -89,7 +89,7 @@ def demo(
 
 def _on_documents(chosen: ModelOptions, documents: Path, as_json: bool) -> None:
     """Compare the methods on the user's documents; print a message if no model was named and smollm2 is missing."""
-    from cacheblend_lab.on_documents import compare_on_documents
+    from cacheblend_lab.comparison import compare_on_documents
     from cacheblend_rag.calibrate.prompts import collect_prompts
     from cacheblend_rag.retrieval.documents import find_documents
 

@@ -29,32 +29,6 @@ _DATA = "Data set"
 _STORE_BYTES = 2 << 30
 _SKIPPED_SHOWN = 3
 
-Dataset = Annotated[
-    str,
-    typer.Option(
-        help="demo, musique, 2wikimqa, hotpotqa, samsum, multi_news, or a file of any of their formats, of LongBench's, or "
-        'of JSON lines {"question", "answers", "chunks" or "documents"}.',
-        rich_help_panel=_DATA,
-    ),
-]
-Data = Annotated[
-    Path | None,
-    typer.Option(
-        help="Your copy of the named data set: its file, or a directory that holds it (default: $CACHEBLEND_DATA).",
-        rich_help_panel=_DATA,
-    ),
-]
-Limit = Annotated[int, typer.Option(min=1, help="Most questions.", rich_help_panel=_DATA)]
-Seed = Annotated[int, typer.Option(help="Draws questions, examples and demo documents.", rich_help_panel=_DATA)]
-Kinds = Annotated[
-    str | None,
-    typer.Option(
-        help="Only these kinds of questions, separated by commas (demo: single, cross, two_hop, two_hop_cross, nickname, "
-        "table, unit, alias, comparison; the first four by default, with any other the chunks hold lists and units, too).",
-        rich_help_panel=_DATA,
-    ),
-]
-ChunkTokens = Annotated[int, typer.Option(min=16, help="Most tokens in a chunk.", rich_help_panel=_DATA)]
 Out = Annotated[
     Path,
     typer.Option(help="Directory for answers, numbers and report; a later run of the same settings goes on there."),
@@ -67,13 +41,33 @@ class EvalOptions:
 
     engine: options.Engine = "transformers"
     model: ModelOptions = field(default_factory=ModelOptions)
-    dataset: Dataset = "demo"
-    data: Data = None
-    limit: Limit = 200
-    seed: Seed = 0
-    kinds: Kinds = None
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="demo, musique, 2wikimqa, hotpotqa, samsum, multi_news, or a file of any of their formats, of LongBench's, or "
+            'of JSON lines {"question", "answers", "chunks" or "documents"}.',
+            rich_help_panel=_DATA,
+        ),
+    ] = "demo"
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Your copy of the named data set: its file, or a directory that holds it (default: $CACHEBLEND_DATA).",
+            rich_help_panel=_DATA,
+        ),
+    ] = None
+    limit: Annotated[int, typer.Option(min=1, help="Most questions.", rich_help_panel=_DATA)] = 200
+    seed: Annotated[int, typer.Option(help="Draws questions, examples and demo documents.", rich_help_panel=_DATA)] = 0
+    kinds: Annotated[
+        str | None,
+        typer.Option(
+            help="Only these kinds of questions, separated by commas (demo: single, cross, two_hop, two_hop_cross, nickname, "
+            "table, unit, alias, comparison; the first four by default, with any other the chunks hold lists and units, too).",
+            rich_help_panel=_DATA,
+        ),
+    ] = None
     k: options.K = 6
-    chunk_tokens: ChunkTokens = 512
+    chunk_tokens: Annotated[int, typer.Option(min=16, help="Most tokens in a chunk.", rich_help_panel=_DATA)] = 512
     retriever: options.Retriever = None
     blend: BlendOptions = field(default_factory=BlendOptions)
 

@@ -59,11 +59,11 @@ def pretrain(
     as_json: options.AsJSON = False,
 ) -> None:
     """Pre-train: a warm start, then masked spans over retrieved passages, while another process rebuilds the index."""
+    from cacheblend_lab.realm.examples import salient_finder
     from cacheblend_lab.realm.model import BUNDLED, TINY, check_device
     from cacheblend_lab.realm.passages import read_corpus
     from cacheblend_lab.realm.presets import pretraining
     from cacheblend_lab.realm.pretrain import pretrain as run
-    from cacheblend_lab.realm.salient import salient_finder
 
     preset = pretraining(bert if bert in (TINY, BUNDLED) else str(from_home(bert).resolve()))
     settings = replace(
@@ -157,8 +157,8 @@ def evaluate_command(
 
     from cacheblend_lab.realm.evaluate import evaluate, summary
     from cacheblend_lab.realm.finetune import is_tuned, open_library
-    from cacheblend_lab.realm.inputs import Collator
     from cacheblend_lab.realm.model import RealmModel, check_device
+    from cacheblend_lab.realm.passages import Collator
 
     where = check_device(device)
     _use_threads(threads, "tiny" if _is_tiny(model) else "")
@@ -297,8 +297,8 @@ def _use_threads(threads: int | None, bert: str) -> None:
 
 
 def _report_run(output: Path, more: dict[str, Any], as_json: bool, then: str) -> None:
-    from cacheblend_lab.realm.refresh import PASSAGES
-    from cacheblend_lab.realm.staleness import plot_staleness, staleness
+    from cacheblend_lab.realm.renewal import PASSAGES
+    from cacheblend_lab.realm.runs import plot_staleness, staleness
 
     with (output / PASSAGES).open("rb") as file:
         found = {"output": str(output), "passages": sum(1 for _ in file), **more, **staleness(output)}

@@ -23,37 +23,6 @@ Batch = Annotated[
     int | None,
     typer.Option(min=1, help="Sentences or questions in a step (default: 16; tiny: 12).", rich_help_panel=TRAINING),
 ]
-Spans = Annotated[
-    Literal["salient", "random"],
-    typer.Option(
-        help="What is masked: names and dates, or any words (the paper's ablation).", rich_help_panel=TRAINING
-    ),
-]
-ICT = Annotated[
-    bool, typer.Option("--ict/--no-ict", help="Begin with the inverse cloze task.", rich_help_panel=TRAINING)
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Steps of masked spans over retrieved passages (default: 5000; demo and tiny: 60).",
-        rich_help_panel=TRAINING,
-    ),
-]
-WarmSteps = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Steps of the warm start (default: 2000; tiny: 400; demo of minilm: 150).",
-        rich_help_panel=TRAINING,
-    ),
-]
-RefreshEvery = Annotated[
-    int | None,
-    typer.Option(
-        min=0, help="Steps between renewals of the index; 0: never (default: 500; tiny: 20).", rich_help_panel=TRAINING
-    ),
-]
 RandomSeed = Annotated[int, typer.Option(help="Of all that is drawn.", rich_help_panel=TRAINING)]
 
 
@@ -61,11 +30,39 @@ RandomSeed = Annotated[int, typer.Option(help="Of all that is drawn.", rich_help
 class MaskingOptions:
     """Holds the options for masking and for the numbers of steps."""
 
-    steps: Steps = None
-    warm_steps: WarmSteps = None
-    refresh_every: RefreshEvery = None
-    spans: Spans = "salient"
-    ict: ICT = True
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps of masked spans over retrieved passages (default: 5000; demo and tiny: 60).",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    warm_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps of the warm start (default: 2000; tiny: 400; demo of minilm: 150).",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    refresh_every: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps between renewals of the index; 0: never (default: 500; tiny: 20).",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    spans: Annotated[
+        Literal["salient", "random"],
+        typer.Option(
+            help="What is masked: names and dates, or any words (the paper's ablation).", rich_help_panel=TRAINING
+        ),
+    ] = "salient"
+    ict: Annotated[
+        bool, typer.Option("--ict/--no-ict", help="Begin with the inverse cloze task.", rich_help_panel=TRAINING)
+    ] = True
 
     @property
     def given(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Runs `cacheblend bench ratio`, `chunks`, `batch` and `devices`, which vary one parameter each, on transformers."""
+"""Runs `cacheblend bench ratio`, `chunks`, `batch` and `devices`, which vary one parameter each, and `controller`."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,8 +109,7 @@ def devices(
     """
     wanted = [rate * 1e9 for rate in parse_numbers(bandwidths, "--bandwidths", float)]
     settings = BlendOptions(ratio, policy).settings()
-    from cacheblend_lab.bench.sweeps import sweep_devices
-    from cacheblend_lab.bench.throttled import ThrottledStore
+    from cacheblend_lab.bench.sweeps import ThrottledStore, sweep_devices
 
     def sweep(place: Workbench, say: Say) -> list[Point]:
         place.engine.store = ThrottledStore(wanted[0])
@@ -151,3 +151,31 @@ def _named(key: str, value: float) -> str:
     if key == "bytes_per_s":
         return f"{size(value)}/s"
     return f"{value:.3g}" if key == "ratio" else f"{value:.0f}"
+
+
+def controller(
+    ratio: Annotated[float, typer.Option(min=0, max=1, help="Lowest recompute ratio.")] = 0.15,
+    dense: Annotated[int, typer.Option(min=0, help="Layers of a dense pass; 0 for a policy without one.")] = 0,
+    flops: Annotated[float, typer.Option(help="FLOP/s that the simulated device reaches.")] = 4e14,
+    as_json: options.AsJSON = False,
+) -> None:
+    """Compare the loading controller's choices with the best possible, on simulated devices, prompts and models."""
+    from cacheblend_lab.bench import ControllerSettings, bench_controller
+
+    with status("Simulating"):
+        found = bench_controller(ControllerSettings(ratio, dense=dense, flops=flops))
+    if as_json:
+        print_json(found)
+        return
+    rows = [["model", "prefill", "some chunks", "all chunks", "worst regret"]]
+    for model in dict.fromkeys(point["model"] for point in found["points"]):
+        mine = [point for point in found["points"] if point["model"] == model]
+        arms = Counter("none" if not p["used"] else "all" if p["used"] == p["chunks"] else "some" for p in mine)
+        worst = max(point["regret"] for point in mine)
+        rows.append([model, *(f"{arms[arm]} points" for arm in ("none", "some", "all")), f"{worst:.3f}"])
+    echo(table(rows))
+    worst = found["worst"]
+    echo(
+        f"\nAt worst the first token comes {found['worst_regret']:.3f} times as late as by the best choice: {worst['model']}, "
+        f"{worst['chunks']} chunks, {worst['bytes_per_s'] / 1e9:.2f} GB/s, {worst['placed']}."
+    )

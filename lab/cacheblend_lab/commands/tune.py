@@ -18,8 +18,8 @@ from cacheblend_rag.engines.models import BUNDLED_MODEL
 from cacheblend_rag.homes import from_home
 
 if TYPE_CHECKING:
+    from cacheblend_lab.tuning.card import TuneResult
     from cacheblend_lab.tuning.questions import TuningQuestion
-    from cacheblend_lab.tuning.result import TuneResult
     from cacheblend_rag.console.output import Show
     from cacheblend_rag.rag.pipeline import RagPipeline
 
@@ -128,8 +128,7 @@ def _demo_directory(store: Path | None, device: str | None, seed: int) -> Path:
 def _questions(
     pipeline: RagPipeline, file: Path | None, generate: int | None, seed: int, show: Show
 ) -> list[TuningQuestion]:
-    from cacheblend_lab.tuning.generate import generate_questions
-    from cacheblend_lab.tuning.questions import read_questions
+    from cacheblend_lab.tuning.questions import generate_questions, read_questions
 
     if file is not None:
         read = read_questions(file, pipeline.chunks)

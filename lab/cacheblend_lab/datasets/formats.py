@@ -57,10 +57,6 @@ def questions_of(row: Row) -> Iterator[Row]:
 def sample_of(row: Row, name: str) -> Sample | None:
     """Return the sample of a row; None for a question without an answer.
 
-    Args:
-        row: The row.
-        name: Id of the sample if the row has no id of its own.
-
     Raises:
         InputError: The format is unknown.
         KeyError: A field is missing.

@@ -117,17 +117,10 @@ def answer_all(
     going first, so that a busy or throttling machine slows all methods alike. One answer per method is computed first
     without a result, to warm up the libraries.
 
+    The engine's header must be the samples' header (:func:`~cacheblend_lab.evaluation.prepare.set_header`).
+
     First-token KL and agreement compare with full recompute, of the chunks in their own order; they exist only if full
     recompute is among the methods.
-
-    Args:
-        engine: The model; its header must be the samples' header
-            (:func:`~cacheblend_lab.evaluation.prepare.set_header`).
-        preparer: Makes the prompts.
-        samples: The samples to answer.
-        methods: The methods to answer by.
-        answers: Receives the rows.
-        progress: Called with the number of samples done, their total, and the current sample.
 
     Raises:
         InputError: No sample has a prompt.

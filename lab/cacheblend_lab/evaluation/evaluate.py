@@ -31,13 +31,7 @@ class EvalSettings:
 
     Attributes:
         dataset: Name or file; see :func:`~cacheblend_lab.datasets.load_data_set`.
-        data: Directory of named data sets.
         methods: See :func:`~cacheblend_lab.evaluation.methods.make_methods`.
-        blend: Settings of the method ``blend``.
-        limit: Maximum number of samples.
-        seed: Seed of the draw of samples.
-        kinds: Kinds of questions to use; None uses all.
-        preparation: How prompts are made.
         demo_chunks: Chunks of a demo context; None takes ``preparation.k``. From more chunks than ``preparation.k`` the
             nearest are retrieved.
     """
@@ -60,15 +54,8 @@ class EvalResult:
     Attributes:
         settings: All settings that the answers depend on, ``files`` with their hashes included, and the number of
             questions.
-        labels: Display names of the methods, by name.
-        summary: See :func:`~cacheblend_lab.evaluation.summary.summarize`.
         worst_of: The method whose disagreements with full recompute are shown: the blend, or another method if the
             blend has no disagreements. None if every answer agrees, or full recompute is not among the methods.
-        worst: The worst disagreements of ``worst_of``; see :func:`~cacheblend_lab.evaluation.summary.find_worst`.
-        skipped: Rows of the data set that could not be used.
-        machine: Machine and library versions.
-        rows: Every answer.
-        answers_file: File of the answers; None if they were stored in memory.
     """
 
     settings: dict[str, Any]
@@ -169,14 +156,7 @@ def _load(settings: EvalSettings, tokenizer: Any, limit: int) -> DataSet:
 def identify_run(
     engine: BlendEngine, settings: EvalSettings, files: Mapping[str, str], instruction: str | None
 ) -> dict[str, Any]:
-    """Return, for JSON, all that answers depend on besides sample and method (a method's key holds its own settings).
-
-    Args:
-        engine: The model.
-        settings: Settings of the evaluation.
-        files: Hash of every file of the data set, by name.
-        instruction: The first sentence of the prompts.
-    """
+    """Return, for JSON, all that answers depend on besides sample and method (a method's key holds its own settings)."""
     return {
         "model": engine.fingerprint.name,
         "fingerprint": engine.fingerprint.digest,

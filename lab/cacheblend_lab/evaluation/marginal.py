@@ -108,12 +108,6 @@ def answer_marginally(
     Header and one chunk are reused exactly, so that nothing is blended. Facts from two chunks are not combined: that
     takes one prompt with both chunks.
 
-    Args:
-        pipeline: Index and reader.
-        question: The question.
-        k: Number of chunks.
-        sampling: Sampling parameters of each chunk's answer; greedy by default.
-
     Raises:
         InputError: The question is empty, nothing is indexed, the engine cannot score, or a chunk does not fit its
             context window.

@@ -24,13 +24,8 @@ class Reply:
     """Holds a method's answer to one case. Times are in seconds.
 
     Attributes:
-        text: The answer.
-        ttft_s: Time to first token.
-        total_s: Time to last token.
         load_s: Part of the TTFT that the computation waited for stored KV.
         prompt_tokens: Tokens of the prompt; of all prompts for MapReduce and MapRerank.
-        computed_tokens: Prompt tokens that went through all layers.
-        reused_tokens: Prompt tokens whose stored KV was used.
         mode: ``blend`` or ``prefill``; ``requests`` for answers from several requests.
         first_logits: Logits ``[vocab]`` of the first token, if the engine shows them.
         chunks: Chunks in the prompt, in prompt order, if they differ from the case's chunks.

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Final
 
-from cacheblend_lab.evaluation.baselines.chunkwise import MapReduce, MapRerank
-from cacheblend_lab.evaluation.baselines.langchain import LangChainMethod
+from cacheblend_lab.evaluation.chunkwise import LangChainMethod, MapReduce, MapRerank
 from cacheblend_lab.evaluation.marginal import marginalise, priors
 from cacheblend_lab.evaluation.method import Method, Reply, generate_reply
 from cacheblend_lab.evaluation.reordered import ReorderMethod

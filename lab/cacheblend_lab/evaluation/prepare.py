@@ -26,9 +26,6 @@ class Preparation:
     """Holds the settings of making prompts.
 
     Attributes:
-        k: Maximum number of chunks in a prompt.
-        chunk_tokens: Maximum number of tokens of a chunk.
-        embedding: Retrieval model.
         query_encoder: Directory of a model that embeds questions in place of ``embedding``; see
             :meth:`Embedder.asked_by`.
         max_tokens: Maximum number of tokens of an answer; None takes the task's number (:data:`MAX_TOKENS`).

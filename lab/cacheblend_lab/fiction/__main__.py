@@ -32,12 +32,6 @@ def calibration_rows(
 
     About half of the rows have their chunks in random order, as a retriever may return them; the others in document
     order.
-
-    Args:
-        tokenizer: Tokenizer of the bundled model.
-        count: Number of rows.
-        context_window: Most tokens of a prompt.
-        most: Most tokens of a chunk.
     """
     size = max(1, min(most, (context_window - _ROOM) // _CHUNKS))
     contexts: dict[str, list[Sample]] = {}

@@ -34,8 +34,8 @@ def writing_copy(model: nn.Module, rank: int, seed: int = 0) -> Any:
     return _cast_free(get_peft_model(_sharing(model), config))
 
 
-def load_writing_copy(model: nn.Module, directory: Path, learns: bool = False) -> Any:
-    """Return a copy of a causal LM with a saved writer's LoRA, which stays trainable if ``learns``.
+def load_writing_copy(model: nn.Module, directory: Path) -> Any:
+    """Return a copy of a causal LM with a saved writer's LoRA, which can be trained on.
 
     Raises:
         InputError: The directory holds no writer, or a writer without a LoRA.
@@ -47,8 +47,7 @@ def load_writing_copy(model: nn.Module, directory: Path, learns: bool = False) -
         raise InputError(f"There is no writer in {directory}; give the directory that `cacheblend learn` has made.")
     if not (directory / CONFIG).is_file():
         raise InputError(f"The KV writer in {directory} has no LoRA, so there is nothing to go on from: leave it out.")
-    writing = PeftModel.from_pretrained(_sharing(model), str(directory), is_trainable=learns)
-    return _cast_free(writing if learns else writing.eval())
+    return _cast_free(PeftModel.from_pretrained(_sharing(model), str(directory), is_trainable=True))
 
 
 def _sharing(model: nn.Module) -> nn.Module:

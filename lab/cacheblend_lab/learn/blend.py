@@ -1,4 +1,4 @@
-"""Blends batches of prompts so that gradients reach the writer of the chunks' KV.
+"""Blends batches of prompts so that gradients reach the writer of the chunks' KV, and computes the loss of a batch.
 
 All prompts of a batch have their chunks at equal positions. The computed tokens attend by one mask that compares
 positions, so stored KV may be in any order: padding and stale KV of recomputed tokens get a position that no query
@@ -7,11 +7,14 @@ sees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from cacheblend_rag.blending.rope import Layout, Rope, apply_rotation
@@ -31,8 +34,6 @@ class BatchLayout:
         length: Tokens of a prompt with its answer.
         watched: Number of last tokens whose predictions are compared.
         exact: Number of first chunks with exact KV, as in a full prefill; the other chunks have stale KV.
-        fork: Place where a second continuation of the prompt begins, which does not attend to the first; 0 without a
-            second one. With a fork, the prompt's last token is the first watched token.
     """
 
     header: tuple[int, ...]
@@ -40,12 +41,6 @@ class BatchLayout:
     length: int
     watched: int
     exact: int = 0
-    fork: int = 0
-
-    def positions(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the positions of the tokens at ``places`` of a row; both continuations begin at one position."""
-        second = (places >= self.fork) & (places != NOWHERE)
-        return torch.where(second, places - self.fork + self.length - self.watched + 1, places) if self.fork else places
 
 
 @dataclass(frozen=True)
@@ -104,44 +99,13 @@ class BatchBlender:
         cache = DynamicCache() if keep_kv else None
         return self._run(self.model, batch.ids, cache, batch.layout.watched), cache
 
-    @torch.no_grad()
-    def follow(self, batch: PromptBatch, cache: DynamicCache, model: Any = None) -> torch.Tensor:
-        """Return the logits ``[prompts, watched, vocab]`` of full prefills, and compute only the watched tokens.
-
-        Args:
-            batch: The prompts, with one or two continuations each.
-            cache: KV of all tokens before the watched tokens; the KV of the watched tokens is appended.
-            model: Model to run; None for the blender's own model.
-        """
-        layout = batch.layout
-        places = torch.arange(layout.length, device=self.device).expand(len(batch.ids), -1)
-        tail = places[:, -layout.watched :]
-        model = self.model if model is None else model
-        mask = self._mask(layout, tail, places, model.dtype)
-        ids, at = batch.ids[:, -layout.watched :], layout.positions(tail)
-        return self._run(model, ids, cache, layout.watched, position_ids=at, attention_mask=mask)
-
-    @torch.no_grad()
-    def start(self, model: Any, ids: Sequence[int]) -> DynamicCache:
-        """Return a model's KV of the token ids of a prefix, one row."""
-        cache = DynamicCache()
-        self._run(model, torch.tensor([ids], device=self.device), cache, 1)
-        return cache
-
-    def write(
-        self, model: Any, batch: PromptBatch, probe: Sequence[int] = (), start: DynamicCache | None = None
-    ) -> StoredBatch:
+    def write(self, model: Any, batch: PromptBatch) -> StoredBatch:
         """Compute the KV of every stale chunk directly behind the header, and rotate the keys to the chunk's positions.
 
-        Args:
-            model: The blender's own model, or a writer.
-            batch: The prompts.
-            probe: Token ids to insert between header and chunk.
-            start: The KV of header and probe by ``model``, one row; None computes it with every chunk, so that
-                gradients flow.
+        ``model`` is the blender's own model, or a writer.
         """
         layout = batch.layout
-        h, spans = len(layout.header) + len(probe), layout.spans[layout.exact :]
+        h, spans = len(layout.header), layout.spans[layout.exact :]
         starts = torch.tensor([start for start, _ in spans], device=self.device)[:, None]
         ends = torch.tensor([end for _, end in spans], device=self.device)[:, None]
         width = max(end - start for start, end in spans)
@@ -149,13 +113,9 @@ class BatchBlender:
         target = starts + offsets
         # Padding is behind each chunk, so causal attention in the chunk never sees it: any token ids will do.
         chunks = batch.ids[:, target.clamp(max=layout.length - 1)].flatten(0, 1)
-        cache, ids = DynamicCache(), chunks
-        if start is None:
-            before = torch.tensor([*layout.header, *probe], device=self.device, dtype=chunks.dtype)
-            ids = torch.cat([before.expand(len(chunks), h), chunks], 1)
-        for layer, one in enumerate(start.layers if start else ()):
-            cache.update(*(side.expand(len(chunks), -1, -1, -1) for side in (one.keys, one.values)), layer)
-        self._run(model, ids, cache, 1)
+        cache = DynamicCache()
+        before = torch.tensor(layout.header, device=self.device, dtype=chunks.dtype)
+        self._run(model, torch.cat([before.expand(len(chunks), h), chunks], 1), cache, 1)
         source = (offsets + h).expand_as(target).flatten()
         keys, values = self._apart(cache, h, len(batch.ids))
         keys = self._moved(keys, source, target.flatten())
@@ -217,16 +177,16 @@ class BatchBlender:
             seen_at, kept = (each[:, : int((seen_at != NOWHERE).sum(1).max())] for each in seen_at.sort(1))
             keys, values = ([part.take_along_dim(kept[:, None, :, None], 2) for part in side] for side in stored[:2])
             stored = StoredBatch(keys, values, seen_at)
-        header = self.header_kv(layout.header)
+        header = self._header_kv(layout.header)
         before = torch.arange(len(layout.header), device=self.device).expand(rows, -1)
         cache = DynamicCache()
         for layer, (k, v, h) in enumerate(zip(stored.keys, stored.values, header, strict=True)):
             sides = zip(h, (k, v), strict=True)
             pair = (torch.cat([part.expand(rows, -1, -1, -1) for part in side], 2) for side in sides)
             cache.update(*(reversed(tuple(pair)) if self._latent_first else pair), layer)
-        mask = self._mask(layout, queries, torch.cat([before, seen_at, own_at], 1), self.dtype)
-        ids, at = batch.ids.gather(1, queries), layout.positions(queries)
-        return self._run(self.model, ids, cache, layout.watched, position_ids=at, attention_mask=mask)
+        mask = self._mask(queries, torch.cat([before, seen_at, own_at], 1))
+        ids = batch.ids.gather(1, queries)
+        return self._run(self.model, ids, cache, layout.watched, position_ids=queries, attention_mask=mask)
 
     def _run(self, model: Any, ids: torch.Tensor, cache: DynamicCache | None, keep: int, **more: Any) -> torch.Tensor:
         out = model(input_ids=ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep, **more)
@@ -241,29 +201,27 @@ class BatchBlender:
             computed[start:end] = False
         return computed.nonzero().squeeze(1).to(self.device)
 
-    def _mask(self, layout: BatchLayout, queries: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype) -> Any:
+    def _mask(self, queries: torch.Tensor, keys: torch.Tensor) -> Any:
         """Return the additive mask ``[prompts, 1, queries, keys]``; a dict if there are several kinds of layers."""
         causal = keys[:, None, None, :] <= queries[:, None, :, None]
-        if layout.fork:
-            others = (keys > layout.length - layout.watched) & (keys < layout.fork)
-            causal = causal & ~((queries >= layout.fork)[:, None, :, None] & others[:, None, None, :])
-        queries, keys = layout.positions(queries), layout.positions(keys)
 
         def build(kind: str) -> torch.Tensor:
             allowed = causal
             if kind == "sliding_attention" and self._window is not None:
                 allowed = causal & (keys[:, None, None, :] > queries[:, None, :, None] - self._window)
-            mask = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
-            return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
+            mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
+            return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)
 
         return {kind: build(kind) for kind in self._kinds} if self._kinds else build("sliding_attention")
 
     @torch.no_grad()
-    def header_kv(self, header: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _header_kv(self, header: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the header's KV for each layer, computed by the blender's own model."""
         if header not in self._headers:
+            cache = DynamicCache()
             # An empty header is replaced by one token, whose KV is cut off below.
-            pairs = [self._pair(layer) for layer in self.start(self.model, header or (0,)).layers]
+            self._run(self.model, torch.tensor([header or (0,)], device=self.device), cache, 1)
+            pairs = [self._pair(layer) for layer in cache.layers]
             self._headers[header] = [(k[:, :, : len(header)], v[:, :, : len(header)]) for k, v in pairs]
         return self._headers[header]
 
@@ -322,15 +280,56 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor, weights: torch.Tens
         student: Logits ``[prompts, watched, vocab]``.
         weights: ``[prompts, watched]``.
     """
-    return (divergences(teacher, student) * weights).sum() / weights.sum().clamp_min(1e-9)
-
-
-def divergences(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-    """Return KL(teacher ‖ student) of each prediction, ``[prompts, watched]``."""
     truth, said = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
-    return (truth.exp() * (truth - said)).sum(-1)
+    kl = (truth.exp() * (truth - said)).sum(-1)
+    return (kl * weights).sum() / weights.sum().clamp_min(1e-9)
 
 
 def count_of(layout: BatchLayout, ratio: float) -> int:
     """Return how many stale tokens a prompt recomputes at a ratio, as the fusor counts them."""
     return round(ratio * sum(end - start for start, end in layout.spans[layout.exact :]))
+
+
+_KERNELS: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Lesson:
+    """Compares a model's full prefill with the model's blend of a writer's KV."""
+
+    def __init__(self, blender: BatchBlender, writing: Any):
+        """Set the blender, and the writer from :func:`cacheblend_lab.learn.adapter.writing_copy`."""
+        self.blender, self.writing = blender, writing
+
+    def loss(self, batch: PromptBatch, ratio: float = 0.0, plain: bool = False) -> torch.Tensor:
+        """Return the KL divergence in nats, a differentiable scalar.
+
+        Args:
+            batch: The prompts.
+            ratio: Share of the stale tokens to recompute; the tokens with the largest KV deviation are chosen.
+            plain: Whether the model itself computes the chunk KV instead of the writer.
+        """
+        with self.autocast():
+            layout = batch.layout
+            teacher, cache = self.blender.prefill(batch, keep_kv=True)
+            assert cache is not None
+            stale = self.blender.write(self.blender.model if plain else self.writing, batch)
+            stored = self.blender.behind_exact(layout, cache, stale)
+            scores = self._scores(layout, stale, cache) if ratio > 0 else None
+            del cache
+            counts = [count_of(layout, ratio)] * len(batch.ids)
+            student = self.blender.blend(batch, stored, scores, counts)
+        return divergence(teacher, student, batch.weights)
+
+    def _scores(self, layout: BatchLayout, stale: StoredBatch, cache: Any) -> torch.Tensor:
+        """Return the KV deviation of all stored tokens, ``[prompts, stored]``; 0 for the exact chunks."""
+        fresh = self.blender.in_context(cache, stale.positions)
+        found = deviation(stale, fresh, len(layout.spans) - layout.exact)
+        return pad(found, (sum(end - start for start, end in layout.spans[: layout.exact]), 0))
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Run the LoRA, whose parameters are fp32, in the model's dtype inside the context."""
+        low, device = self.blender.dtype != torch.float32, self.blender.device.type
+        # cuDNN's attention compiles for every new shape, and every batch has a new shape.
+        with sdpa_kernel(_KERNELS), torch.autocast(device, self.blender.dtype if low else torch.bfloat16, enabled=low):
+            yield

@@ -88,8 +88,6 @@ class LearnCorpus:
     """Holds training texts and held-out texts.
 
     Attributes:
-        train: Training texts.
-        held_out: Held-out texts.
         headers: Token ids of the prompts' headers.
         separator: Token ids between two chunks.
         about: Files, numbers of tokens and questions, for the writer's card.
@@ -111,14 +109,6 @@ def read_corpus(
     say: Callable[[str], None] | None = None,
 ) -> LearnCorpus:
     """Read documents and data sets, and hold some of each out.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        documents: Files and directories, of the types that `cacheblend index` reads.
-        questions: Files of questions with their passages, as `cacheblend eval` reads them.
-        seed: Seed of the split and of the requests.
-        requests: Number of questions without answers to generate about pieces of documents.
-        say: Called with the amount of text, and with files that were skipped.
 
     Raises:
         InputError: There is too little text, or a file cannot be read.

@@ -30,11 +30,7 @@ class DrawSettings:
     """Holds the sizes of batches.
 
     Attributes:
-        prompt_tokens: Most tokens of a prompt.
         batch_tokens: Most tokens of a batch, padding included; every batch has at least one prompt.
-        shortest: Fewest tokens of a drawn chunk.
-        longest: Most tokens of a chunk.
-        seed: Seed of all random draws.
     """
 
     prompt_tokens: int

@@ -10,13 +10,12 @@ from random import Random
 from typing import Any, Final
 
 import torch
+from transformers import DynamicCache
 
 from cacheblend_lab.learn.adapter import load_writing_copy, save_writer, writing_copy
-from cacheblend_lab.learn.answers import greedy
-from cacheblend_lab.learn.blend import BatchBlender
+from cacheblend_lab.learn.blend import BatchBlender, Lesson
 from cacheblend_lab.learn.corpus import LearnCorpus, LearnTexts, read_corpus, with_answers
 from cacheblend_lab.learn.draws import Draws, DrawSettings
-from cacheblend_lab.learn.lesson import Lesson
 from cacheblend_lab.learn.training import LearnSettings, Say, Trained, Training
 from cacheblend_lab.tuning.saving import check_free, put_in_place, unfinished
 from cacheblend_rag import __version__
@@ -27,6 +26,45 @@ from cacheblend_rag.engines.transformers.owner import LoadedModel, device_named,
 from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.homes import from_home
+
+
+@torch.no_grad()
+def greedy(
+    model: Any, prompts: Sequence[Sequence[int]], tokens: int, ends: frozenset[int], batch_tokens: int
+) -> list[tuple[int, ...]]:
+    """Return a causal LM's greedy answers of at most ``tokens`` tokens; an answer includes its end token, if generated.
+
+    A batch has at most ``batch_tokens`` tokens of prompts and answers, padding included, but at least one prompt.
+    """
+    found: list[tuple[int, ...]] = [()] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]), reverse=True)
+    at = 0
+    while at < len(order):
+        width = len(prompts[order[at]])
+        numbers = order[at : at + max(1, batch_tokens // (width + tokens))]
+        rows = [prompts[number] for number in numbers]
+        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=model.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        # Override models' own generation settings: sampling, repetition penalties, caches limited to a window.
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=DynamicCache(),
+            max_new_tokens=tokens,
+            do_sample=False,
+            repetition_penalty=1.0,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=0,
+        )[:, width:].tolist()
+        for number, answer in zip(numbers, out, strict=True):
+            end = next((i + 1 for i, token in enumerate(answer) if token in ends), len(answer))
+            found[number] = tuple(answer[:end])
+        at += len(numbers)
+    return found
+
 
 _ANSWER_TOKENS: Final = 24
 _CONTEXT: Final = 768
@@ -39,8 +77,6 @@ class Sizes:
     """Holds the sizes of a training run; None takes the default of the device.
 
     Attributes:
-        prompt_tokens: Most tokens of a prompt.
-        batch_tokens: Most tokens of a batch.
         answers: Questions that the model answers itself before training; other questions keep their answers.
         requests: Questions to generate about documents.
         looked: Held-out batches of a check.
@@ -141,7 +177,7 @@ def _lesson(
     if start is None:
         return Lesson(blender, writing_copy(loaded.model, settings.rank, settings.seed)), settings, origin
     origin["start"] = KVWriter.read(start, loaded.fingerprint, loaded.directory).name.digest
-    writing = load_writing_copy(loaded.model, start, learns=True)
+    writing = load_writing_copy(loaded.model, start)
     return Lesson(blender, writing), replace(settings, rank=writing.peft_config["default"].r), origin
 
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 
 from cacheblend_lab.learn.adapter import weights_of
+from cacheblend_lab.learn.blend import Lesson
 from cacheblend_lab.learn.draws import Draws
-from cacheblend_lab.learn.lesson import Lesson
 from cacheblend_rag.errors import InputError, ModelError, StoreError
 
 _WARM_UP: Final = 0.03  # share of the training
@@ -34,14 +34,10 @@ class LearnSettings:
     Attributes:
         minutes: Duration, over which the learning rate decays.
         steps: Number of steps; equal settings with ``steps`` give equal writers.
-        rank: Rank of the LoRA.
-        rate: Highest learning rate.
         recomputed: Share of the steps that blend at ``ratio`` instead of at 0.
         ratio: Recompute ratio of these steps.
-        checks: Number of checks on held-out prompts.
         patience: Number of checks without an improvement after which training stops.
         save_s: Seconds between two saves of the state for resuming.
-        seed: Seed of all random draws.
     """
 
     minutes: float | None = None
@@ -77,8 +73,6 @@ class LearnPoint:
     """Holds a point of the training curve.
 
     Attributes:
-        step: Steps done.
-        seconds: Time spent.
         loss: Mean KL of the batches since the last point; None at the start.
         kl: Held-out KL at each ratio, in nats.
     """
@@ -98,8 +92,6 @@ class Trained:
         curve: Start and checks.
         best: Best check, whose weights the trained writer has; None before the first check.
         stopped: Reason why training ended, as text; empty while it runs.
-        prompts: Number of prompts trained on.
-        tokens: Number of tokens of these prompts.
     """
 
     before: tuple[float, ...]
@@ -128,18 +120,7 @@ class Training:
         looked: int,
         origin: dict[str, Any],
     ):
-        """Prepare the optimiser.
-
-        Args:
-            lesson: Computes the loss; holds the writer to train.
-            train: Batches to train on.
-            held_out: Batches to check on.
-            settings: Settings of the training.
-            state: File with the state of an interrupted run.
-            say: Called with lines that report progress.
-            looked: Number of held-out batches in a check.
-            origin: Identifies the model and the writer to start from; must be equal for resuming.
-        """
+        """Prepare the optimiser."""
         self._lesson, self._train, self._held_out, self._how = lesson, train, held_out, settings
         self._state, self._say, self._looked, self._origin = state, say, looked, origin
         self._weights = weights_of(lesson.writing)

@@ -12,14 +12,12 @@ import xxhash
 from torch import Tensor
 
 from cacheblend_lab.marginal import log_marginal
+from cacheblend_lab.realm.evaluate import Library, answer_likelihood, as_queries, read, retrieve, search
 from cacheblend_lab.realm.index import PassageIndex, bring_index, link, newest_step
-from cacheblend_lab.realm.inputs import Collator, Inputs
 from cacheblend_lab.realm.model import RealmModel
-from cacheblend_lab.realm.passages import load_passages
+from cacheblend_lab.realm.passages import Collator, Inputs, load_passages
 from cacheblend_lab.realm.questions import RealmQuestion
-from cacheblend_lab.realm.reading import Library, answer_likelihood, as_queries, read, retrieve, search
-from cacheblend_lab.realm.refresh import PASSAGES
-from cacheblend_lab.realm.renewal import RenewedIndex, age
+from cacheblend_lab.realm.renewal import PASSAGES, RenewedIndex, age
 from cacheblend_lab.realm.runs import RunDirectory, Say, Stage, Told, train
 from cacheblend_rag.errors import InputError
 
@@ -31,14 +29,10 @@ class FinetuneSettings:
     """Holds the settings of fine-tuning.
 
     Attributes:
-        steps: Number of steps.
-        batch: Questions in a step.
-        rate: Highest learning rate.
         k: Passages read for each question; 5 in the paper.
         save_every: Steps between checkpoints, if ``refresh_every`` is 0.
         refresh_every: Steps between the checkpoints from which the index is rebuilt, with the document tower trained,
             too; 0 freezes index and document tower, as in the paper.
-        seed: Seed of the drawn questions.
     """
 
     steps: int = 2000

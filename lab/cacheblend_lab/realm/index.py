@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_lab.realm.inputs import Collator
 from cacheblend_lab.realm.model import Tower
-from cacheblend_lab.realm.passages import Tokenized
+from cacheblend_lab.realm.passages import Collator, Tokenized
 from cacheblend_rag.errors import InputError
 
 _VECTORS, _ABOUT = "vectors.faiss", "about.json"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cacheblend_lab.realm.inputs import Inputs
+from cacheblend_lab.realm.passages import Inputs
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.homes import from_home
 
@@ -29,10 +29,6 @@ class Shape:
     """Holds the sizes of a model.
 
     Attributes:
-        query_tokens: Most word pieces of a question, or of the text around a mask.
-        passage_tokens: Most word pieces of a passage.
-        vector: Size of the towers' vectors.
-        span_tokens: Most word pieces of an answer.
         random: Whether the weights began as random numbers and not as the weights of a trained BERT.
         new_head: Whether the masked-LM head began at random; the warm start then trains the encoder to fill in words.
         dtype: Data type of BERT's matrix products; weights, losses and BERT's outputs are float32.
@@ -117,18 +113,10 @@ class RealmModel(nn.Module):
         document: Document tower, Embed_doc in the paper.
         encoder: The knowledge-augmented encoder: a `BertForMaskedLM` over ``[CLS] x [SEP] z [SEP]``.
         reader: Span head on the encoder's states.
-        tokenizer: A fast tokenizer.
-        shape: Lengths and sizes.
     """
 
     def __init__(self, config: Any, tokenizer: Any, shape: Shape):
-        """Make a model with random weights.
-
-        Args:
-            config: A `BertConfig`.
-            tokenizer: Fast tokenizer of the BERT.
-            shape: Lengths and sizes.
-        """
+        """Make a model with random weights."""
         from transformers import BertForMaskedLM, BertModel
 
         super().__init__()

@@ -1,4 +1,4 @@
-"""Reads files as passages, cut between sentences, and splits the passages into word pieces."""
+"""Reads files as passages, cut between sentences, and turns passages and queries into BERT's inputs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from cacheblend_lab.rows import read_rows
 from cacheblend_rag.errors import InputError
@@ -23,12 +26,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Passage:
-    """Holds a piece of an article.
-
-    Attributes:
-        title: The article's title; may be empty.
-        text: Text of the piece.
-    """
+    """Holds a piece of an article."""
 
     title: str
     text: str
@@ -88,14 +86,7 @@ def cut(title: str, text: str, tokenizer: Any, size: int) -> Iterator[Passage]:
 
 
 def tokenize(passages: Sequence[Passage], tokenizer: Any, size: int, title_size: int = 16) -> list[Tokenized]:
-    """Return each passage as at most ``size`` word pieces of text and at most ``title_size`` of its title.
-
-    Args:
-        passages: Passages from :func:`read_corpus`.
-        tokenizer: The model's fast tokenizer.
-        size: Most word pieces of a text.
-        title_size: Most word pieces of a title.
-    """
+    """Return each passage as at most ``size`` word pieces of text and at most ``title_size`` of its title."""
     if not passages:
         return []
     titles = tokenizer([p.title for p in passages], add_special_tokens=False, verbose=False)["input_ids"]
@@ -186,3 +177,102 @@ def _documents(path: Path) -> Iterator[tuple[str, str]]:
         for name, start, end in zip(titles, starts, edges[1:], strict=True):
             if document.text[start:end].strip():
                 yield name, document.text[start:end]
+
+
+MASKED_MOST = 10
+"""Most word pieces of a masked span."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Holds a batch of texts as BERT's inputs.
+
+    Attributes:
+        ids: ``[texts, tokens]``, padded.
+        mask: ``[texts, tokens]``: 1 for tokens, 0 for padding.
+        segments: ``[texts, tokens]``: 1 for the tokens of a pair's passage.
+        bodies: ``[texts, 2]``: begin and end of the passage's text in a pair.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    segments: Tensor
+    bodies: Tensor
+
+    def arguments(self) -> dict[str, Tensor]:
+        """Return the inputs as keyword arguments of `BertModel`."""
+        return {"input_ids": self.ids, "attention_mask": self.mask, "token_type_ids": self.segments}
+
+    def readable(self) -> Tensor:
+        """Return ``[texts, tokens]``: 1 for tokens of the passage's text, which may hold answers."""
+        at = torch.arange(self.ids.shape[1], device=self.ids.device)[None]
+        return ((at >= self.bodies[:, :1]) & (at < self.bodies[:, 1:])).long()
+
+
+@dataclass(frozen=True)
+class Query:
+    """Holds a question, or a sentence with a masked span.
+
+    Attributes:
+        ids: Word pieces, without special tokens.
+        masked: Positions of the masks in ``ids``.
+        targets: Word piece that each mask replaces.
+    """
+
+    ids: list[int]
+    masked: list[int]
+    targets: list[int]
+
+    @classmethod
+    def question(cls, text: str, tokenizer: Any, size: int) -> Query:
+        """Return a question, cut to at most ``size`` word pieces."""
+        return cls(tokenizer(text, add_special_tokens=False, truncation=True, max_length=size)["input_ids"], [], [])
+
+
+class Collator:
+    """Makes tensors from word pieces, for one tokenizer on one device."""
+
+    def __init__(self, tokenizer: Any, device: torch.device):
+        """Read the special tokens of ``tokenizer``."""
+        self.cls, self.sep, self.pad, self.mask = (
+            tokenizer.cls_token_id,
+            tokenizer.sep_token_id,
+            tokenizer.pad_token_id,
+            tokenizer.mask_token_id,
+        )
+        self.device = device
+
+    def queries(self, queries: Sequence[Query]) -> Inputs:
+        """Return ``[CLS] x [SEP]`` for each query."""
+        return self._inputs([([self.cls, *q.ids, self.sep], 0, 0, 0) for q in queries])
+
+    def documents(self, passages: Sequence[Tokenized | None]) -> Inputs:
+        """Return ``[CLS] title [SEP] text [SEP]`` for each passage; None, the null document, gives ``[CLS] [SEP]``."""
+        return self._inputs([([self.cls, *self._passage(p)], 0, 0, 0) for p in passages])
+
+    def pairs(self, queries: Sequence[Query], passages: Sequence[Tokenized | None]) -> Inputs:
+        """Return ``[CLS] x [SEP] title [SEP] text [SEP]`` for each query and the passage at the same position."""
+        rows = []
+        for query, passage in zip(queries, passages, strict=True):
+            first = [self.cls, *query.ids, self.sep]
+            body = len(first) + (len(passage.title) + 1 if passage is not None else 0)
+            length = len(passage.body) if passage is not None else 0
+            rows.append(([*first, *self._passage(passage)], len(first), body, body + length))
+        return self._inputs(rows)
+
+    def _passage(self, passage: Tokenized | None) -> list[int]:
+        if passage is None:
+            return [self.sep]
+        return [*passage.title, self.sep, *passage.body, self.sep]
+
+    def _inputs(self, rows: Sequence[tuple[list[int], int, int, int]]) -> Inputs:
+        width = max(len(ids) for ids, *_ in rows)
+        ids = torch.full((len(rows), width), self.pad)
+        mask, segments = torch.zeros_like(ids), torch.zeros_like(ids)
+        for at, (row, second, _, _) in enumerate(rows):
+            ids[at, : len(row)] = torch.tensor(row)
+            mask[at, : len(row)] = 1
+            if second:
+                segments[at, second : len(row)] = 1
+        bodies = torch.tensor([(begin, end) for *_, begin, end in rows])
+        return Inputs(*(tensor.to(self.device) for tensor in (ids, mask, segments, bodies)))

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from cacheblend_lab.marginal import log_marginal
-from cacheblend_lab.realm.examples import Examples, Masked
+from cacheblend_lab.realm.examples import Examples, Finder, Masked, Spans, salient_finder
 from cacheblend_lab.realm.index import PassageIndex, newest_step
-from cacheblend_lab.realm.inputs import Collator
 from cacheblend_lab.realm.model import RealmModel, Shape
-from cacheblend_lab.realm.passages import Passage, Tokenized, load_passages, save_passages, tokenize
-from cacheblend_lab.realm.refresh import PASSAGES
-from cacheblend_lab.realm.renewal import RenewedIndex, age
+from cacheblend_lab.realm.passages import Collator, Passage, Tokenized, load_passages, save_passages, tokenize
+from cacheblend_lab.realm.renewal import PASSAGES, RenewedIndex, age
 from cacheblend_lab.realm.runs import RunDirectory, Say, Stage, Told, train
-from cacheblend_lab.realm.salient import Finder, Spans, salient_finder
 from cacheblend_rag.errors import InputError
 
 WARM, MASKED = 0, 1
@@ -33,19 +30,10 @@ class PretrainSettings:
 
     Attributes:
         bert: ``tiny``, ``minilm`` or the directory of a BERT.
-        shape: Lengths and sizes.
         ict: Whether the towers begin with the inverse cloze task.
-        warm_steps: Steps of the warm start.
-        warm_batch: Sentences in a step of the warm start.
-        warm_rate: Highest learning rate of the warm start.
         steps: Steps of masked spans over retrieved passages.
-        batch: Sentences in a step of masked spans.
-        rate: Highest learning rate of masked spans.
         candidates: Passages retrieved for each sentence, besides the null document.
         refresh_every: Steps between the checkpoints from which the index is rebuilt; 0 never rebuilds the index.
-        spans: Kind of spans to mask.
-        faiss: FAISS index factory string.
-        seed: Seed of all random draws.
     """
 
     bert: str = "tiny"

@@ -29,9 +29,6 @@ class RealmQuestion:
     """Holds a question.
 
     Attributes:
-        text: The question.
-        answers: Right answers.
-        regex: Whether the answers are regular expressions.
         passages: Numbers of the passages that answer the question; empty if unknown.
         group: Group of questions that are not independent of each other; may be empty.
     """
@@ -59,12 +56,7 @@ class RealmQuestion:
 
 @dataclass(frozen=True)
 class RealmQuestionFile:
-    """Holds a file's questions.
-
-    Attributes:
-        questions: The questions.
-        skipped: Rows that cannot be used, each with the reason.
-    """
+    """Holds a file's questions."""
 
     questions: list[RealmQuestion]
     skipped: list[str]

@@ -1,4 +1,4 @@
-"""Stores a training run in a directory, with checkpoints and the figures of every step, and resumes a killed run."""
+"""Stores a training run in a directory: checkpoints, the figures of every step, and the age of the index; resumes a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from cacheblend_lab.realm.model import load_weights, save_weights
-from cacheblend_rag.errors import InputError, StoreError
+from cacheblend_rag.calibrate.plotting import figure, save_figure
+from cacheblend_rag.errors import InputError, ModelError, StoreError
 
 METRICS: Final = "metrics.jsonl"
 _SETTINGS = "settings.json"
@@ -34,12 +35,8 @@ class Stage:
     """Describes one stage of training.
 
     Attributes:
-        number: Number of the stage in its run, from 0.
-        name: Name of the stage in ``metrics.jsonl``.
-        steps: Number of steps.
         rate: Highest learning rate; the rate rises over the first tenth of the steps, and falls to 0 at the last step.
         loss: Returns the loss of a step (None for no update) and figures to log.
-        parameters: Parameters to train.
         saved: Called after each checkpoint with the step.
     """
 
@@ -148,16 +145,8 @@ class RunDirectory:
 def train(run: RunDirectory, model: nn.Module, stage: Stage, save_every: int, seed: int, say: Say) -> None:
     """Run a stage to its end, from its newest checkpoint if there is one; skip a stage that the run has passed.
 
-    The random draws of a step depend only on ``seed``, stage and step, so a resumed run repeats the steps of a killed
-    run.
-
-    Args:
-        run: Directory of the checkpoints.
-        model: Model to save in the checkpoints.
-        stage: Stage to run.
-        save_every: Steps between checkpoints; the last step writes a checkpoint, too.
-        seed: Seed of dropout.
-        say: Called after each step.
+    The last step writes a checkpoint, too. The random draws of a step depend only on ``seed``, stage and step, so a
+    resumed run repeats the steps of a killed run.
     """
     from transformers import get_linear_schedule_with_warmup
 
@@ -201,3 +190,39 @@ def write_aside(file: Path, text: str) -> None:
     aside = file.with_name(f".{file.name}.{os.getpid()}")
     aside.write_text(text, encoding="utf-8")
     aside.replace(file)
+
+
+_LOSS_WINDOW = 50
+
+
+def staleness(directory: Path) -> dict[str, Any]:
+    """Return a run's ``steps``, mean ``loss`` over the last 50 and, if an index was searched, the index's staleness.
+
+    Staleness is the number of steps between the parameters that search and the parameters that built the index;
+    ``refreshes`` counts the indexes used after the first one.
+    """
+    rows = RunDirectory(directory).metrics()
+    losses = [row["loss"] for row in rows if "loss" in row][-_LOSS_WINDOW:]
+    found: dict[str, Any] = {"steps": len(rows)}
+    if losses:
+        found["loss"] = sum(losses) / len(losses)
+    ages = [row["staleness"] for row in rows if "staleness" in row]
+    if ages:
+        found["staleness_mean"] = sum(ages) / len(ages)
+        found["staleness_max"] = max(ages)
+        found["refreshes"] = len({row["index_step"] for row in rows if "index_step" in row}) - 1
+    return found
+
+
+def plot_staleness(directory: Path) -> Path | None:
+    """Plot the staleness into ``staleness.svg`` and ``.png``; return the SVG's path, or None without matplotlib."""
+    rows = [row for row in RunDirectory(directory).metrics() if "staleness" in row]
+    try:
+        with figure() as (made, axes):
+            axes.plot([row["step"] for row in rows], [row["staleness"] for row in rows], drawstyle="steps-post")
+            axes.set_xlabel("step")
+            axes.set_ylabel("age of the index, in steps")
+            save_figure(made, directory / "staleness", "Staleness of the index")
+    except ModelError:
+        return None
+    return directory / "staleness.svg"

@@ -1,8 +1,9 @@
-"""Writes the model card of a tuned query encoder, and chooses an example question."""
+"""Holds the result of tuning a query encoder, writes its model card, and chooses an example question."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,53 @@ import torch
 
 from cacheblend_lab.marginal import posterior
 from cacheblend_lab.tuning.candidates import StoredCandidates
-from cacheblend_lab.tuning.result import TuneResult
+from cacheblend_lab.tuning.judging import Gain
 from cacheblend_lab.tuning.teacher import Judged
+from cacheblend_lab.tuning.training import Point
 from cacheblend_rag.retrieval.index import ChunkIndex
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """Holds the result of one tuning run.
+
+    Attributes:
+        saved: Directory of the tuned encoder; None if the encoder was not saved.
+        documents: Whether the encoder embeds documents, too; the index then needs :meth:`ChunkIndex.rebuild` before
+            use.
+        held_out: Gains on the held-out questions, by measure; includes ``em`` and ``f1`` if questions were answered.
+        reader: Quality of the reader as a teacher: see :func:`judge_reader`.
+        example: The reader's judgement of one question's candidates; see :func:`example` in ``card.py``.
+    """
+
+    saved: Path | None
+    documents: bool
+    why: str
+    held_out: dict[str, Gain]
+    out_of_domain: dict[str, Gain]
+    questions: dict[str, int]
+    reader: dict[str, float]
+    curve: list[Point]
+    example: dict[str, Any]
+    seconds: dict[str, float]
+    settings: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result for JSON; the held-out measures are top-level keys."""
+        return {
+            **{name: asdict(found) for name, found in self.held_out.items()},
+            "out_of_domain": {name: asdict(found) for name, found in self.out_of_domain.items()},
+            "saved": None if self.saved is None else str(self.saved),
+            "documents": self.documents,
+            "why": self.why,
+            "questions": self.questions,
+            "reader": self.reader,
+            "curve": [asdict(point) for point in self.curve],
+            "example": self.example,
+            "seconds": self.seconds,
+            "settings": self.settings,
+        }
+
 
 LABELS = {
     "recall_at_1": "recall@1",

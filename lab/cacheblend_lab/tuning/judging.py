@@ -1,16 +1,22 @@
-"""Measures how well questions find their chunks before and after tuning: ranks, recall@k, MRR, gains with intervals."""
+"""Measures how well questions find their chunks before and after tuning, on the index and out of domain."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from random import Random
 from typing import Any, Final, Protocol
 
 import numpy as np
 
 from cacheblend_lab.tuning.questions import TuningQuestion
 from cacheblend_rag.calibrate.intervals import mean_interval
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.retrieval.embedding import Embedder
 
 DEPTH: Final = 20
 """Last rank that counts as found."""
@@ -23,8 +29,6 @@ class Gain:
     """Holds a measure before and after tuning, as shares of 1.
 
     Attributes:
-        before: Mean with the embedding model.
-        after: Mean with the tuned query encoder.
         low: Lower end of the difference's 95% interval, over paired questions with groups resampled; if there is no
             interval (too few questions, or all alike), the smaller of 0 and the difference.
         high: Upper end of the interval; without an interval, the larger of 0 and the difference.
@@ -109,3 +113,70 @@ MEASURES: Final[dict[str, Callable[[Sequence[int]], list[float]]]] = {
 def gains(before: Sequence[int], after: Sequence[int], groups: Sequence[str]) -> dict[str, Gain]:
     """Return the gain of every measure of ranks."""
     return {name: gain(of(before), of(after), groups) for name, of in MEASURES.items()}
+
+
+_MODULES: Final = (
+    "argparse asyncio collections configparser contextlib csv datetime decimal difflib email.message fractions "
+    "ftplib functools heapq http.client imaplib inspect io ipaddress json logging mailbox os pathlib pickle "
+    "random re shutil smtplib socket sqlite3 statistics string subprocess tarfile tempfile textwrap threading "
+    "tokenize unittest urllib.parse uuid wave xml.dom.minidom zipfile "
+)
+_SHORTEST: Final = 80
+_LONGEST: Final = 400  # characters; enough to distinguish the passages
+_FEWEST_WORDS: Final = 4
+
+
+class DocstringTask:
+    """Holds passages of Python's standard library, and one question for each passage: the first line of a docstring.
+
+    The docstrings need no download, and are real English on other subjects than the user's documents.
+
+    Attributes:
+        questions: First lines of the docstrings, in the order of the passages.
+    """
+
+    def __init__(self, embedder: Embedder, count: int, others: bool = False):
+        """Draw and embed ``count`` passages; ``others`` draws up to ``count`` different ones.
+
+        Raises:
+            InputError: Python runs without docstrings (``-OO``).
+        """
+        pairs = _pairs()
+        if len(pairs) < count:
+            raise InputError(
+                "Python runs without its docstrings (-OO), which the out-of-domain check is made of; run it without -OO."
+            )
+        drawn = Random(0).sample(sorted(pairs.items()), count)
+        if others:
+            rest = sorted(pairs.items() - set(drawn))
+            drawn = Random(1).sample(rest, min(count, len(rest)))
+        self.questions = [question for question, _ in drawn]
+        self._texts = Texts(embedder.texts([passage for _, passage in drawn]))
+
+    def ranks(self, vectors: Vectors) -> list[int]:
+        """Return the rank of each question's passage, 0 beyond :data:`DEPTH`; ``vectors`` are ``[questions, dim]``."""
+        scores = self._texts.similarity(vectors)
+        own = np.diagonal(scores)[:, None]
+        found = 1 + (scores > own).sum(1)
+        return [int(rank) if rank <= DEPTH else 0 for rank in found]
+
+
+@cache
+def _pairs() -> dict[str, str]:
+    """Return the rest of docstrings by their first lines; short docstrings and ambiguous first lines are left out."""
+    found: dict[str, str | None] = {}
+    for owner in {id(owner): owner for owner in _owners()}.values():
+        first, _, rest = (inspect.getdoc(owner) or "").partition("\n\n")
+        first, rest = " ".join(first.split()), rest.strip()[:_LONGEST]
+        if len(first.split()) >= _FEWEST_WORDS and len(rest) >= _SHORTEST:
+            found[first] = rest if found.get(first, rest) == rest else None
+    return {first: rest for first, rest in found.items() if rest is not None}
+
+
+def _owners() -> Iterator[Any]:
+    for name in _MODULES.split():
+        module = import_module(name)
+        for _, value in inspect.getmembers(module, lambda v: inspect.isroutine(v) or inspect.isclass(v)):
+            yield value
+            if inspect.isclass(value):
+                yield from (member for label, member in inspect.getmembers(value, inspect.isroutine) if label[0] != "_")

@@ -31,7 +31,6 @@ class Judged:
     """Holds a question and the reader's scores of its candidates.
 
     Attributes:
-        question: The question.
         chunks: Ids of the candidates, best first.
         logprobs: log p(y|z, x) of each candidate, then of no chunk (the null document).
     """
@@ -62,14 +61,7 @@ class Teacher(Closing):
     def __init__(
         self, engine: BlendEngine, index: ChunkIndex, instruction: str, candidates: int, file: Path | None = None
     ):
-        """Open the file of judgements.
-
-        Args:
-            engine: The reader.
-            index: The chunks; the candidates are the nearest chunks by the index's own embedding model.
-            instruction: First sentence of the prompts.
-            candidates: Number of chunks to judge for each question.
-            file: File of the judgements; None writes no file.
+        """Open the file of judgements; None writes no file. Candidates are nearest by the index's own embedding model.
 
         Raises:
             InputError: The file holds judgements of another reader or instruction.

@@ -4,20 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final, Literal, get_args
 
 import numpy as np
 import torch
 
-from cacheblend_lab.tuning.candidates import CandidateChunks, LearnedCandidates, StoredCandidates
+from cacheblend_lab.marginal import log_marginal
+from cacheblend_lab.tuning.candidates import CandidateChunks, LearnedCandidates, Rehearsal, StoredCandidates
 from cacheblend_lab.tuning.judging import Searched, ranks, recall, reciprocal
-from cacheblend_lab.tuning.losses import LOSSES, Loss, loss_of
 from cacheblend_lab.tuning.questions import TuningQuestion
-from cacheblend_lab.tuning.rehearsal import Rehearsal
 from cacheblend_lab.tuning.students import PARTS, STUDENTS, Both, Part, Student
 from cacheblend_lab.tuning.teacher import Judged
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex
+
+Loss = Literal["marginal", "kl", "infonce"]
+LOSSES: Final[tuple[str, ...]] = get_args(Loss)
+"""Names of the losses of a query encoder over a question's candidates; the null document is one of the candidates.
+
+All losses take the relevance f(x, z) as logits and the reader's log p(y|z, x), both ``[questions, candidates]``. p(z|x)
+is the softmax of f over the candidates, from the current parameters (REALM, section 3.1).
+"""
+
+
+def marginal_loss(relevance: torch.Tensor, reader: torch.Tensor) -> torch.Tensor:
+    """Return the mean of -log p(y|x)."""
+    return -log_marginal(relevance, reader).mean()
+
+
+def kl_loss(relevance: torch.Tensor, reader: torch.Tensor) -> torch.Tensor:
+    """Return the mean KL of p(z|x) from the reader's likelihoods, normalised over the candidates (REPLUG)."""
+    wanted = reader.log_softmax(-1)
+    return torch.nn.functional.kl_div(relevance.log_softmax(-1), wanted, log_target=True, reduction="batchmean")
+
+
+def infonce_loss(relevance: torch.Tensor, reader: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy of the candidate with the reader's highest likelihood; the others are negatives.
+
+    Candidates with more than half of the highest likelihood are left out.
+    """
+    best = reader.max(-1, keepdim=True)
+    rivals = reader > best.values - torch.log(torch.tensor(2.0))
+    rivals = rivals.scatter(-1, best.indices, False)
+    logits = relevance.masked_fill(rivals, float("-inf"))
+    return torch.nn.functional.cross_entropy(logits, best.indices[:, 0])
+
+
+def loss_of(name: Loss, relevance: torch.Tensor, reader: torch.Tensor) -> torch.Tensor:
+    """Return the loss called ``name``."""
+    return {"marginal": marginal_loss, "kl": kl_loss, "infonce": infonce_loss}[name](relevance, reader)
+
 
 Progress = Callable[[float, int, str], None]
 
@@ -27,13 +64,10 @@ class TrainSettings:
     """Holds the settings of training.
 
     Attributes:
-        loss: Name of the loss; see :mod:`cacheblend_lab.tuning.losses`.
-        part: Part of the model to tune; see :mod:`cacheblend_lab.tuning.students`.
         epochs: Most rounds over the questions; None takes the default of the part.
         patience: Number of rounds without a better MRR on the dev questions after which training stops.
         batch: Questions in a step; None takes the default of the part.
         temperature: Divisor that turns cosine similarities into f(x, z).
-        seed: Seed of the order of questions.
     """
 
     loss: Loss = "marginal"

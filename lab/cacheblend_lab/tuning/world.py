@@ -11,13 +11,13 @@ from typing import Any, Final
 
 from cacheblend_lab.fiction.entities import (
     Entity,
+    NameMaker,
     capital,
     draw_kinds,
     filler_sentence,
     make_entities,
     render,
 )
-from cacheblend_lab.fiction.names import NameMaker
 from cacheblend_lab.fiction.phrases import KINDS, Attribute
 from cacheblend_lab.tuning.questions import TuningQuestion
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id, make_chunk
@@ -40,11 +40,6 @@ def paraphrased_world(tokenizer: Any, seeds: Sequence[int], entities: int = 32) 
 
     Every chunk names one entity and states one fact about it, between two filler sentences. The question's wording
     shares the fewest words with the statement. The bundled model's training has seen none of the names.
-
-    Args:
-        tokenizer: The reader's tokenizer.
-        seeds: Seeds of the worlds.
-        entities: Number of entities in each world; there are ten facts about each.
     """
     names = NameMaker(Random(f"names:{list(seeds)}"), held_out=True)
     documents: dict[str, list[Chunk]] = {}

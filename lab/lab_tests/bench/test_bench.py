@@ -164,7 +164,18 @@ def test_throughput_raises_the_rate_until_the_target_is_missed(in_ram):
         assert 0 < method["requests_per_s"] < point["rate"]
     rates = {name: method["requests_per_s"] for name, method in result["methods"].items()}
     assert result["blend_vs_full"] == pytest.approx(rates["blend"] / rates["full"])
-    assert list(result["methods"]) == ["full", "prefix", "blend"]
+    assert list(result["methods"]) == ["full", "prefix", "blend", "reorder", "reorder+blend"]
+
+
+def test_the_prefix_cache_of_transformers_serves_reordered_prompts(in_ram):
+    sizes = {"corpus": 2, "chunks": 2, "chunk_tokens": TOKENS, "question_tokens": 4, "answer_tokens": 1, "requests": 6}
+    # By a policy that looks at the question, blended KV would serve one question alone.
+    settings = ThroughputSettings(**sizes, ratio=0.5, policy="static", target_ttft_s=1e-9)
+    methods = bench_throughput(in_ram, settings)["methods"]
+    computed = {name: method["points"][0]["computed_tokens"] for name, method in methods.items()}
+    # Reordered, all prompts but the first begin with the first one's chunks.
+    assert computed["reorder"] < computed["full"]
+    assert computed["reorder+blend"] < computed["blend"]
 
 
 @pytest.mark.parametrize(
@@ -227,6 +238,7 @@ def test_every_chunk_of_a_kv_writer_may_come_first_in_a_stream_of_questions():
     )
     with TransformersEngine(model, device="cpu", header=(1, 2), writer="probe", prefix_cache=0) as engine:
         methods = bench_throughput(Workbench.of(engine), settings)["methods"]
+    assert list(methods) == ["full", "prefix", "blend"], "there is no prefix cache"
     # Behind header and first chunk, which are stored.
     assert methods["prefix"]["points"][0]["computed_tokens"] == TOKENS + 4
 

@@ -87,7 +87,7 @@ def test_a_wrong_file_or_output_is_named_before_anything_is_loaded(run, question
 
 
 def test_what_cannot_be_tuned_is_refused(run, model_dir, store, questions, monkeypatch):
-    monkeypatch.setattr("cacheblend_lab.tuning.generate._HOPELESS", 4)  # questions, none of which come back
+    monkeypatch.setattr("cacheblend_lab.tuning.questions._HOPELESS", 4)  # questions, none of which come back
     base = ["tune-retriever", "--store", store, "--model", model_dir]
     assert "one of --questions FILE, --generate N and --demo" in run(*base).stderr
     assert run(*base, "--questions", questions, "--demo").exit_code == 2

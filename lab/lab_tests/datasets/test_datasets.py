@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from cacheblend_lab.datasets import demo_samples, find_file, hash_files, load_data_set, read_data_set
-from cacheblend_lab.fiction.samples import DEFAULT_KINDS, KINDS
+from cacheblend_lab.fiction.world import DEFAULT_KINDS, KINDS
 from cacheblend_rag.errors import InputError
 from tests.conftest import tokenizer_named
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cacheblend_lab.bench.sweeps import simulate_queue, sweep_devices, sweep_ratio, sweep_sizes
-from cacheblend_lab.bench.throttled import ThrottledStore
+from cacheblend_lab.bench.sweeps import ThrottledStore, simulate_queue, sweep_devices, sweep_ratio, sweep_sizes
 from cacheblend_lab.evaluation.attention import AttentionInspector
 from cacheblend_lab.evaluation.evaluate import EvalSettings
 from cacheblend_lab.evaluation.figures import FIGURES, FigureContext, make_figures, parse_numbers, quality
@@ -28,7 +27,6 @@ from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.errors import InputError
 from lab_tests.evaluation.test_run import SAMPLES
-from tests.store.samples import key_of, kv_of, same
 
 pytestmark = pytest.mark.slow
 
@@ -108,28 +106,17 @@ def test_a_throttled_store_gives_the_same_numbers_as_any_other(engine, monkeypat
 
 
 def test_reads_of_one_device_wait_for_each_other(monkeypatch):
-    from cacheblend_lab.bench import throttled
+    from cacheblend_lab.bench import sweeps
 
     now, slept = [0.0], []
-    monkeypatch.setattr(throttled.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(throttled.time, "sleep", slept.append)
-    device = throttled._Device(100.0)
+    monkeypatch.setattr(sweeps.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(sweeps.time, "sleep", slept.append)
+    device = sweeps._Device(100.0)
     device.read(50)
     device.read(50)
     now[0] = 10.0
     device.read(100)
     assert slept == pytest.approx([0.5, 1.0, 1.0])
-
-
-def test_a_throttled_disk_is_read_at_its_devices_rate(tmp_path, monkeypatch):
-    from cacheblend_lab.bench import throttled
-
-    read = []
-    monkeypatch.setattr(throttled._Device, "read", lambda _, nbytes: read.append(nbytes))
-    with throttled.ThrottledDisk(tmp_path, 1e9, "none") as store:
-        store.put(key_of(1), kv_of(1))
-        assert same(store.get(key_of(1)), kv_of(1))
-    assert sum(read) >= kv_of(1).nbytes
 
 
 def test_sweeps_time_every_method_at_every_point(engine):
@@ -217,7 +204,7 @@ def test_figure_10_says_where_loading_hides_and_what_the_controller_loses():
 
 
 def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
-    for module in ("quality", "attention", "deviation", "speed", "devices"):
+    for module in ("quality", "attention", "devices"):
         monkeypatch.setattr(f"cacheblend_lab.evaluation.figures.{module}.figure", _small(module))
     monkeypatch.setattr("cacheblend_rag.calibrate.plotting._DOTS_PER_INCH", 40)
     monkeypatch.setattr("cacheblend_lab.evaluation.figures.quality._COUNTS", (1, 3))

@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend_lab.datasets import hash_files
 from cacheblend_lab.evaluation.answers import AnswersFile, answer_all
-from cacheblend_lab.evaluation.baselines.chunkwise import MapReduce, MapRerank
+from cacheblend_lab.evaluation.chunkwise import MapReduce, MapRerank
 from cacheblend_lab.evaluation.evaluate import EvalSettings, evaluate, identify_run
 from cacheblend_lab.evaluation.method import generate_reply
 from cacheblend_lab.evaluation.methods import make_methods

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_lab.fiction.asides import NICKNAMES, UNITS
-from cacheblend_lab.fiction.names import NameMaker, is_held_out
+from cacheblend_lab.fiction.entities import NameMaker, is_held_out
 from cacheblend_lab.fiction.phrases import KINDS
 from cacheblend_lab.fiction.questions import QUESTION_KINDS
+from cacheblend_lab.fiction.words import NICKNAMES, UNITS
 from cacheblend_lab.fiction.world import sample_context
 from cacheblend_rag.errors import InputError
 

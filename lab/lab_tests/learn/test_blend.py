@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from cacheblend_lab.learn.adapter import load_writing_copy, save_writer, weights_of, writing_copy
-from cacheblend_lab.learn.blend import BatchBlender, BatchLayout, PromptBatch, count_of, deviation, divergence
-from cacheblend_lab.learn.lesson import Lesson
+from cacheblend_lab.learn.blend import BatchBlender, BatchLayout, Lesson, PromptBatch, count_of, deviation, divergence
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.plan import make_plan
 from cacheblend_rag.blending.policies import policy

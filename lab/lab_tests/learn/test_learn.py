@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from cacheblend_lab.learn import training
+from cacheblend_lab.learn.blend import Lesson
 from cacheblend_lab.learn.learn import Sizes, learn
-from cacheblend_lab.learn.lesson import Lesson
 from cacheblend_lab.learn.training import LearnSettings, Training
 from cacheblend_rag.errors import InputError, ModelError
 from tests.blending.families import _BASE, BLENDED, NOT_BLENDED, make_model

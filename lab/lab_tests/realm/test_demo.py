@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_lab.realm.demo import CLOSED, ICT, PRETRAINED, TUNED, DemoSettings, run_demo
+from cacheblend_lab.realm.demo import CLOSED, ICT, PRETRAINED, TUNED, DemoSettings, make_world, run_demo
 from cacheblend_lab.realm.finetune import FinetuneSettings
 from cacheblend_lab.realm.model import RealmModel
 from cacheblend_lab.realm.presets import demonstration
 from cacheblend_lab.realm.pretrain import PretrainSettings
-from cacheblend_lab.realm.world import make_world
 from lab_tests.realm.conftest import SHAPE
 
 

@@ -11,17 +11,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cacheblend_lab.realm import refresh
-from cacheblend_lab.realm.closed import closed_book
-from cacheblend_lab.realm.evaluate import evaluate, summary
+from cacheblend_lab.realm import renewal
+from cacheblend_lab.realm.demo import closed_book
+from cacheblend_lab.realm.evaluate import (
+    Library,
+    answer,
+    answer_likelihood,
+    as_queries,
+    evaluate,
+    read,
+    retrieve,
+    summary,
+)
 from cacheblend_lab.realm.finetune import FinetuneSettings, Finetuning, finetune, open_library
 from cacheblend_lab.realm.index import PassageIndex, newest_step
-from cacheblend_lab.realm.inputs import Collator
 from cacheblend_lab.realm.model import RealmModel
-from cacheblend_lab.realm.passages import Passage
+from cacheblend_lab.realm.passages import Collator, Passage
 from cacheblend_lab.realm.pretrain import PretrainSettings, pretrain
 from cacheblend_lab.realm.questions import RealmQuestion
-from cacheblend_lab.realm.reading import Library, answer, answer_likelihood, as_queries, read, retrieve
 from cacheblend_lab.realm.renewal import RenewedIndex
 from cacheblend_lab.realm.runs import RunDirectory
 from cacheblend_rag.errors import InputError
@@ -103,7 +110,7 @@ def test_a_renewed_index_comes_into_use_while_steps_are_taken_and_again_after_a_
 ) -> None:
     # What is spawned imports PyTorch anew, for ten seconds each time; test_pretrain.py has it so.
     forks = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("forkserver"))
-    monkeypatch.setattr(refresh, "multiprocessing", forks)
+    monkeypatch.setattr(renewal, "multiprocessing", forks)
     how, run = FinetuneSettings(steps=100_000, batch=2, k=2, refresh_every=5), RunDirectory(tmp_path / "run")
     seen = 0
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from cacheblend_lab.realm.index import PassageIndex, bring_index, clear_unfinished, embed, newest_step
-from cacheblend_lab.realm.inputs import Collator
 from cacheblend_lab.realm.model import RealmModel
-from cacheblend_lab.realm.passages import Passage, tokenize
+from cacheblend_lab.realm.passages import Collator, Passage, tokenize
 from cacheblend_rag.errors import InputError
 
 

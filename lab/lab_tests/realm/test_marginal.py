@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from cacheblend_lab.marginal import log_marginal, posterior
-from cacheblend_lab.realm.inputs import Collator, Query
 from cacheblend_lab.realm.model import RealmModel
-from cacheblend_lab.realm.passages import Passage, tokenize
+from cacheblend_lab.realm.passages import Collator, Passage, Query, tokenize
 
 
 def test_the_parameters_of_the_towers_get_r_times_the_gradient_of_f(model: RealmModel, passages: list[Passage]) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend_lab.realm.inputs import Collator, Query
 from cacheblend_lab.realm.model import RealmModel, Shape, SpanHead
-from cacheblend_lab.realm.passages import Passage, tokenize
+from cacheblend_lab.realm.passages import Collator, Passage, Query, tokenize
 from cacheblend_rag.errors import ModelError
 from lab_tests.realm.conftest import SHAPE
 

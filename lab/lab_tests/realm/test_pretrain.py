@@ -13,9 +13,8 @@ import torch
 
 from cacheblend_lab.marginal import log_marginal
 from cacheblend_lab.realm.index import PassageIndex, newest_step
-from cacheblend_lab.realm.inputs import Collator
 from cacheblend_lab.realm.model import RealmModel
-from cacheblend_lab.realm.passages import Passage
+from cacheblend_lab.realm.passages import Collator, Passage
 from cacheblend_lab.realm.pretrain import MASKED, Pretraining, PretrainSettings, pretrain
 from cacheblend_lab.realm.runs import RunDirectory
 from cacheblend_rag.errors import InputError, StoreError

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_lab.realm.examples import Examples
+from cacheblend_lab.realm.examples import Examples, entity_spans, pattern_spans, random_spans
 from cacheblend_lab.realm.model import RealmModel
 from cacheblend_lab.realm.passages import Passage, tokenize
-from cacheblend_lab.realm.salient import entity_spans, pattern_spans, random_spans
 from lab_tests.realm.conftest import TOWNS
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import faiss
 import torch
 
-from cacheblend_lab.realm import refresh
+from cacheblend_lab.realm import renewal
 from cacheblend_lab.realm.pretrain import PretrainSettings, pretrain
 from lab_tests.realm.conftest import SHAPE, articles
 
@@ -39,7 +39,7 @@ def _train(told: Connection, bert: Path, output: Path, steps: int) -> None:
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)  # threads do not survive a fork
     # Started as in an application, by arguments that are pickled: test_finetune.py.
-    refresh.multiprocessing = SimpleNamespace(  # type: ignore[attr-defined]
+    renewal.multiprocessing = SimpleNamespace(  # type: ignore[attr-defined]
         get_context=lambda _: multiprocessing.get_context("fork"), parent_process=multiprocessing.parent_process
     )
     sizes = {"warm_steps": 4, "warm_batch": 4, "batch": 2, "candidates": 2, "refresh_every": 5}

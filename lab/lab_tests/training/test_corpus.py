@@ -3,7 +3,7 @@ from random import Random
 
 import pytest
 
-from cacheblend_lab.fiction.names import is_held_out
+from cacheblend_lab.fiction.entities import is_held_out
 from cacheblend_lab.fiction.phrases import KINDS
 from training.make_corpus import DEMO_FOLDER, PLANS, SEED, write_documents
 

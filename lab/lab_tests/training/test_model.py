@@ -9,7 +9,7 @@ from cacheblend_lab.fiction.questions import QUESTION_KINDS
 from cacheblend_lab.fiction.world import sample_context
 from training.evaluate import METHODS, QUICK, evaluate, table
 from training.export import fingerprint, load_exported
-from training.skeletons import NATIVE
+from training.tokenizer import NATIVE
 from training.train import MODEL_FOLDER
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def test_greedy_generation_answers_held_out_questions(llama, tokenizer):
 
 def test_a_check_at_layer_2_restores_what_reuse_loses():
     methods = QUICK[:3]
-    results = evaluate(MODEL_FOLDER, seeds=[11], contexts=4, methods=methods, chunk_tokens=128, unseen=False)
+    results = evaluate(MODEL_FOLDER, seeds=[11], contexts=4, methods=methods, chunk_tokens=128)
     share = {name: sum(right for _, right in kinds["cross"]) / len(kinds["cross"]) for name, kinds in results.items()}
     assert len(results["full recompute"]["cross"]) >= 20
     assert share["full recompute"] >= 0.9

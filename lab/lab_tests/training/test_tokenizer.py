@@ -4,8 +4,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from cacheblend_lab.fiction import words
-from training.skeletons import NATIVE
-from training.tokenizer import BOS, EOS, build_tokenizer
+from training.tokenizer import BOS, EOS, NATIVE, build_tokenizer
 from training.train import MODEL_FOLDER
 
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL_FOLDER)

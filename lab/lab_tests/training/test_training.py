@@ -1,5 +1,4 @@
 import re
-import shutil
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -7,17 +6,15 @@ from random import Random
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from cacheblend_lab.fiction.questions import QUESTION_KINDS
-from training import average, train
-from training.attention import causal_attention
+from training import train
 from training.batches import ANSWER, BIND_LAYER, FIND_LAYER, LINK_LAYER, VERDICT, Batch, Encoder, collate, make_example
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.export import fingerprint, load_exported
-from training.grow import grow, part_twins
-from training.model import DemoModel, ModelShape, initialise, rope_table, rotate
+from training.model import DemoModel, ModelShape, grow, initialise, rope_table, rotate
 from training.tokenizer import BOS, EOS, PAD
 from training.train import MODEL_FOLDER, Progress, Stage
 
@@ -247,30 +244,10 @@ def test_no_two_heads_of_a_new_model_are_alike():
     torch.manual_seed(1)
     model = DemoModel(ModelShape(300, hidden=64, layers=4, heads=4, kv_heads=2, head_dim=32, mlp=64))
     initialise(model)
-    assert part_twins(model) == 0
     for layer in model.blocks[1:]:
         first, second, third, fourth = layer.self_attn.q_proj.weight.view(4, 32, 64)
         assert not torch.equal(first, second)
         assert not torch.equal(third, fourth)
-
-
-@torch.no_grad()
-def test_heads_that_are_twins_are_parted_and_add_the_same_together():
-    torch.manual_seed(1)
-    model = DemoModel(ModelShape(300, hidden=64, layers=4, heads=4, kv_heads=2, head_dim=32, mlp=64))
-    initialise(model)
-    model.norm.weight.uniform_(0.05, 0.2)
-    attention = model.blocks[2].self_attn
-    attention.q_proj.weight[32:64] = attention.q_proj.weight[:32]
-    attention.o_proj.weight[:, 32:64] = attention.o_proj.weight[:, :32]
-    others = attention.q_proj.weight[64:].clone()
-    ids, positions = torch.randint(3, 300, (2, 40)), torch.arange(40).expand(2, -1)
-    before = model.logits(model(ids, positions)[0])
-    assert part_twins(model) == 1
-    assert torch.allclose(before, model.logits(model(ids, positions)[0]), atol=1e-4)
-    assert not torch.equal(attention.q_proj.weight[32:64], attention.q_proj.weight[:32])
-    assert torch.equal(attention.q_proj.weight[64:], others)
-    assert part_twins(model) == 0
 
 
 def test_a_finished_model_is_trained_on_with_more_layers(finished, tmp_path, monkeypatch):
@@ -286,25 +263,6 @@ def test_stages_are_shortened_in_proportion():
     stages = (Stage(((1, 36, 4),), 300), Stage(((1, 36, 4),), 100))
     assert [stage.steps for stage in train.shortened(stages, 40)] == [30, 10]
     assert [stage.steps for stage in train.shortened(stages, 1)] == [1, 1]
-
-
-@pytest.mark.parametrize("tokens", [1, 255, 256, 700])
-def test_attention_in_blocks_and_its_gradients_are_those_of_the_fused_kernel(tokens):
-    torch.manual_seed(tokens)
-    q, k, v = (torch.randn(2, heads, tokens, 16, requires_grad=True) for heads in (6, 2, 2))
-    gradient = torch.randn(2, 6, tokens, 16)
-
-    def fused(q, k, v):
-        shared = (x.repeat_interleave(3, 1) for x in (k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, *shared, is_causal=True)
-
-    found, expected = (f(q, k, v) for f in (causal_attention, fused))
-    pairs = [
-        (found, expected),
-        *zip(*(torch.autograd.grad(x, (q, k, v), gradient) for x in (found, expected)), strict=True),
-    ]
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_the_learning_rate_warms_up_and_ends_near_zero():
@@ -352,42 +310,3 @@ def test_matching_an_answer_agrees_with_greedy_decoding(small_model, prompt):
         False,
         True,
     ]
-
-
-def test_averaged_weights_lie_between_those_of_two_models_and_say_which(tmp_path):
-    folders = [tmp_path / "one", tmp_path / "other"]
-    for seed, folder in enumerate(folders):
-        torch.manual_seed(seed)
-        shutil.copytree(MODEL_FOLDER, folder)
-        weights = {name: torch.randn_like(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
-        save_file(weights, folder / "model.safetensors", {"seed": str(seed), "shape": "a shape"})
-    average.main([*map(str, folders), "--share", "0.25", "--out", str(tmp_path / "mean")])
-    one, other, mean = (load_file(folder / "model.safetensors") for folder in (*folders, tmp_path / "mean"))
-    for name, tensor in mean.items():
-        assert tensor.dtype == torch.bfloat16
-        assert torch.equal(tensor, (0.75 * one[name].float() + 0.25 * other[name].float()).bfloat16())
-    facts = fingerprint(tmp_path / "mean")
-    assert facts["seed"] == "0"
-    assert not (tmp_path / "mean" / "cacheblend.json").exists(), "a profile holds for the weights it was calibrated on"
-    assert facts["averaged"] == f"25% of the model with xxh3-128 {fingerprint(folders[1])['xxh3_128']}"
-    with pytest.raises(SystemExit):
-        average.main([*map(str, folders), "--share", "1.5", "--out", str(tmp_path / "more")])
-
-
-@pytest.mark.parametrize("less", ["a layer", "a width", "a token"])
-def test_models_of_other_shapes_or_tokenizers_are_not_averaged(tmp_path, capsys, less):
-    other = tmp_path / "other"
-    shutil.copytree(MODEL_FOLDER, other)
-    weights = load_file(other / "model.safetensors")
-    if less == "a layer":
-        weights = {name: tensor for name, tensor in weights.items() if ".layers.9." not in name}
-    elif less == "a width":
-        weights["model.norm.weight"] = weights["model.norm.weight"][:-1].clone()
-    else:
-        (other / "tokenizer.json").write_text("{}")
-    save_file(weights, other / "model.safetensors")
-    for pair in ((MODEL_FOLDER, other), (other, MODEL_FOLDER)):
-        with pytest.raises(SystemExit):
-            average.main([*map(str, pair), "--share", "0.5", "--out", str(tmp_path / "mean")])
-        assert ("tokenizers" if less == "a token" else "differ in shape, first in model.") in capsys.readouterr().err
-    assert not (tmp_path / "mean").exists()

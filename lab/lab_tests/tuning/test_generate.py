@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_lab.tuning.generate import REQUEST, generate_questions
+from cacheblend_lab.tuning.questions import REQUEST, generate_questions
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.engines.results import Generation, StreamEvent, Timings
 from cacheblend_rag.errors import InputError

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_lab.marginal import log_marginal, posterior
-from cacheblend_lab.tuning.losses import infonce_loss, kl_loss, loss_of, marginal_loss
+from cacheblend_lab.tuning.training import infonce_loss, kl_loss, loss_of, marginal_loss
 
 numbers = st.floats(-8, 8)
 likelihoods = st.floats(-12, -0.01)

@@ -20,8 +20,7 @@ import torch
 from cacheblend_lab import scoring
 from cacheblend_lab.scoring import Score
 from cacheblend_lab.tuning.candidates import EMBEDDED, LearnedCandidates, StoredCandidates
-from cacheblend_lab.tuning.judging import Gain, gain
-from cacheblend_lab.tuning.out_of_domain import DocstringTask
+from cacheblend_lab.tuning.judging import DocstringTask, Gain, gain
 from cacheblend_lab.tuning.questions import TuningQuestion, split_questions
 from cacheblend_lab.tuning.students import STUDENTS, Both
 from cacheblend_lab.tuning.teacher import Teacher
@@ -148,7 +147,7 @@ def test_an_encoder_of_chunks_too_finds_more_still_once_the_index_is_embedded_ag
     # One of forty passages is two points and a half.
     monkeypatch.setattr("cacheblend_lab.tuning.tune.MOST_LOST", 0.5)
     monkeypatch.setattr("cacheblend_lab.tuning.candidates.EMBEDDED", 2)  # a step takes half as long
-    monkeypatch.setattr("cacheblend_lab.tuning.rehearsal.NEAREST", 8)
+    monkeypatch.setattr("cacheblend_lab.tuning.candidates.NEAREST", 8)
     monkeypatch.setattr(Both, "rate", lambda student, done: 5e-4)  # so that one round is enough
     settings = replace(FAST, training=TrainSettings(part="both", epochs=1), candidates=3)
     generation = pipeline.chunks.generation
@@ -274,7 +273,7 @@ def test_questions_whose_chunks_are_known_need_no_answer(pipeline, questions, tm
 def test_each_loss_and_part_learns_what_it_is_shown(pipeline, questions, part, loss, monkeypatch) -> None:
     from cacheblend_lab.tuning.training import train
 
-    monkeypatch.setattr("cacheblend_lab.tuning.rehearsal.NEAREST", 8)
+    monkeypatch.setattr("cacheblend_lab.tuning.candidates.NEAREST", 8)
     monkeypatch.setattr(Both, "rate", lambda student, done: 1e-4)  # so that one round is enough
     few = questions[:30]
     embedder = pipeline.chunks.load_embedder()

@@ -30,12 +30,9 @@ class Figure:
     """Holds one of the paper's figures.
 
     Attributes:
-        number: Number in the paper.
-        title: Title of the figure.
         paper: Finding of the paper, with numbers if the paper's text gives any.
         caption: How the figure was measured here, and its limitations.
         measure: Returns the data, one row per point; plain numbers and strings.
-        draw: Draws the rows.
         minutes: Approximate share of a whole run's time, for the progress bar.
     """
 
@@ -53,8 +50,6 @@ class FigureContext:
     """Holds model and settings that figures are measured with.
 
     Attributes:
-        engine: The model.
-        settings: Data set, number of questions, blend.
         out: Directory of the run; answers go there, too, so that an interrupted run can resume.
         repeat: Timed rounds of each point of a sweep.
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from cacheblend_lab.evaluation.figures import attention, deviation, devices, quality, speed
+from cacheblend_lab.evaluation.figures import attention, devices, quality
 from cacheblend_lab.evaluation.figures.base import Figure, FigureContext, Row
 from cacheblend_lab.evaluation.figures.findings import FINDINGS
 from cacheblend_lab.evaluation.report import Section, render_page, result_sections
@@ -16,13 +16,8 @@ from cacheblend_rag.calibrate.measure import describe_machine
 from cacheblend_rag.calibrate.plotting import render_svg, save_figure
 from cacheblend_rag.errors import InputError, ModelError
 
-FIGURES: Final = {
-    f.number: f
-    for f in sorted(
-        (*quality.FIGURES, *attention.FIGURES, *deviation.FIGURES, *speed.FIGURES, *devices.FIGURES),
-        key=lambda f: f.number,
-    )
-}
+_EVERY = (*quality.FIGURES, *attention.FIGURES, *devices.FIGURES)
+FIGURES: Final = {figure.number: figure for figure in sorted(_EVERY, key=lambda figure: figure.number)}
 """Every figure by its number in the paper."""
 
 Progress = Callable[[float, int, str], None]
@@ -52,11 +47,6 @@ def make_figures(context: FigureContext, numbers: Sequence[int], progress: Progr
     """Measure and draw figures into the context's directory: PNG, SVG and CSV of each, and ``index.html``.
 
     Measurements of an earlier run with the same settings are reused, so that an interrupted run can resume.
-
-    Args:
-        context: Model and settings to measure with.
-        numbers: Numbers of figures in :data:`FIGURES`.
-        progress: Called with the work done, the total, and the current step.
 
     Returns:
         Path of the page.

@@ -1,1 +1,0 @@
-"""Measures agreement of blends with full recompute, and their compute, for many prompts at once on one model."""
