@@ -17,7 +17,7 @@ from typing import Any
 from pooled_quality import read_rows
 
 from cacheblend_lab.evaluation.summary import summarize
-from cacheblend_rag.calibrate.plotting import figure  # not public: our own results
+from cacheblend_lab.plotting import figure  # not public: our own results
 
 COLOURS = {
     "full": "#222222",

@@ -10,7 +10,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from cacheblend_rag.calibrate.plotting import figure  # not public: our own results
+from cacheblend_lab.plotting import figure  # not public: our own results
 
 SHOWN = 4
 BARS = {

@@ -20,11 +20,12 @@ import psutil
 import torch
 
 from cacheblend_lab.bench.workbench import BenchModel, name_methods, open_workbench
+from cacheblend_lab.measure import PeakMemory, take_turns
 from cacheblend_lab.policies import rank_for
+from cacheblend_lab.workbench import Workbench
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.calibrate.measure import PeakMemory, take_turns
-from cacheblend_rag.calibrate.workbench import EngineName, Workbench
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.frameworks.sharing import EngineName
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 ONE_TOKEN = SamplingParams(max_tokens=1)

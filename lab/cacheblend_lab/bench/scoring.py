@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from cacheblend_lab.measure import check_positive, count_rounds, take_turns
 from cacheblend_lab.scoring import score
-from cacheblend_rag.calibrate.measure import check_positive, count_rounds, take_turns
-from cacheblend_rag.calibrate.workbench import Workbench, own_attention
+from cacheblend_lab.workbench import Workbench
+from cacheblend_rag.calibrate.rounding import own_attention
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 

@@ -8,7 +8,7 @@ import torch
 
 from cacheblend_lab.watching import watched
 from cacheblend_rag.blending.settings import FuseOptions
-from cacheblend_rag.calibrate.inspection import PromptInspector
+from cacheblend_rag.calibrate.why import PromptInspector
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.prompts.prompt import BlendPrompt, tokenize

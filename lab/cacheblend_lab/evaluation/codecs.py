@@ -17,9 +17,9 @@ from cacheblend_lab.bench.throttled import ThrottledDisk
 from cacheblend_lab.bench.workbench import BenchModel, open_workbench
 from cacheblend_lab.datasets import demo_samples
 from cacheblend_lab.evaluation.prepare import Preparation, Preparer, set_header
+from cacheblend_lab.intervals import share_interval
 from cacheblend_lab.samples import Sample
-from cacheblend_rag.calibrate.intervals import share_interval
-from cacheblend_rag.calibrate.workbench import Workbench
+from cacheblend_lab.workbench import Workbench
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.store import MemoryStore

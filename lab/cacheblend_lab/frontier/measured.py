@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from cacheblend_rag.calibrate.intervals import mean_interval
+from cacheblend_lab.intervals import mean_interval
 
 PLAIN, BEHIND, WRITTEN, RECOMPUTED = "as it is", "behind the probe", "by the writer", "full recompute"
 """Kinds of chunk KV: the model's own behind the header, the model's own behind the probe, the writer's, no KV."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cacheblend_lab.intervals import mean_interval
 from cacheblend_lab.realm.closed import closed_book
 from cacheblend_lab.realm.evaluate import evaluate, summary
 from cacheblend_lab.realm.finetune import FinetuneSettings, finetune
@@ -24,7 +25,6 @@ from cacheblend_lab.realm.reading import Library
 from cacheblend_lab.realm.runs import Say, write_aside
 from cacheblend_lab.realm.staleness import staleness
 from cacheblend_lab.realm.world import RealmWorld, make_world
-from cacheblend_rag.calibrate.intervals import mean_interval
 
 ICT, PRETRAINED, TUNED, CLOSED = "ICT alone", "pre-trained", "fine-tuned", "closed book"
 

@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import torch
 
+from cacheblend_lab.intervals import share_interval
 from cacheblend_lab.realm.inputs import Collator
 from cacheblend_lab.realm.model import RealmModel
 from cacheblend_lab.realm.questions import RealmQuestion
 from cacheblend_lab.realm.reading import Library, SpanAnswer, answer, as_queries
 from cacheblend_lab.realm.runs import Say
-from cacheblend_rag.calibrate.intervals import share_interval
 from cacheblend_rag.errors import InputError
 
 RECALLS: Final = (1, 5, 20)

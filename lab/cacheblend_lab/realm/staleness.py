@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cacheblend_lab.plotting import figure, save_figure
 from cacheblend_lab.realm.runs import RunDirectory
-from cacheblend_rag.calibrate.plotting import figure, save_figure
 from cacheblend_rag.errors import ModelError
 
 _LOSS_WINDOW = 50

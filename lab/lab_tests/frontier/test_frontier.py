@@ -49,6 +49,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import ChunkKV
 from tests.blending.families import _BASE, BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
+from tests.calibrate.planning import ChunksAlone
 from tests.conftest import tokenizer_named
 
 PROBE = tuple(range(40, 70))
@@ -83,11 +84,17 @@ def measured(
     return list(Frontier(lesson, PROBE, frozenset(), batch_tokens, (0.3,), NAMES, copies, behind).measure(prompts))
 
 
+def alone_measured(engine: Any, scene: Scene, **options: Any) -> PromptMeasurement:
+    subject = engine.subject()
+    planner = ChunksAlone(subject, engine.rope, scene.header, PROBE)
+    return PromptMeasurement(subject, engine.rope, scene.prompt, planner, **options)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_every_policys_kl_agreement_and_compute_are_those_of_calibration(family: str) -> None:
     for scene, mine in zip(SCENES, measured(family, gold=GOLD), strict=True):
         engine = engine_for(make_model(BLENDED[family]()), scene)
-        one = PromptMeasurement(engine.subject(), engine.rope, scene.header, scene.prompt, None, PROBE)
+        one = alone_measured(engine, scene)
         assert [each.policy for each in mine] == ["full-reuse", *NAMES[:2], *NAMES[3:7], "hkvd", "hybrid"]
         for each in mine:
             want = one.compare(FuseOptions(policy(each.policy), each.ratio))
@@ -108,12 +115,12 @@ def test_kv_that_was_computed_behind_the_probe_is_blended_as_an_engine_blends_it
     for scene, mine in zip(SCENES, measured(family, behind=True), strict=True):
         engine, header = engine_for(make_model(BLENDED[family]()), scene), tuple(scene.header)
         subject = engine.subject()
-        alone = PromptMeasurement(subject, engine.rope, header, scene.prompt, None, PROBE)
+        alone = alone_measured(engine, scene)
         static = {span.chunk.token_ids: span.static_deviation() for span in alone._plan.stale if span.chunk}
 
         behind = partial(computed, subject, (*header, *PROBE), header, static)
         plan = make_plan(scene.prompt, header, behind, own=partial(computed, subject, header, header, {}))
-        one = PromptMeasurement(subject, engine.rope, header, scene.prompt, None, planner=lambda _, plan=plan: plan)
+        one = PromptMeasurement(subject, engine.rope, scene.prompt, lambda _, plan=plan: plan)
         found = {each.policy: each for each in mine if each.kv == BEHIND}
         assert found.keys() == {"full-reuse", *NAMES} - {"full-recompute"}
         for each in found.values():
@@ -125,7 +132,7 @@ def test_the_right_answers_likelihood_is_the_models_behind_the_blend() -> None:
     for scene, mine in zip(SCENES, measured("llama", gold=GOLD), strict=True):
         engine = engine_for(make_model(BLENDED["llama"]()), scene)
         subject = engine.subject()
-        one = PromptMeasurement(subject, engine.rope, scene.header, scene.prompt, None, PROBE, continuation=GOLD)
+        one = alone_measured(engine, scene, continuation=GOLD)
         full = None
         for each in sorted(mine, key=lambda each: -each.ratio):
             target = subject.target(scene.prompt.token_ids, engine.rope)

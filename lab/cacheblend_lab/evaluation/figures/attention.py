@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from cacheblend_lab.evaluation.figures.base import Figure, FigureContext, Row, Say
+from cacheblend_lab.plotting import figure, style
 from cacheblend_rag.blending.policies import policy, policy_name
 from cacheblend_rag.blending.settings import FuseOptions
-from cacheblend_rag.calibrate.plotting import figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing

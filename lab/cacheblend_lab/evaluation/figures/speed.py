@@ -10,7 +10,7 @@ from cacheblend_lab.bench.sweeps import Axis, choose_rates, simulate_queue, swee
 from cacheblend_lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_lab.evaluation.figures.quality import CORE
 from cacheblend_lab.evaluation.methods import LABELS
-from cacheblend_rag.calibrate.plotting import draw_methods, draw_points, figure, log_scale
+from cacheblend_lab.plotting import draw_methods, draw_points, figure, log_scale
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
