@@ -76,7 +76,8 @@ def diagnose(
         "writer": None if engine.writer is None else engine.writer.directory,
         "calibrated": profile.calibrated,
         "kv_bytes_per_token": None if load is None else load.spans[0].nbytes // CHUNK_TOKENS,
-        **asdict(costs),
+        "compute": asdict(costs.compute),
+        "tiers": {tier: asdict(cost) for tier, cost in costs.tiers.items()},
         "estimates": {} if load is None else {tier: asdict(each) for tier, each in estimate(load, costs).items()},
         "machine": describe_machine(engine.device),
     }

@@ -11,7 +11,7 @@ from tests.command_line import as_json
 pytestmark = pytest.mark.slow
 
 
-def test_doctor_reports_gate_rotation_profile_bandwidth_and_an_estimate(run, model_dir, tmp_path):
+def test_doctor_reports_gate_profile_bandwidths_and_estimates(run, model_dir, tmp_path):
     found = as_json(run("doctor", "--model", model_dir, "--store", tmp_path, "--json"))
     assert found["blended"] is True
     assert max(found["gate_errors"].values()) < found["gate_limit"]
