@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
-from cacheblend_rag.calibrate import bandwidth, spot_check
+from cacheblend_rag.calibrate import costs, spot_check
 from cacheblend_rag.cli import app
 from cacheblend_rag.retrieval.embedding import Embedder
 from tests.conftest import byte_level
@@ -33,7 +33,7 @@ _embedder = cache(Embedder.load)
 
 def spend_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure bandwidths with 16 MiB, not 256; check an index by one question, not four; load an embedding model once for all."""
-    monkeypatch.setattr(bandwidth, "_BLOCK", 16 << 20)
+    monkeypatch.setattr(costs, "_BLOCK", 16 << 20)
     monkeypatch.setattr(spot_check, "_QUESTIONS", 1)
     monkeypatch.setattr(Embedder, "load", _embedder)
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.calibrate.calibrated_engine import calibrate_engine
+from cacheblend_rag.calibrate.calibration import calibrate_engine
 
 __all__ = ["calibrate_engine"]

@@ -40,15 +40,15 @@ class Candidate:
         """Return whether the policy scores tokens by KV deviation; otherwise the check layers are not used."""
         return policy(self.policy).needs_deviation
 
+    @property
+    def check_layers(self) -> tuple[int, ...]:
+        """Return the check layers; none if the policy measures no KV deviation."""
+        return self.schedule.check_layers if self.measures_deviation else ()
+
     def __str__(self) -> str:
-        """Return the candidate in words."""
-        return in_words(self.policy, self.ratio, self.schedule.check_layers if self.measures_deviation else ())
-
-
-def in_words(name: str, ratio: float, check_layers: Sequence[int]) -> str:
-    """Return policy, ratio and check layers in words; without ``check_layers`` the words name no layer."""
-    layers = f" at layer {', '.join(map(str, check_layers))}" if check_layers else ""
-    return f"{name} {ratio:.0%}{layers}" if ratio else "full KV reuse"
+        """Return policy, ratio and check layers in words."""
+        layers = f" at layer {', '.join(map(str, self.check_layers))}" if self.check_layers else ""
+        return f"{self.policy} {self.ratio:.0%}{layers}" if self.ratio else "full KV reuse"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ class LayerFinding:
         layer: The layer.
         overlap: Share of the 15% of tokens that deviate most over all layers that are also in the top 15% at this
             layer.
-        spearman: Rank correlation of the layer's deviation with the deviation of all layers.
         visible: Share of the tokens whose KV deviates by more than rounding at this layer. Behind a sliding window
             shorter than the chunks most tokens do not deviate, and rounding would decide among them.
         offered: Whether calibration tries the layer: it is shallow enough to pay, not blind, and better than earlier
@@ -68,20 +67,23 @@ class LayerFinding:
 
     layer: int
     overlap: float
-    spearman: float
     visible: float
     offered: bool
 
 
-LayerValues = list[tuple[float, float, float]]
-"""Overlap, spearman and visible (see :class:`LayerFinding`) of each layer from 1 on, in one prompt."""
+LayerValues = list[tuple[float, float]]
+"""Overlap and visible (see :class:`LayerFinding`) of each layer from 1 on, in one prompt."""
 
 
 def layer_values(measured: PromptMeasurement) -> LayerValues:
-    """Return overlap, spearman and visible of each layer from 1 on, in one prompt."""
+    """Return overlap and visible of each layer from 1 on, in one prompt."""
+    deviation, sizes = measured.deviation()
+    relative, later = deviation / sizes[:, None].clamp_min(1e-30), deviation[1:]
+    overall = (later / later.mean(1, keepdim=True).clamp_min(1e-30)).sum(0)
+    rounding = _ABOVE_ROUNDING * max(float(relative[0].max()), float(torch.finfo(torch.float32).eps) ** 2)
     return [
-        (_overlap(each, measured.oracle), _correlation(each, measured.oracle), _visible(measured, layer))
-        for layer, each in enumerate(measured.deviation[1:], 1)
+        (_overlap(each, overall), float((relative[layer] > rounding).float().mean()))
+        for layer, each in enumerate(later, 1)
     ]
 
 
@@ -90,12 +92,12 @@ def examine_layers(prompts: Sequence[LayerValues], num_layers: int) -> list[Laye
     found: list[LayerFinding] = []
     best = 0.0
     for layer in range(1, num_layers):
-        overlap, correlation, visible = (float(x) for x in np.mean([each[layer - 1] for each in prompts], 0))
+        overlap, visible = (float(x) for x in np.mean([each[layer - 1] for each in prompts], 0))
         # A dense pass over more than half of the layers costs more than blending saves.
         pays = layer <= max(1, num_layers // 2)
         offered = pays and visible >= RATIOS[0] and overlap >= best + (_GAIN if best else 0.0)
         best = max(best, overlap) if offered else best
-        found.append(LayerFinding(layer, overlap, correlation, visible, offered))
+        found.append(LayerFinding(layer, overlap, visible, offered))
     return found
 
 
@@ -126,12 +128,6 @@ def list_candidates(
     return sorted(found, key=lambda each: estimate_compute(each, num_layers, stale, forced))
 
 
-def dense_share(schedule: BlendSchedule, ratio: float, num_layers: int) -> float:
-    """Return the compute of a blend's dense passes, as a share of its stale tokens through all layers."""
-    sizes = [1.0, *(min(1.0, ratio * width) for width in schedule.widths[:-1])]
-    return sum(size * layer / num_layers for size, layer in zip(sizes, schedule.check_layers, strict=True))
-
-
 def estimate_compute(candidate: Candidate, num_layers: int, stale: float, forced: float) -> float:
     """Return the estimated compute of a blend (dense, question's and sparse pass), as a share of a full recompute."""
     total = candidate.ratio * stale + forced
@@ -139,7 +135,11 @@ def estimate_compute(candidate: Candidate, num_layers: int, stale: float, forced
     if chosen.needs_attention:
         total += forced
     if chosen.needs_deviation:
-        total += stale * dense_share(candidate.schedule, candidate.ratio, num_layers)
+        schedule = candidate.schedule
+        sizes = [1.0, *(min(1.0, candidate.ratio * width) for width in schedule.widths[:-1])]
+        total += (
+            stale * sum(size * layer for size, layer in zip(sizes, schedule.check_layers, strict=True)) / num_layers
+        )
     return total
 
 
@@ -155,20 +155,6 @@ def _sees_enough(schedule: BlendSchedule, ratio: float, visible: Mapping[int, fl
     return all(min(1.0, ratio * width) <= visible[layer] for layer, width in pairs)
 
 
-def _visible(measurement: PromptMeasurement, layer: int) -> float:
-    relative = measurement.relative_deviation
-    eps = float(torch.finfo(torch.float32).eps) ** 2
-    rounding = _ABOVE_ROUNDING * max(float(relative[0].max()), eps)
-    return float((relative[layer] > rounding).float().mean())
-
-
-def _correlation(deviation: torch.Tensor, oracle: torch.Tensor) -> float:
-    from scipy.stats import spearmanr
-
-    # Equal deviations have no order, so that the correlation with the oracle is 0.
-    return 0.0 if float(deviation.max()) == float(deviation.min()) else float(spearmanr(deviation, oracle).statistic)
-
-
-def _overlap(deviation: torch.Tensor, oracle: torch.Tensor) -> float:
-    count = max(1, round(_PAPER_RATIO * len(oracle)))
-    return int((highest(deviation, count) & highest(oracle, count)).sum()) / count
+def _overlap(deviation: torch.Tensor, overall: torch.Tensor) -> float:
+    count = max(1, round(_PAPER_RATIO * len(overall)))
+    return int((highest(deviation, count) & highest(overall, count)).sum()) / count

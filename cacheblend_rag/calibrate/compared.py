@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
-import numpy as np
 import torch
 
 from cacheblend_rag.blending.fusor import fuse, kv_deviation
-from cacheblend_rag.blending.gate import cut
 from cacheblend_rag.blending.loader import LayerLoader
-from cacheblend_rag.blending.plan import BlendPlan, make_plan
+from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import FuseOptions
-from cacheblend_rag.blending.static import static_deviation
 from cacheblend_rag.blending.target import BlendTarget
-from cacheblend_rag.calibrate.judge import Judge
+from cacheblend_rag.calibrate.metrics import Judge
+from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.target import TransformersSubject, TransformersTarget
-from cacheblend_rag.errors import InputError
+from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
-from cacheblend_rag.store.kv import ChunkKV, LayerKV
+from cacheblend_rag.store.kv import LayerKV
 
 ANSWER_TOKENS: Final = 16
 """Maximum number of answer tokens that are compared."""
@@ -61,7 +58,7 @@ class PromptMeasurement:
     Blends are teacher-forced on the answer of full recompute. With a judge a blend generates its own answer.
 
     Attributes:
-        usable: Whether the prompt has tokens with stale KV. The other attributes exist only if it has.
+        prompt: The prompt.
         stale_tokens: Number of tokens with stale KV.
         forced_tokens: Number of tokens that are always computed: text between chunks and the question.
         static: Static deviation of the tokens with stale KV, ``[candidates]``; None if a chunk has none.
@@ -71,13 +68,11 @@ class PromptMeasurement:
         self,
         subject: TransformersSubject,
         rope: Rope,
-        header: Sequence[int],
         prompt: TokenizedPrompt,
-        end_token: int | None,
-        probe: Sequence[int] = (),
+        planner: Planner,
+        end_token: int | None = None,
         *,
         continuation: Sequence[int] = (),
-        planner: Planner | None = None,
         judge: Judge | None = None,
     ):
         """Run the full recompute.
@@ -85,24 +80,15 @@ class PromptMeasurement:
         Args:
             subject: The model.
             rope: The model's rotation.
-            header: Token ids that chunks are computed behind.
-            prompt: The prompt.
+            prompt: A prompt of at least two chunks.
+            planner: Source of the chunks' KV.
             end_token: Token id that ends an answer.
-            probe: Token ids that chunks are ranked behind; empty for no ranking.
             continuation: Token ids that follow the prompt, instead of the model's own greedy answer.
-            planner: Source of the chunks' KV; None computes the KV here and holds it in memory.
             judge: Scores answers.
         """
-        self._subject, self._rope, self._header, self.prompt = subject, rope, tuple(header), prompt
+        self._subject, self._rope, self.prompt, self._planner = subject, rope, prompt, planner
         self._end_token, self._judge = end_token, judge
-        if planner is None:
-            own = self._compute_chunks(probe)
-            planner = lambda _: own  # noqa: E731
-        self._planner = planner
         plan = self._plan
-        self.usable = bool(plan.stale)
-        if not self.usable:
-            return
         self.stale_tokens = sum(span.end - span.start for span in plan.stale)
         self.forced_tokens = plan.num_tokens - plan.exact_tokens - self.stale_tokens
         self._answer = list(continuation)
@@ -117,22 +103,6 @@ class PromptMeasurement:
     @property
     def _plan(self) -> BlendPlan:
         return self._planner(self.prompt)
-
-    def _compute_chunks(self, probe: Sequence[int]) -> BlendPlan:
-        """Return a plan with each chunk's KV computed behind the header, and ranked if ``probe`` is given."""
-        alone: dict[tuple[int, ...], ChunkKV] = {}
-        header = self._header
-        for ids in {tuple(span.chunk.token_ids) for span in self.prompt.spans} | ({()} if header else set()):
-            _, kv = self._subject.full_prefill([*header, *ids])
-            alone[ids] = cut(kv, len(header) if ids else 0)
-            if ids and probe:
-                alone[ids] = self._ranked(alone[ids], [*header, *probe], ids)
-        return make_plan(self.prompt, header, lambda ids: alone[tuple(ids)])
-
-    def _ranked(self, alone: ChunkKV, before: Sequence[int], ids: Sequence[int]) -> ChunkKV:
-        """Return a chunk's KV with its static deviation, as an index stores it."""
-        behind = cut(self._subject.full_prefill([*before, *ids])[1], len(before))
-        return alone.ranked(static_deviation(alone, behind.layers, behind.start, self._rope))
 
     def compare(self, options: FuseOptions) -> Comparison:
         """Blend the prompt and compare the answer's token distributions; raises InputError if a fallback policy had to choose."""
@@ -166,15 +136,6 @@ class PromptMeasurement:
             count = min(count, int(agrees.cumprod(0).sum()) + 1)
         return Comparison(tuple(agrees[:count].tolist()), tuple(kl[:count].tolist()), compute, loss)
 
-    def kl(self, options: FuseOptions) -> float:
-        """Return the mean KL, in nats, of a blend against full recompute, over the compared answer tokens."""
-        return float(np.mean(self.compare(options).kl))
-
-    @property
-    def stale(self) -> list[tuple[int, int]]:
-        """Return start and end of each chunk with stale KV: the candidates, in order."""
-        return [(span.start, span.end) for span in self._plan.stale]
-
     def _greedy(self, target: BlendTarget) -> tuple[list[int], torch.Tensor]:
         """Return the greedy answer and its logits ``[tokens, vocab]``."""
         answer, found = [], [self._subject.logits(target)]
@@ -192,30 +153,32 @@ class PromptMeasurement:
             return first
         return torch.cat([first, decoded(self._subject, target, self._answer[:-1])])
 
-    @cached_property
-    def relative_deviation(self) -> torch.Tensor:
-        """Return the KV deviation divided by the mean square of its layer's KV, ``[layers, candidates]``."""
-        return self._deviations[0] / self._deviations[1][:, None].clamp_min(1e-30)
-
-    @cached_property
-    def deviation(self) -> torch.Tensor:
-        """Return the KV deviation of every token at every layer, ``[layers, candidates]``."""
-        return self._deviations[0]
-
-    @cached_property
-    def oracle(self) -> torch.Tensor:
-        """Return the sum over layers from 1 on of the KV deviation divided by its layer's mean, ``[candidates]``."""
-        later = self.deviation[1:]
-        return (later / later.mean(1, keepdim=True).clamp_min(1e-30)).sum(0)
-
-    @cached_property
-    def _deviations(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return placed stored KV's deviation from the full prefill's KV, and the mean square ``[layers]`` of a token's KV."""
+    def deviation(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the KV deviation ``[layers, candidates]``, and the mean square ``[layers]`` of a token's KV."""
         rows, sizes = [], []
         for fresh, stale in fresh_and_stale(self._plan, self._subject, self.prompt, self._rope):
             rows.append(kv_deviation(fresh, stale))
             sizes.append(kv_deviation(fresh, LayerKV(torch.zeros_like(fresh.k), torch.zeros_like(fresh.v))).mean())
         return torch.stack(rows).cpu(), torch.stack(sizes).cpu()
+
+
+def planner_of(engine: TransformersEngine) -> Planner:
+    """Return a function that plans a prompt from an engine's store, and first computes KV that the store lacks.
+
+    Raises:
+        ModelError: The model is not blended.
+    """
+    if engine.rope is None or not engine.gate.passed:
+        raise ModelError(f"This model is not blended, so there is nothing to measure: {engine.gate.reason}.")
+
+    def plan(prompt: TokenizedPrompt) -> BlendPlan:
+        chunks = [span.chunk for span in prompt.spans]
+        engine.precompute(chunks)
+        engine.precompute_first(chunks[:1])
+        layers = engine.num_layers
+        return engine.entries.plan(prompt, lambda hand, ids: hand.get(ids, layers), longest=engine.runner.longest)
+
+    return plan
 
 
 def fresh_and_stale(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from cacheblend_rag.blending.settings import left_out_by_count
 from cacheblend_rag.calibrate.candidates import RATIOS, Candidate, LayerValues, layer_values
 from cacheblend_rag.calibrate.compared import Coarser, Comparison, PromptMeasurement
-from cacheblend_rag.calibrate.judge import Judge
+from cacheblend_rag.calibrate.metrics import Judge
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
@@ -41,11 +40,6 @@ class PromptFacts:
     left_out: dict[str, float] | None
 
 
-# Fields of a file's findings; findings of a version with other fields cannot be read.
-_LAYOUT_KEY = "", "layout"
-_LAYOUT = [[field.name for field in fields(kind)] for kind in (PromptFacts, Comparison)]
-
-
 class Ledger:
     """Stores findings by key, and in a file of JSON lines if one is given; unreadable findings are measured again."""
 
@@ -68,14 +62,6 @@ class Ledger:
             except ValueError:
                 continue
             self._found[prompt, what] = value
-        if self._found and self._found.get(_LAYOUT_KEY) != _LAYOUT:
-            warnings.warn(
-                "What an earlier calibration has measured was kept by another version: it is measured anew.",
-                stacklevel=2,
-            )
-            self._found = {}
-            self.remove()
-        self.find(*_LAYOUT_KEY, lambda: _LAYOUT)
 
     def find(self, prompt: str, what: str, measure: Callable[[], Any]) -> Any:
         """Return the stored finding; if there is none, store and return the result of ``measure``, converted to JSON and back."""
@@ -86,10 +72,6 @@ class Ledger:
                     handle.write(f"\n{text}")  # the newline ends a line that a killed process left open
             self._found[prompt, what] = json.loads(text)[2]
         return self._found[prompt, what]
-
-    def __contains__(self, key: tuple[str, str]) -> bool:
-        """Return whether a finding is stored."""
-        return key in self._found
 
     def remove(self) -> None:
         """Delete the file."""
@@ -102,8 +84,7 @@ class Prompts:
 
     Attributes:
         count: Number of prompts.
-        done: Work measured in this run, in full recomputes of a prompt.
-        kept: Work spared by the ledger, in full recomputes of a prompt.
+        done: Work done, in full recomputes of a prompt.
     """
 
     def __init__(self, make: Callable[[int], PromptMeasurement], keys: Sequence[str], ledger: Ledger):
@@ -112,32 +93,27 @@ class Prompts:
         self.count = len(keys)
         self._made: dict[int, PromptMeasurement] = {}
         self._seen: set[tuple[str, str]] = set()
-        self.done = self.kept = 0.0
+        self.done = 0.0
 
     def facts(self, number: int) -> PromptFacts:
         """Return the facts of a prompt."""
         return PromptFacts(**self._find(number, "facts", _MAKING, lambda each: asdict(_facts(each))))
 
     def layers(self, number: int) -> LayerValues:
-        """Return overlap, spearman and visible of each layer from 1 on, in one prompt."""
-        self.facts(number)
-        found = self._find(number, "layers", _PASS, layer_values)
-        return [(overlap, correlation, visible) for overlap, correlation, visible in found]
+        """Return overlap and visible of each layer from 1 on, in one prompt."""
+        return [(overlap, visible) for overlap, visible in self._find(number, "layers", _PASS, layer_values)]
 
     def compare(self, number: int, candidate: Candidate) -> Comparison:
         """Blend a prompt by a candidate and compare the blend with full recompute."""
-        share = self.facts(number).stale / self.facts(number).tokens
-        cost = 0.1 + share * candidate.ratio
+        cost = 0.1 + candidate.ratio * self.facts(number).stale / self.facts(number).tokens
         return self._compared(number, f"blend: {candidate!r}", cost, lambda each: each.compare(candidate.options))
 
     def score(self, number: int) -> float:
         """Return the judge's score of a prompt's full recompute."""
-        self.facts(number)
         return float(self._find(number, "score", 0.0, lambda each: each.score()))
 
     def by_weights(self, number: int, bits: int, coarser: Coarser) -> Comparison:
         """Prefill a prompt by coarser weights and compare the prefill with full recompute."""
-        self.facts(number)  # facts come first: making the prompt is counted as part of the facts
         return self._compared(number, f"weights: {bits} bits", _PASS, lambda each: each.by_weights(coarser))
 
     def _compared(
@@ -148,11 +124,10 @@ class Prompts:
 
     def _find(self, number: int, what: str, cost: float, measure: Callable[[PromptMeasurement], Any]) -> Any:
         key = self._keys[number], what
-        kept = key in self._ledger
         found = self._ledger.find(*key, lambda: measure(self._measurement(number)))
         if key not in self._seen:
             self._seen.add(key)
-            self.done, self.kept = self.done + cost * (not kept), self.kept + cost * kept
+            self.done += cost
         return found
 
     def _measurement(self, number: int) -> PromptMeasurement:

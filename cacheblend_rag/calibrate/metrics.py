@@ -1,4 +1,4 @@
-"""Scores answers: exact match and token F1 as in SQuAD, F1 over the model's tokens, Rouge-L."""
+"""Scores answers by exact match and token F1 as in SQuAD, and judges a blend's answers for calibration."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
-from cacheblend_rag.errors import ModelError
-
+Metric = Literal["f1", "em"]
+METRIC_NAMES: Final[dict[Metric, str]] = {"f1": "F1", "em": "exact match"}
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -27,39 +27,11 @@ def exact_match(answer: str, references: Sequence[str]) -> float:
 
 def f1(answer: str, references: Sequence[str]) -> float:
     """Return the best F1 of the answer's words against a reference's, both normalised."""
-    return max(_f1(normalize(answer).split(), normalize(reference).split()) for reference in references)
+    return max(f1_of(normalize(answer).split(), normalize(reference).split()) for reference in references)
 
 
-def f1_of_tokens(answer: str, references: Sequence[str], encode: Callable[[str], Sequence[int]]) -> float:
-    """Return the best F1 over the model's own tokens of the normalised texts, as the paper computes it."""
-    got = _encoded(encode, normalize(answer))
-    return max(_f1(got, _encoded(encode, normalize(reference))) for reference in references)
-
-
-def rouge_l(answer: str, references: Sequence[str]) -> float:
-    """Return the best Rouge-L F-measure against a reference, with stemming, as rouge-score computes it.
-
-    Raises:
-        ModelError: rouge-score is not installed.
-    """
-    scorer = _scorer()
-    return max(float(scorer.score(reference, answer)["rougeL"].fmeasure) for reference in references)
-
-
-@lru_cache(maxsize=1)
-def _scorer() -> Any:
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise ModelError("Rouge-L needs rouge-score: pip install 'cacheblend-rag[calibrate]'.") from error
-    return RougeScorer(["rougeL"], use_stemmer=True)
-
-
-def _encoded(encode: Callable[[str], Sequence[int]], text: str) -> list[int]:
-    return list(encode(text)) if text else []
-
-
-def _f1(got: Sequence[Hashable], want: Sequence[Hashable]) -> float:
+def f1_of(got: Sequence[Hashable], want: Sequence[Hashable]) -> float:
+    """Return the F1 of the items of two sequences, each item as often as it stands there."""
     if not got or not want:
         return float(list(got) == list(want))
     common = sum((Counter(got) & Counter(want)).values())
@@ -67,3 +39,29 @@ def _f1(got: Sequence[Hashable], want: Sequence[Hashable]) -> float:
         return 0.0
     precision, recall = common / len(got), common / len(want)
     return 2 * precision * recall / (precision + recall)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Scores the answers to one question, as `cacheblend eval` does.
+
+    Attributes:
+        metric: The metric.
+        answers: The right answers.
+        tokens: Maximum number of tokens of an answer, which also ends with its first line.
+        decode: Converts token ids to text.
+    """
+
+    metric: Metric
+    answers: tuple[str, ...]
+    tokens: int
+    decode: Callable[[Sequence[int]], str] = field(repr=False, compare=False)
+
+    def ends(self, ids: Sequence[int]) -> bool:
+        """Return whether the answer is complete: later tokens would not change its score."""
+        return len(ids) >= self.tokens or "\n" in self.decode(ids).lstrip()
+
+    def score(self, ids: Sequence[int]) -> float:
+        """Return the score of an answer, from 0 to 1."""
+        score = f1 if self.metric == "f1" else exact_match
+        return score(self.decode(ids).strip().split("\n")[0].strip(), self.answers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from cacheblend_rag.calibrate.calibration import CalibrationPrompt
-from cacheblend_rag.calibrate.judge import Judge, Metric
+from cacheblend_rag.calibrate.metrics import Judge, Metric
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, StoreError
@@ -53,16 +53,12 @@ def collect_prompts(
     - Documents: passages, each behind its preceding chunk and chunks retrieved for it, followed by its own text.
     - A store alone: questions about the first sentences of its own chunks.
 
-    With a metric the questions have right answers: lines with ``"answers"`` beside ``"question"``.
+    With a metric the questions have right answers: a file's lines with ``"answers"`` beside ``"question"``.
 
     Raises:
         InputError: The file or the documents cannot be used; the message names the line or directory.
         StoreError: There is no such store.
     """
-    if metric is not None and store and file is None:
-        raise InputError(
-            f"--as-near-as {metric} needs questions with right answers; give a file of them with --prompts."
-        )
     if documents is not None:
         return _from_documents(engine, documents, count)
     if file is None:
@@ -71,25 +67,17 @@ def collect_prompts(
             return [_retrieved(pipeline, question) for question in _spread(_own_questions(pipeline), count)]
     rows = _spread(_read(file, metric), count)
     if all("chunks" in row for row in rows):
-        return [_judged(engine, metric, row, _given(engine, row)) for row in rows]
-    if store is None:
+        made = [_given(engine, row) for row in rows]
+    elif store is None:
         raise InputError(f"{file} has questions without chunks; give --store to retrieve them from.")
-    with _open(engine, store) as pipeline:
-        made = [_given(engine, row) if "chunks" in row else _retrieved(pipeline, row["question"]) for row in rows]
-    return [_judged(engine, metric, row, each) for row, each in zip(rows, made, strict=True)]
-
-
-def _judged(
-    engine: BlendEngine, metric: Metric | None, row: dict[str, Any], prompt: CalibrationPrompt
-) -> CalibrationPrompt:
-    """Return a prompt with a judge of short answers, if ``metric`` is given."""
+    else:
+        with _open(engine, store) as pipeline:
+            made = [_given(engine, row) if "chunks" in row else _retrieved(pipeline, row["question"]) for row in rows]
     if metric is None:
-        return prompt
-    return replace(prompt, judge=Judge(metric, tuple(row["answers"]), _ANSWER, True, _decoder(engine)))
-
-
-def _decoder(engine: BlendEngine) -> Callable[[Sequence[int]], str]:
-    return partial(engine.tokenizer.decode, skip_special_tokens=True)
+        return made
+    decode = partial(engine.tokenizer.decode, skip_special_tokens=True)
+    judges = [Judge(metric, tuple(row["answers"]), _ANSWER, decode) for row in rows]
+    return [replace(prompt, judge=judge) for prompt, judge in zip(made, judges, strict=True)]
 
 
 def _from_documents(engine: BlendEngine, directory: Path, count: int) -> list[CalibrationPrompt]:
@@ -102,11 +90,8 @@ def _from_documents(engine: BlendEngine, directory: Path, count: int) -> list[Ca
         if sum(map(len, runs)) >= _MOST_CHUNKS:
             break
     chunks = [chunk for run in runs for chunk in run]
-    places: list[int] = []
-    at = 0
-    for run in runs:
-        places += [at + i for i in range(1, len(run)) if len(run[i].token_ids) >= _LEAD + _FOLLOWS]
-        at += len(run)
+    behind = [bool(number) for run in runs for number in range(len(run))]
+    places = [at for at, chunk in enumerate(chunks) if behind[at] and len(chunk.token_ids) >= _LEAD + _FOLLOWS]
     if not places or len(chunks) < _CHUNKS:
         raise InputError(
             f"{directory} holds {len(chunks)} chunks of up to {size} tokens, of which {len(places)} stand behind another one; "

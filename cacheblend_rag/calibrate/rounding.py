@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -53,3 +53,30 @@ def rounded_weights(model: Any, bits: int) -> Iterator[None]:
             handle.remove()
         for linear, weight in own.items():  # weights of an interrupted pass
             linear.weight.data = weight
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """Run a model with the attention implementation that transformers would have chosen."""
+    ours = model.config.get_text_config()._attn_implementation
+    if ours == "eager":
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ours)
+
+
+def rounded_logits(model: Any, bits: int) -> Callable[[Sequence[int], int], torch.Tensor]:
+    """Return a function that computes the logits ``[last, vocab]`` of a prompt's ``last`` tokens with rounded weights."""
+
+    @torch.no_grad()
+    def logits(ids: Sequence[int], last: int) -> torch.Tensor:
+        with own_attention(model), rounded_weights(model, bits):
+            given = torch.tensor([list(ids)], device=model.device)
+            found: torch.Tensor = model(input_ids=given, use_cache=False, logits_to_keep=last).logits[0, -last:]
+        return found
+
+    return logits

@@ -23,7 +23,7 @@ from cacheblend_rag.calibrate.standard import Result, Standard
 from cacheblend_rag.errors import InputError
 
 LOOK: Final = 8
-"""Number of prompts on which every tried candidate is measured, so that a plot shows no selection of prompts."""
+"""Number of prompts on which every tried candidate is measured, so that candidates are compared on the same prompts."""
 _ABREAST: Final = 2
 
 Measure = Callable[[int, Candidate], Comparison]
@@ -128,21 +128,6 @@ class Search:
             self._say(f"prompt {len(trial.results) + 1} of {len(self._groups)}: {wanted}")
             self._go_on(trial, trial.left[0])
         return trial if not trial.given_up and self._holds(trial) else held
-
-    def look_at_rest(self) -> None:
-        """Measure the candidates not tried yet on the first prompts, for a complete plot."""
-        for candidate in self._order:
-            self._look(candidate)
-
-    def best_so_far(self) -> Trial | None:
-        """Return the cheapest candidate that holds on its measured prompts; None if there is none."""
-        looks = min(LOOK, len(self._groups))
-        held = [
-            trial
-            for trial in self.trials
-            if trial.candidate.ratio and not trial.given_up and len(trial.results) >= looks and self._promises(trial)
-        ]
-        return min(held, key=lambda trial: trial.compute, default=None)
 
     def _holds(self, trial: Trial) -> bool:
         return self._standard.shown_by(trial.results) if self.enough_prompts else self._promises(trial)

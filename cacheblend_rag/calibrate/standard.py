@@ -11,7 +11,7 @@ import numpy as np
 
 from cacheblend_rag.calibrate.compared import Comparison
 from cacheblend_rag.calibrate.intervals import mean_bounds, mean_t_bounds, share_bounds
-from cacheblend_rag.calibrate.judge import METRIC_NAMES, Metric
+from cacheblend_rag.calibrate.metrics import METRIC_NAMES, Metric
 from cacheblend_rag.errors import InputError
 
 MIN_RESAMPLED: Final = 20
@@ -71,7 +71,7 @@ class Standard:
 
     @classmethod
     def as_good_by(cls, metric: Metric, agreement: float | None, confidence: float) -> Standard:
-        """Return the standard of answers that score as well, before they are scored; the default allows a loss of five points."""
+        """Return the standard of answers that score as well; the default allows a loss of five points."""
         return cls(0.95 if agreement is None else agreement, confidence, "answers", metric=metric)
 
     @classmethod

@@ -3,40 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from html import escape
 from itertools import groupby, pairwise
 from pathlib import Path
 
 import torch
 
-from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.calibrate.inspection import PromptInspector
+from cacheblend_rag.blending.fusor import FuseResult, fuse, kv_deviation
+from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
+from cacheblend_rag.calibrate.compared import fresh_and_stale, planner_of
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.errors import InputError
+from cacheblend_rag.engines.transformers.target import TransformersTarget
+from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.chunk import Chunk, encoder_for
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.rag.fates import ChunkFate
 from cacheblend_rag.retrieval.index import Hit
 
 
-@dataclass(frozen=True)
-class Deviations:
-    """Holds, by position, the relative deviation of stored KV from the prompt's full prefill, and the recomputed positions."""
+class PromptInspector:
+    """Inspects one tokenised prompt of an engine; all chunks of the prompt are precomputed.
 
-    of: dict[int, float]
-    recomputed: frozenset[int]
+    Attributes:
+        tokens: The prompt.
+        stale: Positions of the tokens with stale KV.
+    """
+
+    def __init__(self, engine: TransformersEngine, tokens: TokenizedPrompt):
+        """Precompute the prompt's chunks and plan the prompt.
+
+        Raises:
+            ModelError: The model is not blended, or the prompt has no token with stale KV.
+        """
+        plan = planner_of(engine)
+        assert engine.rope is not None
+        self._engine, self._rope, self.tokens = engine, engine.rope, tokens
+        self._plan = plan(tokens)
+        if not self._plan.stale:
+            raise ModelError("This prompt has no chunk behind the first, so no KV of it is stale; use more chunks.")
+        self.stale = torch.cat([torch.arange(span.start, span.end) for span in self._plan.stale])
+
+    def measure_deviation(self) -> torch.Tensor:
+        """Return the KV deviation ``[layers, tokens with stale KV]`` of full KV reuse, in fp32 on the CPU."""
+        pairs = fresh_and_stale(self._plan, self._engine.subject(), self.tokens, self._rope)
+        return torch.stack([kv_deviation(*pair).cpu() for pair in pairs])
+
+    def recomputed(self, settings: BlendSettings) -> torch.Tensor:
+        """Blend the prompt as the engine does, and return the positions of the recomputed tokens, on the CPU."""
+        profile = self._engine.profile
+        wanted = profile.resolve(settings, self._engine.num_layers)
+        _, result = self._blended(profile.options(wanted))
+        return result.recomputed.cpu()
+
+    def _blended(self, options: FuseOptions) -> tuple[TransformersTarget, FuseResult]:
+        target = TransformersTarget(self._engine.runner, self._rope, self.tokens.token_ids)
+        return target, fuse(self._plan, target, options)
 
 
-def measured_deviations(engine: BlendEngine, prompt: TokenizedPrompt, settings: BlendSettings) -> Deviations:
-    """Measure the KV deviation in this prompt against a full prefill, and blend the prompt again to see the recomputed tokens.
+def _measured(
+    engine: BlendEngine, prompt: TokenizedPrompt, settings: BlendSettings
+) -> tuple[dict[int, float], frozenset[int]]:
+    """Return the deviation of stored KV from the prompt's full prefill by position, and the positions a blend recomputes.
 
     Layers differ in scale, so that each layer is divided by its mean; a token's deviation is the mean over layers.
-
-    Raises:
-        InputError: The engine does not show its KV.
-        ModelError: The model is not blended, or no KV of the prompt is stale.
     """
     if not isinstance(engine, TransformersEngine):
         raise InputError(
@@ -47,7 +77,7 @@ def measured_deviations(engine: BlendEngine, prompt: TokenizedPrompt, settings: 
     mean = (layers / layers.mean(1, keepdim=True).clamp_min(1e-30)).mean(0)
     reuse = engine.profile.resolve(settings, engine.num_layers).reuse
     chosen = inspector.recomputed(settings).tolist() if reuse == "chunks" else ()
-    return Deviations(dict(zip(inspector.stale.tolist(), mean.tolist(), strict=True)), frozenset(chosen))
+    return dict(zip(inspector.stale.tolist(), mean.tolist(), strict=True)), frozenset(chosen)
 
 
 def shown_deviations(
@@ -59,17 +89,19 @@ def shown_deviations(
 ) -> str:
     """Return the prompt's chunks as HTML: five shades by deviation, recomputed tokens underlined.
 
-    Raises the errors of :func:`measured_deviations`.
+    Raises:
+        InputError: The engine does not show its KV.
+        ModelError: The model is not blended, or no KV of the prompt is stale.
     """
-    deviations = measured_deviations(engine, prompt, settings)
-    shades = _shades(deviations.of)
+    deviations, recomputed = _measured(engine, prompt, settings)
+    shades = _shades(deviations)
     fates = {fate.id: fate.fate for fate in chunk_fates}
     sources = {source.id: (number, source) for number, source in enumerate(hits, 1)}
-    parts = [_legend(len(deviations.recomputed))]
+    parts = [_legend(len(recomputed))]
     for span in prompt.spans:
         (number, source), fate = sources[span.chunk.id], fates.get(span.chunk.id, "")
         note = "exact: nothing of it deviates" if fate == "exact" else fate
-        text = "".join(_runs(engine, span, {} if fate == "exact" else shades, deviations.recomputed))
+        text = "".join(_runs(engine, span, {} if fate == "exact" else shades, recomputed))
         parts.append(
             f'<details class="cb-card"{"" if fate == "exact" else " open"}><summary><b>{number}</b> '
             f"{escape(Path(source.path).name)} <small>{source.place}; {note}</small></summary>"

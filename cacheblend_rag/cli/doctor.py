@@ -42,7 +42,7 @@ class CalibrationOptions:
         ),
     ] = None
     as_near_as: Annotated[
-        Literal["8-bit", "6-bit", "4-bit", "f1", "em", "rouge-l"] | None,
+        Literal["8-bit", "6-bit", "4-bit", "f1", "em"] | None,
         typer.Option(
             help="How near a blend must be to full recompute: as the same model with weights of so many bits, by KL on the same "
             "prompts (default: 6-bit), or so that its answers score as well by a metric, on --prompts with answers.",
@@ -86,13 +86,6 @@ class CalibrationOptions:
             rich_help_panel=_CALIBRATION,
         ),
     ] = 0
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw agreement against compute into this file (.png, .svg, .pdf); with --quick of what it measures alone.",
-            rich_help_panel=_CALIBRATION,
-        ),
-    ] = None
     output: Annotated[
         Path | None,
         typer.Option(
@@ -112,7 +105,7 @@ class CalibrationOptions:
         ):
             if both:
                 raise InputError(f"Give {names}, not both.")
-        if near and not by_bits and self.documents is not None:
+        if near and not by_bits and self.prompts is None:
             raise InputError(
                 f"--as-near-as {near} needs questions with right answers; give a file of them with --prompts."
             )
@@ -159,7 +152,7 @@ def doctor(
 
         with status("Examining") as say:
             diagnosis = diagnose(opened, store, say)
-    print_json(asdict(diagnosis)) if as_json else print_diagnosis(diagnosis)
+    print_json(diagnosis) if as_json else print_diagnosis(diagnosis)
 
 
 def _diagnose_vllm(model: ModelOptions, store: Path | None, calibrate: bool, as_json: bool) -> None:
@@ -167,51 +160,42 @@ def _diagnose_vllm(model: ModelOptions, store: Path | None, calibrate: bool, as_
         if given:
             raise InputError(f"{name} goes with --engine transformers, whose findings hold for vLLM, too.")
     with tempfile.TemporaryDirectory() as directory, open_vllm(model, Path(directory), None, None, None) as opened:
-        from cacheblend_rag.calibrate.diagnose_vllm import diagnose_vllm
+        from cacheblend_rag.calibrate.diagnose import diagnose_vllm
 
         with status("Examining") as say:
             found = diagnose_vllm(opened, say)
-    print_json(asdict(found)) if as_json else print_vllm(found)
+    print_json(found) if as_json else print_vllm(found)
 
 
 def _calibrate(model: ModelOptions, store: Path | None, wanted: CalibrationOptions, as_json: bool) -> None:
     from cacheblend_rag.calibrate import calibrate_engine
     from cacheblend_rag.calibrate.calibration import independent
-    from cacheblend_rag.calibrate.plot import check_plot_name, plot_calibration
     from cacheblend_rag.calibrate.prompts import collect_prompts
 
-    documents, plot, standard = wanted.documents, wanted.plot, _standard(wanted)
-    if plot is not None:
-        check_plot_name(plot)
+    standard = _standard(wanted)
     count = wanted.count or (standard.needed if wanted.quick else standard.usual)
     with open_engine(model) as engine, progress("Calibrating:") as show:
         show(0, 1, "prompts")
-        collected = collect_prompts(engine, wanted.prompts, store, count, documents, standard.metric)
-        _say_if_few(independent(collected), standard.needed, wanted, store)
+        collected = collect_prompts(engine, wanted.prompts, store, count, wanted.documents, standard.metric)
+        _say_if_few(independent(collected), standard.needed, wanted.count)
         try:
             found, file = calibrate_engine(
                 engine, collected, wanted.output, show, standard,
-                margin=wanted.margin, everything=plot is not None and not wanted.quick, by_deviation=not wanted.quick,
+                margin=wanted.margin, by_deviation=not wanted.quick,
             )  # fmt: skip
         except KeyboardInterrupt:
             echo("Stopped. What was measured is kept: the same command goes on.", err=True)
             raise
     print_json({**asdict(found), "file": str(file)}) if as_json else print_calibration(found, file)
-    if plot is not None:
-        plot_calibration(found, plot)
 
 
-def _say_if_few(prompts: int, needed: int, wanted: CalibrationOptions, store: Path | None) -> None:
+def _say_if_few(prompts: int, needed: int, count: int | None) -> None:
     """Warn on stderr, before anything is measured, if the prompts are too few to prove a result."""
     if prompts >= needed:
         return
-    advice = "index more documents" if store is not None else "leave out --count"
-    if wanted.count is not None and wanted.count < needed:
+    advice = "add documents, or prompts about other chunks"
+    if count is not None and count < needed:
         advice = f"give --count {needed} or more"
-    elif wanted.documents is not None:
-        advice = "add documents; a prompt is made for each chunk of 512 tokens that follows another one in its document"
-    elif wanted.prompts is not None:
-        advice = "add prompts about other chunks"
     echo(
         f"Too few prompts: {prompts} without common chunks, where {needed} can show that a blend is near enough. What is found "
         f"on these will be marked as not shown. For a result to rely on stop now (Ctrl-C), and {advice}.",
@@ -220,12 +204,11 @@ def _say_if_few(prompts: int, needed: int, wanted: CalibrationOptions, store: Pa
 
 
 def _standard(wanted: CalibrationOptions) -> Standard:
-    from cacheblend_rag.calibrate.judge import METRICS
     from cacheblend_rag.calibrate.standard import Standard
 
-    metric = next((each for each in METRICS if each == wanted.as_near_as), None)
-    if metric is not None:
-        return Standard.as_good_by(metric, wanted.agreement, wanted.confidence)
+    near = wanted.as_near_as
+    if near is not None and not near.endswith("-bit"):
+        return Standard.as_good_by("f1" if near == "f1" else "em", wanted.agreement, wanted.confidence)
     if wanted.agreement is None:
-        return Standard.as_near_as(int((wanted.as_near_as or "6-bit").removesuffix("-bit")), wanted.confidence)
+        return Standard.as_near_as(int((near or "6-bit").removesuffix("-bit")), wanted.confidence)
     return Standard(wanted.agreement, wanted.confidence, "tokens" if wanted.documents is None else "likelihood")

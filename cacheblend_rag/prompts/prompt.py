@@ -69,7 +69,7 @@ def tokenize(prompt: BlendPrompt, tokenizer: Any, registry: ChunkRegistry) -> To
     """Return a prompt's tokens: the stored tokens of the chunks, and between chunks the text encoded in its context.
 
     The tokens equal those of the whole text in one piece, wherever the tokenizer splits the text at the chunks' edges
-    (:func:`~cacheblend_rag.calibrate.spelling.joins_are_plain`). The result begins with the tokenizer's BOS, if the
+    (:func:`~cacheblend_rag.calibrate.diagnose.joins_are_plain`). The result begins with the tokenizer's BOS, if the
     tokenizer adds a BOS by default.
 
     Raises:

@@ -24,12 +24,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend_lab.policies import rank_for
+from cacheblend_lab.workbench import Workbench
 from cacheblend_rag import BlendSettings, SamplingParams, TransformersEngine
 from cacheblend_rag.blending import transfer
 from cacheblend_rag.blending.bulk import Arrivals, StoredLayers, bring
 from cacheblend_rag.blending.transfer import sent, transfer_to
 from cacheblend_rag.calibrate.measure import describe_machine
-from cacheblend_rag.calibrate.workbench import Workbench
 from cacheblend_rag.engines.transformers.attention import Looks
 
 _CPU = torch.device("cpu")

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
+from cacheblend_lab.intervals import mean_interval
+from cacheblend_lab.measure import take_turns
 from cacheblend_rag.blending.settings import BLEND, BlendSettings, ResolvedSettings
-from cacheblend_rag.calibrate.calibrated_engine import planner_of
 from cacheblend_rag.calibrate.calibration import CalibrationPrompt
-from cacheblend_rag.calibrate.compared import PromptMeasurement
-from cacheblend_rag.calibrate.intervals import Interval, mean_interval
-from cacheblend_rag.calibrate.measure import take_turns
+from cacheblend_rag.calibrate.compared import PromptMeasurement, planner_of
+from cacheblend_rag.calibrate.intervals import Interval
 from cacheblend_rag.demo.bundle import DemoQuestion, bundled_questions
 from cacheblend_rag.demo.methods import METHODS, answer_by_each_method
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -197,9 +197,8 @@ def compare_on_documents(
     for number, each in enumerate(prompts):
         step(number)
         measured = PromptMeasurement(
-            engine.subject(), engine.rope, engine.header_ids, each.prompt, None,
-            continuation=each.continuation, planner=planner,
-        )  # fmt: skip
+            engine.subject(), engine.rope, each.prompt, planner, continuation=each.continuation
+        )
         for name, how in near.items():
             compared = measured.compare(profile.options(how))
             nearness[name].append((fmean(compared.kl), fmean(compared.agrees)))

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from cacheblend_lab.fiction.questions import QUESTION_KINDS
 from cacheblend_lab.fiction.world import FictionContext, sample_context
-from cacheblend_rag.calibrate.intervals import share_interval
+from cacheblend_lab.intervals import share_interval
 from training.batches import Encoder
 from training.blending import Prompt, answers_match, blend, place_chunks, prefill
 from training.export import TRAINING_COMMAND, fingerprint, load_exported

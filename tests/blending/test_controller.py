@@ -17,7 +17,6 @@ from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, Measured
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import BlendSettings, TextRatio
-from cacheblend_rag.calibrate.storage import cheapest_tier
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store.events import TierReads
@@ -97,15 +96,6 @@ def test_a_policy_that_watches_the_question_pays_for_its_own_pass_behind_all_lay
     slow = decide(Load(chunks("disk", "disk"), 50, 0.1, most=0.1, asked=0), known)
     assert slow.seconds == pytest.approx(0.04 + COMPUTE.seconds(50, 0) / 4 + COMPUTE.seconds(100, 0), rel=0.01)
     assert Terms.of(known, ModelProfile(), ModelProfile().resolve(BlendSettings(), 4), 4).asks
-
-
-def test_the_cheapest_device_that_adds_no_delay_is_named() -> None:
-    load = Load(chunks(*["anywhere"] * 5), 50, 0.1)  # 5000 bytes; 25 ms of recomputing
-    known = costs(ram=1e9, nvme=5000 / 0.02, disk=5000 / 0.03, tape=1.0)
-    prices = {"ram": 8.0, "nvme": 2.0, "disk": 1.0, "tape": 0.1}
-    assert cheapest_tier(load, known, prices) == "nvme"
-    assert cheapest_tier(Load(load.spans, 50, 0.2), known, prices) == "disk"  # more to recompute hides more
-    assert cheapest_tier(load, known, {"tape": 0.1}) is None
 
 
 @settings(max_examples=150)

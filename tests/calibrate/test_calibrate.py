@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from dataclasses import asdict, replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -14,14 +15,13 @@ from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.policies import highest, policy
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
 from cacheblend_rag.calibrate import calibration
-from cacheblend_rag.calibrate.calibration import calibrate
+from cacheblend_rag.calibrate.calibration import CalibrationPrompt, calibrate
 from cacheblend_rag.calibrate.candidates import Candidate, estimate_compute, examine_layers, layer_values
 from cacheblend_rag.calibrate.compared import ANSWER_TOKENS, PromptMeasurement, decoded
-from cacheblend_rag.calibrate.judge import Judge
 from cacheblend_rag.calibrate.ledger import Ledger, key_of
-from cacheblend_rag.calibrate.prompts import CalibrationPrompt
-from cacheblend_rag.calibrate.rounding import rounded, rounded_modules, rounded_weights
-from cacheblend_rag.calibrate.search import LOOK, Search
+from cacheblend_rag.calibrate.metrics import Judge
+from cacheblend_rag.calibrate.rounding import rounded, rounded_logits, rounded_modules, rounded_weights
+from cacheblend_rag.calibrate.search import LOOK
 from cacheblend_rag.calibrate.standard import Standard
 from cacheblend_rag.engines.transformers.owner import usable_attention
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
@@ -29,6 +29,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from tests.blending.prompts import Scored
+from tests.calibrate.planning import ChunksAlone
 
 pytestmark = pytest.mark.slow
 
@@ -72,17 +73,27 @@ def model():
 
 @pytest.fixture(scope="module")
 def measurement(model):
-    return PromptMeasurement(model, model.detect_rope(), HEADER, prompt(0), end_token=None)
+    return measured_by(model, prompt(0))
+
+
+def measured_by(model, given: TokenizedPrompt, probe=(), **options) -> PromptMeasurement:
+    rope = model.detect_rope()
+    return PromptMeasurement(model, rope, given, ChunksAlone(model, rope, HEADER, probe), **options)
+
+
+def kl(measured: PromptMeasurement, options: FuseOptions) -> float:
+    return fmean(measured.compare(options).kl)
 
 
 def test_recomputing_everything_has_no_divergence(measurement):
-    assert measurement.kl(FuseOptions(policy("full-recompute"), 1.0)) == pytest.approx(0, abs=1e-9)
-    assert measurement.kl(FuseOptions(policy("full-reuse"), 0.0)) > 1e-3
+    assert kl(measurement, FuseOptions(policy("full-recompute"), 1.0)) == pytest.approx(0, abs=1e-9)
+    assert kl(measurement, FuseOptions(policy("full-reuse"), 0.0)) > 1e-3
 
 
 def test_deviation_is_that_of_the_tokens_behind_the_exact_prefix(measurement):
-    assert measurement.deviation.shape == (LAYERS, 2 * 20)  # the first chunk stands right behind the header
-    layer_0, later = measurement.deviation[0], measurement.deviation[1:]
+    deviation, _ = measurement.deviation()
+    assert deviation.shape == (LAYERS, 2 * 20)  # the first chunk stands right behind the header
+    layer_0, later = deviation[0], deviation[1:]
     assert float(layer_0.max()) < 1e-6 * float(later.mean())
 
 
@@ -91,26 +102,25 @@ def test_a_blend_chooses_by_the_deviation_that_calibration_computed(model, measu
     target = model.target(prompt(0).token_ids, model.detect_rope())
     result = fuse(measurement._plan, target, FuseOptions(policy("hkvd"), 0.2, BlendSchedule((layer,), (1.0,))))
     first = measurement._plan.stale[0].start
-    assert (
-        result.recomputed.tolist() == (first + highest(measurement.deviation[layer], 8).nonzero().squeeze(1)).tolist()
-    )
+    deviation, _ = measurement.deviation()
+    assert result.recomputed.tolist() == (first + highest(deviation[layer], 8).nonzero().squeeze(1)).tolist()
 
 
 def test_given_scores_choose_as_the_check_layer_does(measurement):
-    by_layer = measurement.kl(FuseOptions(policy("hkvd"), 0.2, BlendSchedule((1,), (1.0,))))
-    assert by_layer == pytest.approx(measurement.kl(FuseOptions(Scored(measurement.deviation[1]), 0.2)), rel=1e-3)
+    by_layer = kl(measurement, FuseOptions(policy("hkvd"), 0.2, BlendSchedule((1,), (1.0,))))
+    given = FuseOptions(Scored(measurement.deviation()[0][1]), 0.2)
+    assert by_layer == pytest.approx(kl(measurement, given), rel=1e-3)
 
 
 def test_the_answer_ends_at_the_end_token(model):
-    rope, first = model.detect_rope(), prompt(0)
-    free = PromptMeasurement(model, rope, HEADER, first, end_token=None)
+    free = measured_by(model, prompt(0))
     assert len(free._answer) == len(free._truth) == ANSWER_TOKENS
-    assert PromptMeasurement(model, rope, HEADER, first, end_token=free._answer[0])._answer == free._answer[:1]
+    assert measured_by(model, prompt(0), end_token=free._answer[0])._answer == free._answer[:1]
 
 
 def test_all_tokens_of_the_answer_are_compared_as_they_are_decoded_one_by_one(model):
     rope, first = model.detect_rope(), prompt(0)
-    measured = PromptMeasurement(model, rope, HEADER, first, end_token=None, probe=PROBE)
+    measured = measured_by(model, first, PROBE)
     found = measured.compare(FuseOptions(policy("static"), 0.2))
     target = model.target(first.token_ids, rope)
     fuse(measured._plan, target, FuseOptions(policy("static"), 0.2))
@@ -124,7 +134,7 @@ def test_all_tokens_of_the_answer_are_compared_as_they_are_decoded_one_by_one(mo
 
 def test_a_continuation_takes_the_place_of_the_answer(model):
     follows = (7, 8, 9, 10)
-    measured = PromptMeasurement(model, model.detect_rope(), HEADER, prompt(0), None, continuation=follows)
+    measured = measured_by(model, prompt(0), continuation=follows)
     assert measured.compare(FuseOptions(policy("full-recompute"), 1.0)).agrees == (True,) * 4
     logits, _ = model.full_prefill([*prompt(0).token_ids, *follows[:-1]])
     torch.testing.assert_close(measured._truth[-1], logits, rtol=1e-4, atol=1e-4)
@@ -135,11 +145,11 @@ def words(ids) -> str:
 
 
 def test_with_a_judge_a_blend_gives_an_answer_of_its_own(model):
-    rope, first, nobody = model.detect_rope(), prompt(0), Judge("em", ("nothing",), 6, False, words)
-    answer = PromptMeasurement(model, rope, HEADER, first, None, judge=nobody)._answer
+    rope, first, nobody = model.detect_rope(), prompt(0), Judge("em", ("nothing",), 6, words)
+    answer = measured_by(model, first, judge=nobody)._answer
     assert len(answer) == 6
     judge = replace(nobody, answers=(words(answer),))
-    measured = PromptMeasurement(model, rope, HEADER, first, None, judge=judge)
+    measured = measured_by(model, first, judge=judge)
     assert measured.score() == 1
     assert measured.compare(FuseOptions(policy("full-recompute"), 1.0)).loss == 0
     target, blended = model.target(first.token_ids, rope), []
@@ -158,7 +168,7 @@ def test_with_a_judge_a_blend_gives_an_answer_of_its_own(model):
 
 
 def test_a_judge_takes_the_first_line_of_an_answer_as_an_evaluation_does():
-    judge = Judge("em", ("Paris",), 8, True, lambda ids: "".join(("\n", " Paris", "!\n", "Rome")[i] for i in ids))
+    judge = Judge("em", ("Paris",), 8, lambda ids: "".join(("\n", " Paris", "!\n", "Rome")[i] for i in ids))
     assert not (judge.ends([0, 0]) or judge.ends([0, 0, 1]))
     assert judge.ends([0, 0, 1, 2])
     assert judge.score([0, 0, 1, 2]) == judge.score([1, 2, 3]) == 1
@@ -166,26 +176,26 @@ def test_a_judge_takes_the_first_line_of_an_answer_as_an_evaluation_does():
 
 def test_a_calibration_by_answers_that_is_stopped_goes_on_where_it_was():
     model, ledger = subject(initializer_range=0.001), Ledger()
-    judge = Judge("f1", ("nothing",), 3, True, words)
+    judge = Judge("f1", ("nothing",), 3, words)
     rope = model.detect_rope()
     given = []
     for each in map(prompt, range(LOOK + 2)):
-        answer = PromptMeasurement(model, rope, HEADER, each, None, judge=judge)._answer
+        answer = measured_by(model, each, judge=judge)._answer
         given.append(CalibrationPrompt(each, judge=replace(judge, answers=(words(answer),))))
 
     def go(progress=None):
         standard = Standard.as_good_by("f1", 0.7, 0.9)
-        return calibrate(model, rope, HEADER, given, standard, probe=PROBE, ledger=ledger, progress=progress)
+        planner = ChunksAlone(model, rope, HEADER, PROBE)
+        return calibrate(model, rope, given, planner, standard, ledger=ledger, progress=progress)
 
     def stop(done: float, total: int, text: str) -> None:
         if text.startswith("prompt") and not text.endswith("full recompute"):
             raise KeyboardInterrupt
 
-    stopped = go(stop)
-    assert (stopped.stopped, stopped.standard.full) == (True, 1.0)
+    with pytest.raises(KeyboardInterrupt):
+        go(stop)
     whole = go()
-    assert whole.verdict == "shown"
-    assert not whole.stopped
+    assert (whole.verdict, whole.standard.full) == ("shown", 1.0)
     assert whole.chosen is not None
     assert "F1 no more than 30.0% below full recompute's 100.0%" in whole.why
 
@@ -195,7 +205,7 @@ PROBE = tuple(range(6, 26))
 
 def test_compute_counts_every_pass(model):
     first = prompt(0)
-    measured = PromptMeasurement(model, model.detect_rope(), HEADER, first, None, probe=PROBE)
+    measured = measured_by(model, first, PROBE)
     total = len(first.token_ids)
     assert (measured.stale_tokens, measured.forced_tokens) == (40, 5)
     want = {"static": 8 + 5, "static-query": 8 + 5 + 5, "hkvd": 8 + 5 + 40 * 2 / LAYERS}
@@ -207,7 +217,7 @@ def test_compute_counts_every_pass(model):
 
 
 def test_a_ranked_blend_in_calibration_is_the_engines_own(model):
-    measured = PromptMeasurement(model, model.detect_rope(), HEADER, prompt(0), end_token=None, probe=PROBE)
+    measured = measured_by(model, prompt(0), PROBE)
     target = model.target(prompt(0).token_ids, model.detect_rope())
     result = fuse(measured._plan, target, FuseOptions(policy("static"), 0.2))
     static = torch.cat([span.static_deviation() for span in measured._plan.stale])
@@ -217,8 +227,8 @@ def test_a_ranked_blend_in_calibration_is_the_engines_own(model):
 
 
 def run(model, prompts: int, standard: Standard | None = None, **options):
-    given = [CalibrationPrompt(prompt(seed)) for seed in range(prompts)]
-    return calibrate(model, model.detect_rope(), HEADER, given, standard, probe=PROBE, **options)
+    given, rope = [CalibrationPrompt(prompt(seed)) for seed in range(prompts)], model.detect_rope()
+    return calibrate(model, rope, given, ChunksAlone(model, rope, HEADER, PROBE), standard, **options)
 
 
 def test_a_model_of_noise_is_not_blended_and_the_profile_says_so(model):
@@ -228,8 +238,6 @@ def test_a_model_of_noise_is_not_blended_and_the_profile_says_so(model):
     assert found.profile.text is None
     assert "do not blend" in found.why or "not blended" in found.why
     assert "299" in found.why
-    assert [x.layer for x in found.layers] == [1, 2, 3]
-    assert not found.layers[2].offered  # a deeper check costs more than it saves
     assert {each.policy for each in found.measured} == {"full-reuse", "static", "query", "static-query", "hkvd"}
     assert all(each.agreement.low <= each.agreement.value <= each.agreement.high for each in found.measured)
     assert steps
@@ -251,7 +259,7 @@ def test_a_margin_is_the_profile_and_the_words_name_the_least_that_holds():
     assert (found.profile.policy, found.profile.ratio) == ("static", 0.03)
     assert found.profile.calibrated["why"].endswith("the least that does is static 1%")
     assert found.chosen is not None
-    assert found.chosen.complete
+    assert found.chosen.prompts == found.prompts
 
 
 def test_with_enough_prompts_even_full_reuse_is_believed_where_it_holds():
@@ -265,7 +273,9 @@ def test_with_enough_prompts_even_full_reuse_is_believed_where_it_holds():
 
 def test_prompts_without_stale_kv_are_refused(model):
     with pytest.raises(InputError, match="two chunks"):
-        calibrate(model, model.detect_rope(), HEADER, [CalibrationPrompt(prompt(0, chunks=1))])
+        calibrate(
+            model, model.detect_rope(), [CalibrationPrompt(prompt(0, chunks=1))], lambda _: pytest.fail("planned")
+        )
 
 
 def test_a_layer_behind_a_window_that_hides_the_context_is_blind():
@@ -281,22 +291,23 @@ def test_a_layer_behind_a_window_that_hides_the_context_is_blind():
         sliding_window=2,
     )
     model = TransformersSubject(ModelRunner(usable_attention(MistralForCausalLM(config).eval())))
-    rope = model.detect_rope()
-    measured = [PromptMeasurement(model, rope, HEADER, prompt(seed), None, probe=PROBE) for seed in range(2)]
+    measured = [measured_by(model, prompt(seed), PROBE) for seed in range(2)]
     layers = examine_layers([layer_values(each) for each in measured], LAYERS)
     # A token sees one before it: layer by layer one more token of each chunk of 20 can deviate.
     assert [each.visible for each in layers] == pytest.approx([1 / 20, 2 / 20, 3 / 20])
-    found = calibrate(model, rope, HEADER, [CalibrationPrompt(prompt(seed)) for seed in range(2)], probe=PROBE)
+    found = run(model, 2)
     tried = [each for each in found.measured if each.policy == "hkvd"]
     assert all(each.ratio <= 0.1 for each in tried)
-    whole = examine_layers([layer_values(PromptMeasurement(subject(), rope, HEADER, prompt(0), None))], LAYERS)
+    whole = examine_layers([layer_values(measured_by(subject(), prompt(0)))], LAYERS)
     assert all(each.visible == 1 for each in whole)
+    assert [each.layer for each in whole] == [1, 2, 3]
+    assert not whole[2].offered  # a deeper check costs more than it saves
 
 
 def test_looks_are_at_the_first_prompts_alone(model):
     found = run(model, LOOK + 2)
     assert all(each.prompts >= LOOK for each in found.measured)
-    assert not any(each.complete for each in found.measured)
+    assert all(each.prompts < LOOK + 2 for each in found.measured)
 
 
 def test_what_was_measured_is_not_measured_again_and_ends_alike(model, tmp_path, monkeypatch):
@@ -312,20 +323,7 @@ def test_what_was_measured_is_not_measured_again_and_ends_alike(model, tmp_path,
         Ledger(file / "below-a-file")
 
 
-def test_what_another_version_has_kept_otherwise_is_measured_anew_and_one_line_says_so(model, tmp_path):
-    file = tmp_path / "ledger.jsonl"
-    first = run(model, 3, ledger=Ledger(file))
-    lines = [json.loads(line) for line in file.read_text().splitlines() if "blend: " in line]
-    for *_, value in lines:
-        del value["loss"]
-    file.write_text("\n".join(map(json.dumps, lines)))
-    with pytest.warns(UserWarning, match="another version") as said:
-        assert run(model, 3, ledger=Ledger(file)) == first
-    assert len(said) == 1
-    assert run(model, 3, ledger=Ledger(file)) == first  # and kept as this version does
-
-
-def test_a_calibration_that_is_stopped_takes_the_best_so_far_and_goes_on_later():
+def test_a_calibration_that_is_stopped_goes_on_later():
     model, ledger, said = subject(initializer_range=0.001), Ledger(), []
 
     def stop(done: float, total: int, text: str) -> None:
@@ -333,34 +331,11 @@ def test_a_calibration_that_is_stopped_takes_the_best_so_far_and_goes_on_later()
         if text.startswith("prompt"):
             raise KeyboardInterrupt
 
-    stopped = run(model, LOOK + 2, Standard(0.7, 0.9), progress=stop, ledger=ledger)
-    assert (stopped.stopped, stopped.verdict) == (True, "not shown")
-    assert stopped.chosen is not None
-    assert stopped.why.startswith("stopped before its end: ")
+    with pytest.raises(KeyboardInterrupt):
+        run(model, LOOK + 2, Standard(0.7, 0.9), progress=stop, ledger=ledger)
     assert all(done < total for done, total in said)
     whole = run(model, LOOK + 2, Standard(0.7, 0.9), ledger=ledger)
     assert whole == run(model, LOOK + 2, Standard(0.7, 0.9))
-    assert not whole.stopped
-
-
-def test_stopped_while_it_only_looks_at_the_rest_a_calibration_keeps_what_was_shown(monkeypatch):
-    model = subject(initializer_range=0.001)
-    want = run(model, LOOK + 2, Standard(0.7, 0.9))
-    assert want.verdict == "shown"
-
-    def stop(_: Search) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Search, "look_at_rest", stop)
-    assert run(model, LOOK + 2, Standard(0.7, 0.9), everything=True) == want
-
-
-def test_stopped_before_anything_is_known_there_is_no_profile(model):
-    def stop(done: float, total: int, text: str) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(model, 2, progress=stop)
 
 
 def test_weights_of_few_bits_have_few_values_near_the_own_ones():
@@ -392,14 +367,9 @@ def test_the_standard_is_what_coarser_weights_lose_on_the_same_prompts():
     own = llama(initializer_range=0.06)
     model = TransformersSubject(ModelRunner(own))
 
-    @torch.no_grad()
-    def logits(ids, last):
-        with rounded_weights(own, 3):
-            return own(input_ids=torch.tensor([ids])).logits[0, -last:]
-
+    logits = rounded_logits(own, 3)
     found = run(model, 4, Standard.as_near_as(3), coarser=logits)
-    rope = model.detect_rope()
-    measured = [PromptMeasurement(model, rope, HEADER, prompt(seed), None, probe=PROBE) for seed in range(4)]
+    measured = [measured_by(model, prompt(seed), PROBE) for seed in range(4)]
     kl = [value for each in measured for value in each.by_weights(logits).kl]
     assert found.standard.most_kl == pytest.approx(sum(kl) / len(kl), rel=1e-6)
     assert found.chosen is not None

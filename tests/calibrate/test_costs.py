@@ -10,11 +10,7 @@ import pytest
 from cacheblend_rag.blending.controller import Arm, Load, Located
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
 from cacheblend_rag.blending.profile import load_costs, save_costs
-from cacheblend_rag.calibrate.compute import fit_compute
-from cacheblend_rag.calibrate.costs import measure_costs, measure_remote
-from cacheblend_rag.calibrate.diagnose import estimate
-from cacheblend_rag.calibrate.storage import plan_tiers
-from cacheblend_rag.calibrate.workbench import Workbench
+from cacheblend_rag.calibrate.costs import estimate, fit_compute, measure_costs, measure_remote
 from cacheblend_rag.store import open_store, record_tiers
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
@@ -45,7 +41,7 @@ def test_a_model_so_small_that_its_length_does_not_show_has_a_cost_all_the_same(
 def test_measured_costs_are_kept_by_model_and_device(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     engine = engine_for(make_model(BLENDED["llama"]()), Scene())
-    found = measure_costs(Workbench.of(engine), tmp_path)
+    found = measure_costs(engine, tmp_path)
     assert (found.layers, set(found.tiers)) == (engine.num_layers, {"ram", "disk"})
     assert found.tiers["disk"].latency_s > 0
     assert found.compute.seconds(512, 512) >= found.compute.seconds(1, 512) > 0  # a tiny model: the length may not show
@@ -61,7 +57,7 @@ def test_measured_costs_are_kept_by_model_and_device(tmp_path, monkeypatch) -> N
 def test_tiers_on_other_machines_are_measured_by_name_and_left_as_they_were(tmp_path, redis_url: str) -> None:
     record_tiers(tmp_path, f"ram://,{redis_url}?timeout=30s")
     engine = engine_for(make_model(BLENDED["llama"]()), Scene())
-    found = measure_costs(Workbench.of(engine), tmp_path)
+    found = measure_costs(engine, tmp_path)
     assert set(found.tiers) == {"ram", "redis"}
     redis = found.tiers["redis"]
     assert redis.latency_s > 0
@@ -73,19 +69,6 @@ def test_a_tier_that_does_not_answer_has_no_cost(tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     assert measure_remote(open_store(f"redis://127.0.0.1:{port}").tiers[0]) is None
-
-
-def test_the_plan_says_for_each_tier_what_to_expect_and_which_is_cheap_enough() -> None:
-    load = Load([Located(500, 1000, "")] * 4, 50, 0.1)  # 4,000 bytes; 25 ms of recomputing
-    tiers = {"ram": TierCost(0.0, 1e9), "disk": TierCost(0.0, 4000 / 0.02)}
-    plan = plan_tiers(load, Costs(1000, ComputeCost(0.0, 1e-4, 0.0), tiers))
-    assert plan.cheapest == "disk"  # 20 ms hide behind 25
-    assert plan.prefill_s == pytest.approx(0.205)
-    ram, disk = plan.tiers
-    assert (ram.tier, ram.used, disk.tier, disk.used) == ("ram", 4, "disk", 4)
-    assert disk.load_s == pytest.approx(0.02)
-    slow = plan_tiers(load, Costs(1000, ComputeCost(0.0, 1e-4, 0.0), {"disk": TierCost(0.0, 1.0)}))
-    assert (slow.cheapest, slow.tiers[0].used) == (None, 0)
 
 
 def test_costs_of_one_device_do_not_take_anothers_place(tmp_path, monkeypatch) -> None:
@@ -110,13 +93,15 @@ def test_an_engine_that_was_not_measured_begins_with_the_embedded_ones_costs(tmp
     assert load_costs("abc", "cuda:0") == embedded
 
 
-def test_doctors_estimate_is_what_the_loading_controller_expects_of_that_prompt() -> None:
-    compute, layers, rate = ComputeCost(0.02, 1e-5, 1e-9), 32, 1e9
-    spans = [Located(512, 512 << 17, "anywhere")] * 6
+def test_the_estimate_is_what_the_loading_controller_expects_of_that_prompt() -> None:
+    compute, layers = ComputeCost(0.02, 1e-5, 1e-9), 32
+    tiers = {"ram": TierCost(0.0, 1e10), "disk": TierCost(1e-4, 1e9)}
+    spans = [Located(512, 512 << 17, "", exact=not number) for number in range(6)]
     for asked in (None, 0):  # a policy that watches the question runs it once more
         load = Load(spans, 32, 0.5, asked=asked)
-        placed = [replace(span, tier="disk", exact=not number) for number, span in enumerate(spans)]
-        arm = Arm(replace(load, spans=placed), Costs(layers, compute, {"disk": TierCost(0.0, rate)}), (True,) * 6)
-        found = estimate(load, compute, layers, rate)
-        assert found.blend_s == pytest.approx(arm.seconds(0.5))
-        assert (found.prompt_tokens, found.load_s) == (3104, pytest.approx(6 * 512 * (1 << 17) / rate))
+        for tier, found in estimate(load, Costs(layers, compute, tiers)).items():
+            placed = replace(load, spans=[replace(span, tier=tier) for span in spans])
+            arm = Arm(placed, Costs(layers, compute, tiers), (True,) * 6)
+            assert (found.blend_s, found.load_s) == (arm.seconds(0.5), arm.load_s)
+            assert found.full_s == compute.seconds(3104, 3104)
+        assert arm.load_s == pytest.approx(6 * 512 * (1 << 17) / 1e9 + 6 * layers * 1e-4)

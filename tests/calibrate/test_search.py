@@ -223,26 +223,6 @@ def test_questions_that_full_recompute_cannot_answer_are_no_standard() -> None:
         standard.scored([1.0] + [0.0] * 24)
 
 
-def test_the_best_so_far_is_the_cheapest_that_holds_on_the_prompts_it_was_tried_on() -> None:
-    calls = 0
-
-    def world(number: int, each: Candidate) -> Comparison:
-        nonlocal calls
-        calls += 1
-        if calls > 4 * LOOK:
-            raise KeyboardInterrupt
-        return compared(kl=0.001 / each.ratio)
-
-    search = Search(STATIC, [str(n) for n in range(40)], near_as(0.01), world)
-    assert search.best_so_far() is None
-    with pytest.raises(KeyboardInterrupt):
-        search.run()
-    best = search.best_so_far()
-    assert best is not None
-    assert best.candidate.ratio == 0.12
-    assert best.left
-
-
 def test_full_kv_reuse_is_believed_only_where_it_is_shown() -> None:
     everything = [Candidate("full-reuse", 0.0), *STATIC]
     for prompts, ratio in ((LOOSE.needed - 1, RATIOS[0]), (LOOSE.needed, 0.0)):
@@ -279,7 +259,6 @@ def test_a_margin_goes_so_many_ratios_up_and_is_measured_on_all_prompts(
     above = search.step_above(least, steps)
     assert above.candidate == Candidate("static", ratio)
     assert len(above.results) == 40
-    search.look_at_rest()
     assert [trial.candidate.ratio for trial in search.trials].count(ratio) == 1
 
 
@@ -297,13 +276,6 @@ def test_full_kv_reuse_has_no_ratio_to_go_up_from() -> None:
     assert search.step_above(least, 1) is least
 
 
-def test_the_rest_is_looked_at_for_a_picture() -> None:
-    _, search = run(STATIC, from_ratio(0.03), 40)
-    search.look_at_rest()
-    assert sorted(trial.candidate.ratio for trial in search.trials) == list(RATIOS)
-    assert all(len(trial.results) >= LOOK for trial in search.trials)
-
-
 def test_a_policy_that_needs_attention_is_left_out_where_there_is_none() -> None:
     def world(number: int, each: Candidate) -> Comparison:
         if each.policy == "static-query":
@@ -315,7 +287,7 @@ def test_a_policy_that_needs_attention_is_left_out_where_there_is_none() -> None
 
 
 def layer(number: int, *, visible: float = 1.0, offered: bool = True) -> LayerFinding:
-    return LayerFinding(number, 0.9, 0.9, visible, offered)
+    return LayerFinding(number, 0.9, visible, offered)
 
 
 def test_candidates_come_by_what_they_compute_in_all() -> None:

@@ -11,17 +11,16 @@ from tests.command_line import as_json
 pytestmark = pytest.mark.slow
 
 
-def test_doctor_reports_gate_rotation_profile_bandwidth_and_an_estimate(run, model_dir, tmp_path):
+def test_doctor_reports_gate_profile_bandwidths_and_estimates(run, model_dir, tmp_path):
     found = as_json(run("doctor", "--model", model_dir, "--store", tmp_path, "--json"))
     assert found["blended"] is True
     assert max(found["gate_errors"].values()) < found["gate_limit"]
-    assert found["rotation"] == [{"layers": [0, 1, 2, 3], "layout": "half", "table": 0}]
     assert list(found["codecs"]) == ["int8"]
     assert all(0 < kl < found["codec_limit"] for kl in found["codecs"].values())
     assert found["profile_origin"].startswith("defaults")
-    assert {"ram copy", "disk read, cold", "disk read, warm"} <= found["bandwidth"].keys()
+    assert found["tiers"].keys() == found["estimates"].keys() == {"ram", "disk"}
     assert found["kv_bytes_per_token"] == 2 * 4 * 2 * 16 * 4  # K and V, layers, KV heads, head dim, fp32
-    assert all(found["estimate"][seconds] > 0 for seconds in ("blend_s", "full_s"))
+    assert all(each[seconds] > 0 for each in found["estimates"].values() for seconds in ("blend_s", "full_s"))
     text = run("doctor", "--model", model_dir).stdout
     assert "blended" in text
     assert "not measured" in text
@@ -83,12 +82,12 @@ def test_a_store_at_home_is_found_where_the_shell_leaves_the_tilde(run, model_di
     measured = []
     (tmp_path / "acme").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("cacheblend_rag.calibrate.diagnose.measure_disk", lambda at, cold: measured.append(at))
+    monkeypatch.setattr("cacheblend_rag.calibrate.diagnose.measure_disk", measured.append)
     assert run("doctor", "--model", model_dir, "--store", "~/acme").exit_code == 0
     assert set(measured) == {tmp_path / "acme"}
 
 
 def test_what_only_a_calibration_reads_is_refused_without_one(run, model_dir, documents):
-    result = run("doctor", "--model", model_dir, "--documents", documents, "--plot", "plot.png")
+    result = run("doctor", "--model", model_dir, "--documents", documents, "--margin", 1)
     assert result.exit_code == 2
-    assert "--documents, --plot: only with --calibrate" in result.stderr
+    assert "--documents, --margin: only with --calibrate" in result.stderr

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from cacheblend_rag.calibrate.spelling import joins_are_plain
+from cacheblend_rag.calibrate.diagnose import joins_are_plain
 from cacheblend_rag.engines.models import SMOLLM2, bundled_model_directory, model_directory, smollm2_file
 from cacheblend_rag.prompts.chunk import Chunk, encoder_for, make_chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt, tokenize

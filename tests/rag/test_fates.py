@@ -9,7 +9,7 @@ import pytest
 
 from cacheblend_rag.blending.costs import Costs, TierCost
 from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
-from cacheblend_rag.calibrate.inspection import PromptInspector
+from cacheblend_rag.calibrate.why import PromptInspector
 from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine

@@ -9,8 +9,8 @@ from cacheblend_lab.bench.streams import StreamsSettings, bench_streams
 from cacheblend_lab.bench.throughput import ThroughputSettings, bench_throughput
 from cacheblend_lab.bench.ttft import TTFTSettings, bench_ttft
 from cacheblend_lab.bench.workbench import BenchModel, open_workbench
+from cacheblend_lab.workbench import Workbench
 from cacheblend_rag.calibrate.measure import drop_page_cache
-from cacheblend_rag.calibrate.workbench import Workbench
 
 __all__ = [
     "BenchModel",

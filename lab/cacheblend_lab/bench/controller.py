@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from cacheblend_lab.measure import check_positive
 from cacheblend_rag.blending.controller import Load, Located, decide
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
-from cacheblend_rag.calibrate.measure import check_positive
 from cacheblend_rag.errors import InputError
 
 CHUNK_TOKENS: Final = 512

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from cacheblend_lab.measure import check_positive, count_rounds, take_turns
 from cacheblend_lab.scoring import score
-from cacheblend_rag.calibrate.measure import check_positive, count_rounds, take_turns
-from cacheblend_rag.calibrate.workbench import Workbench, own_attention
+from cacheblend_lab.workbench import Workbench
+from cacheblend_rag.calibrate.rounding import own_attention
 from cacheblend_rag.engines.entries import Ranking
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.precompute import rows_per_batch

@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any, Final
 
 from cacheblend_lab.bench.workbench import blend_by
+from cacheblend_lab.measure import check_positive, count_rounds, take_turns
 from cacheblend_lab.policies import rank_for
+from cacheblend_lab.workbench import Workbench
 from cacheblend_rag.blending.settings import BlendSettings, Quality
-from cacheblend_rag.calibrate.measure import check_positive, count_rounds, take_turns
-from cacheblend_rag.calibrate.workbench import Workbench
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.prompts.chunk import Chunk

@@ -11,9 +11,9 @@ from statistics import median
 from typing import Any
 
 from cacheblend_lab.bench.workbench import blend_by
+from cacheblend_lab.measure import check_positive, count_rounds
+from cacheblend_lab.workbench import Workbench
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings
-from cacheblend_rag.calibrate.measure import check_positive, count_rounds
-from cacheblend_rag.calibrate.workbench import Workbench
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from cacheblend_lab.bench.workbench import name_methods
+from cacheblend_lab.measure import take_turns
+from cacheblend_lab.workbench import Workbench
 from cacheblend_rag.blending.costs import Costs, TierCost
 from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, BlendSettings
-from cacheblend_rag.calibrate.compute import measure_compute
-from cacheblend_rag.calibrate.measure import take_turns
-from cacheblend_rag.calibrate.workbench import Workbench
+from cacheblend_rag.calibrate.costs import measure_compute
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
@@ -173,7 +173,7 @@ def sweep_devices(
     if not (isinstance(store, ThrottledStore) and isinstance(engine, TransformersEngine)):
         raise InputError("Storage devices are simulated by a throttled store; open a transformers engine with one.")
     usual = engine.costs, engine.profile
-    compute = measure_compute(place)
+    compute = measure_compute(place.engine)
     compared = name_methods(blend) | {
         "controller": BlendSettings("auto", blend.policy, blend.check_layers),
         READY: blend,

@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any
 
 from cacheblend_lab.bench.workbench import blend_by
+from cacheblend_lab.measure import check_positive
 from cacheblend_lab.policies import rank_for
 from cacheblend_lab.reorder import ReorderedPrompts
+from cacheblend_lab.workbench import Workbench
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, PREFIX_CACHING, BlendSettings
-from cacheblend_rag.calibrate.measure import check_positive
-from cacheblend_rag.calibrate.workbench import Workbench
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from cacheblend_lab.bench.workbench import blend_by, name_methods
+from cacheblend_lab.measure import PeakMemory, check_positive, count_rounds, take_turns
 from cacheblend_lab.policies import rank_for
+from cacheblend_lab.workbench import Workbench
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.calibrate.measure import PeakMemory, check_positive, count_rounds, drop_page_cache, take_turns
-from cacheblend_rag.calibrate.workbench import Workbench, own_attention
+from cacheblend_rag.calibrate.measure import drop_page_cache
+from cacheblend_rag.calibrate.rounding import own_attention
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.prompt import TokenizedPrompt

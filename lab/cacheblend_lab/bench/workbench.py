@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cacheblend_lab.bench.random_models import random_config, random_model
+from cacheblend_lab.workbench import KVPlace, Workbench
 from cacheblend_rag.blending.policies import SelectionPolicy
 from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings, Ratio
-from cacheblend_rag.calibrate.workbench import EngineName, KVPlace, Workbench
 from cacheblend_rag.engines.models import dtype_named
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.owner import device_named
@@ -24,6 +24,9 @@ from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.codec import LOSSY, RAW
 from cacheblend_rag.store.kvfile import EntryFormat
 from cacheblend_rag.store.opening import record_tiers
+
+if TYPE_CHECKING:
+    from cacheblend_rag.frameworks.sharing import EngineName
 
 
 @dataclass(frozen=True)

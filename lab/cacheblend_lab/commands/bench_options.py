@@ -13,7 +13,7 @@ from cacheblend_rag.console.groups import ModelOptions
 
 if TYPE_CHECKING:
     from cacheblend_lab.bench import BenchModel
-    from cacheblend_rag.calibrate.workbench import EngineName
+    from cacheblend_rag.frameworks.sharing import EngineName
 
 METHOD_NAMES = {"full": "full recompute", "prefix": "prefix caching", "reuse": "full KV reuse", "blend": "blend"}
 

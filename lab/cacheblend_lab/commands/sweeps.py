@@ -17,7 +17,7 @@ from cacheblend_rag.errors import InputError
 
 if TYPE_CHECKING:
     from cacheblend_lab.bench.sweeps import Point
-    from cacheblend_rag.calibrate.workbench import Workbench
+    from cacheblend_lab.workbench import Workbench
 
 Say = Callable[[str], None]
 Sweep = Callable[["Workbench", Say], "list[Point]"]

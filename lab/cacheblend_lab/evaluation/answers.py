@@ -12,10 +12,11 @@ import torch
 
 from cacheblend_lab.evaluation.method import InTurn, Method, Reply
 from cacheblend_lab.evaluation.prepare import Preparer
+from cacheblend_lab.measure import take_turns
+from cacheblend_lab.metrics import f1_of_tokens, rouge_l
 from cacheblend_lab.samples import EvalCase, Sample
 from cacheblend_rag.blending.gate import first_token_kl
-from cacheblend_rag.calibrate.measure import take_turns
-from cacheblend_rag.calibrate.metrics import exact_match, f1, f1_of_tokens, rouge_l
+from cacheblend_rag.calibrate.metrics import exact_match, f1
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.errors import InputError, PromptTooLongError
 from cacheblend_rag.prompts.chunk import encoder_for

@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface
 
 from cacheblend_rag.blending.settings import FuseOptions
-from cacheblend_rag.calibrate.inspection import PromptInspector
+from cacheblend_rag.calibrate.why import PromptInspector
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.attention import NAME, QUERIES, attention, weights
 from cacheblend_rag.errors import ModelError

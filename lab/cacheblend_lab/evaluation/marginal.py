@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from cacheblend_lab.scoring import score
-from cacheblend_rag.calibrate.spelling import answer_ids
+from cacheblend_lab.spelling import answer_ids
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.engines.sampling import SamplingParams

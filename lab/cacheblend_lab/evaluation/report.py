@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from cacheblend_lab.evaluation.evaluate import EvalResult
-from cacheblend_rag.calibrate.plotting import figure, render_svg, style
+from cacheblend_lab.plotting import figure, render_svg, style
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from cacheblend_lab.evaluation.answers import Row
-from cacheblend_rag.calibrate.intervals import mean_interval, quantile_interval, share_interval
+from cacheblend_lab.intervals import mean_interval, quantile_interval, share_interval
 
 _MEANS: Final = {
     "em": "em",

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, Final
 
 from cacheblend_lab.datasets import read_data_set
-from cacheblend_rag.calibrate.spelling import answer_ids
+from cacheblend_lab.spelling import answer_ids
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk, encoder_for, make_chunk
 from cacheblend_rag.prompts.prompt import (

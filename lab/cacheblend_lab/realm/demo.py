@@ -18,6 +18,7 @@ from torch import Tensor
 from cacheblend_lab.fiction.entities import Entity, NameMaker, draw_kinds, make_entities
 from cacheblend_lab.fiction.phrases import KINDS
 from cacheblend_lab.fiction.writer import Sentence, Style, Writer
+from cacheblend_lab.intervals import mean_interval
 from cacheblend_lab.realm.evaluate import Library, evaluate, summary
 from cacheblend_lab.realm.finetune import FinetuneSettings, finetune
 from cacheblend_lab.realm.index import PassageIndex
@@ -27,7 +28,6 @@ from cacheblend_lab.realm.presets import demonstration
 from cacheblend_lab.realm.pretrain import PretrainSettings, pretrain
 from cacheblend_lab.realm.questions import RealmQuestion
 from cacheblend_lab.realm.runs import RunDirectory, Say, Stage, Told, staleness, train, write_aside
-from cacheblend_rag.calibrate.intervals import mean_interval
 
 _STAGE = 3
 

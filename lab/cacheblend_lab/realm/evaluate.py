@@ -10,12 +10,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from cacheblend_lab.intervals import share_interval
 from cacheblend_lab.realm.index import PassageIndex
 from cacheblend_lab.realm.model import RealmModel
 from cacheblend_lab.realm.passages import Collator, Inputs, Passage, Query, Tokenized, tokenize
 from cacheblend_lab.realm.questions import RealmQuestion
 from cacheblend_lab.realm.runs import Say
-from cacheblend_rag.calibrate.intervals import share_interval
 from cacheblend_rag.calibrate.metrics import normalize
 from cacheblend_rag.errors import InputError
 

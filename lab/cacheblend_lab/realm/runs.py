@@ -16,8 +16,8 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
+from cacheblend_lab.plotting import figure, save_figure
 from cacheblend_lab.realm.model import load_weights, save_weights
-from cacheblend_rag.calibrate.plotting import figure, save_figure
 from cacheblend_rag.errors import InputError, ModelError, StoreError
 
 METRICS: Final = "metrics.jsonl"

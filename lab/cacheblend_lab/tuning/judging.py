@@ -12,8 +12,8 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from cacheblend_lab.intervals import mean_interval
 from cacheblend_lab.tuning.questions import TuningQuestion
-from cacheblend_rag.calibrate.intervals import mean_interval
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.retrieval.embedding import Embedder

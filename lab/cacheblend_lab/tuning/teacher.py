@@ -13,8 +13,8 @@ import xxhash
 
 from cacheblend_lab.evaluation.answers import AnswersFile
 from cacheblend_lab.scoring import score
+from cacheblend_lab.spelling import answer_ids
 from cacheblend_lab.tuning.questions import TuningQuestion
-from cacheblend_rag.calibrate.spelling import answer_ids
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.prompts.prompt import rag_prompt
 from cacheblend_rag.retrieval.index import ChunkIndex

@@ -23,9 +23,10 @@ from cacheblend_lab.bench import (
 )
 from cacheblend_lab.bench.random_models import random_model
 from cacheblend_lab.bench.throughput import _Load, _rate_at, _Way
+from cacheblend_lab.measure import PeakMemory
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.calibrate.measure import PeakMemory, drop_page_cache
-from cacheblend_rag.calibrate.workbench import own_attention
+from cacheblend_rag.calibrate.measure import drop_page_cache
+from cacheblend_rag.calibrate.rounding import own_attention
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, ModelError
 

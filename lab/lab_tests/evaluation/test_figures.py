@@ -206,7 +206,7 @@ def test_figure_10_says_where_loading_hides_and_what_the_controller_loses():
 def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
     for module in ("quality", "attention", "devices"):
         monkeypatch.setattr(f"cacheblend_lab.evaluation.figures.{module}.figure", _small(module))
-    monkeypatch.setattr("cacheblend_rag.calibrate.plotting._DOTS_PER_INCH", 40)
+    monkeypatch.setattr("cacheblend_lab.plotting._DOTS_PER_INCH", 40)
     monkeypatch.setattr("cacheblend_lab.evaluation.figures.quality._COUNTS", (1, 3))
     monkeypatch.setattr("cacheblend_lab.evaluation.figures.quality._POOL", 3)
     monkeypatch.setattr("cacheblend_lab.evaluation.figures.quality._RATIOS", (0.1, 0.5))
@@ -294,7 +294,7 @@ class _Flat:
 def _small(module):
     from contextlib import contextmanager
 
-    from cacheblend_rag.calibrate.plotting import figure
+    from cacheblend_lab.plotting import figure
 
     @contextmanager
     def small(width, height, columns=1, rows=1):

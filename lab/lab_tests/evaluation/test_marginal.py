@@ -12,7 +12,7 @@ from cacheblend_lab.evaluation.marginal import TEMPERATURE, answer_marginally, m
 from cacheblend_lab.evaluation.methods import MarginalMethod
 from cacheblend_lab.evaluation.prepare import Preparation, Preparer, set_header
 from cacheblend_lab.samples import Sample
-from cacheblend_rag.calibrate.spelling import answer_ids
+from cacheblend_lab.spelling import answer_ids
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError

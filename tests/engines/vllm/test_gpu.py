@@ -18,7 +18,7 @@ from vllm import SamplingParams
 
 from cacheblend_rag.blending.gate import TOLERANCE
 from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.calibrate.diagnose_vllm import ask_worker
+from cacheblend_rag.calibrate.diagnose import ask_worker
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, read_whole
 from tests.blending import reference

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
 from cacheblend_rag.blending.settings import BlendSettings, TextRange
-from cacheblend_rag.calibrate.diagnose_vllm import ask_worker
+from cacheblend_rag.calibrate.diagnose import ask_worker
 from cacheblend_rag.engines.sampling import SamplingParams
 from tests.blending import reference
 from tests.blending.prompts import Scene, engine_for
@@ -304,12 +304,12 @@ def test_blended_blocks_never_serve_an_exact_request(engine) -> None:
 
 
 def test_doctor_says_where_a_blends_time_goes(engine) -> None:
-    from cacheblend_rag.calibrate.diagnose_vllm import diagnose_vllm
+    from cacheblend_rag.calibrate.diagnose import diagnose_vllm
 
     found = diagnose_vllm(engine)
-    assert (found.blended, found.device, found.layers) == (True, "cpu", SHAPE["num_hidden_layers"])
-    assert found.cost is not None
-    stale = 5 * (found.cost.prompt_tokens - len(engine.header_ids) - 32) // 6
-    tokens = {kind: done for kind, (done, _) in found.cost.passes.items() if kind != "prefill"}
+    assert (found["blended"], found["device"], found["layers"]) == (True, "cpu", SHAPE["num_hidden_layers"])
+    cost = found["cost"]
+    stale = 5 * (cost["prompt_tokens"] - len(engine.header_ids) - 32) // 6
+    tokens = {kind: done for kind, (done, _) in cost["passes"].items() if kind != "prefill"}
     assert tokens == {"question": pytest.approx(32), "sparse": pytest.approx(round(0.5 * stale))}
-    assert found.cost.full_s > 0 < found.cost.blend_s
+    assert cost["full_s"] > 0 < cost["blend_s"]

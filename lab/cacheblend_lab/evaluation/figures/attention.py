@@ -11,9 +11,9 @@ import torch
 from scipy.stats import spearmanr
 
 from cacheblend_lab.evaluation.figures.base import Figure, FigureContext, Row, Say
+from cacheblend_lab.plotting import draw_points, figure, style
 from cacheblend_rag.blending.policies import policy, policy_name
 from cacheblend_rag.blending.settings import FuseOptions
-from cacheblend_rag.calibrate.plotting import draw_points, figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing

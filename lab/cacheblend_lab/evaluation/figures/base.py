@@ -12,8 +12,8 @@ from cacheblend_lab.datasets import hash_files, load_data_set
 from cacheblend_lab.evaluation.attention import AttentionInspector
 from cacheblend_lab.evaluation.evaluate import EvalResult, EvalSettings, evaluate, identify_run
 from cacheblend_lab.evaluation.prepare import Preparer, set_header
+from cacheblend_lab.workbench import Workbench
 from cacheblend_rag.blending.settings import ResolvedSettings
-from cacheblend_rag.calibrate.workbench import Workbench
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, ModelError, PromptTooLongError
 

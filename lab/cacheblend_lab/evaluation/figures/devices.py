@@ -20,7 +20,7 @@ from cacheblend_lab.bench.sweeps import (
 from cacheblend_lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_lab.evaluation.figures.quality import CORE
 from cacheblend_lab.evaluation.methods import LABELS
-from cacheblend_rag.calibrate.plotting import draw_methods, draw_points, figure, log_scale, style
+from cacheblend_lab.plotting import draw_methods, draw_points, figure, log_scale, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ from cacheblend_lab.evaluation.figures import attention, devices, quality
 from cacheblend_lab.evaluation.figures.base import Figure, FigureContext, Row
 from cacheblend_lab.evaluation.figures.findings import FINDINGS
 from cacheblend_lab.evaluation.report import Section, render_page, result_sections
+from cacheblend_lab.plotting import render_svg, save_figure
 from cacheblend_rag.calibrate.measure import describe_machine
-from cacheblend_rag.calibrate.plotting import render_svg, save_figure
 from cacheblend_rag.errors import InputError, ModelError
 
 _EVERY = (*quality.FIGURES, *attention.FIGURES, *devices.FIGURES)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cacheblend_lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_lab.evaluation.methods import LABELS
+from cacheblend_lab.plotting import draw_points, figure, style
 from cacheblend_rag.blending.policies import policy_name
-from cacheblend_rag.calibrate.plotting import draw_points, figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing

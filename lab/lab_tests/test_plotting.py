@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.calibrate.plotting import figure, render_svg, save_figure
+from cacheblend_lab.plotting import figure, render_svg, save_figure
 
 
 def test_a_figure_in_a_file_has_its_title_and_enough_pixels_to_print(tmp_path: Path) -> None:

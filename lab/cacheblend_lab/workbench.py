@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from cacheblend_rag.calibrate.measure import describe_machine
+from cacheblend_rag.calibrate.measure import describe_machine, prompt_of, random_chunks, random_ids, vocab_size
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.prompts.chunk import Chunk
-from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
+from cacheblend_rag.prompts.prompt import TokenizedPrompt
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm import VLLMEngine
+    from cacheblend_rag.frameworks.sharing import EngineName
 
 KVPlace = Literal["ram", "int8", "disk"]
-EngineName = Literal["transformers", "vllm"]
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,10 @@ class Workbench:
         kv: KVPlace = "ram",
     ) -> Workbench:
         """Return the workbench of an open engine."""
+        assert engine.device is not None
+        name: EngineName = "transformers" if isinstance(engine, TransformersEngine) else "vllm"
         label = label or engine.fingerprint.name
-        if isinstance(engine, TransformersEngine):
-            runner, vocab_size = engine.runner, engine.subject().vocab_size
-            return cls(engine, label, directory, runner.device, runner.dtype, vocab_size, kv=kv)
-        vocab_size = engine.llm.model_config.get_vocab_size()
-        return cls(engine, label, directory, engine.device, engine.dtype, vocab_size, "vllm", kv)
+        return cls(engine, label, directory, engine.device, engine.dtype, vocab_size(engine), name, kv)
 
     @property
     def model(self) -> Any:
@@ -97,38 +94,14 @@ class Workbench:
 
     def random_chunks(self, count: int, tokens: int, seed: int) -> list[Chunk]:
         """Return ``count`` different chunks of ``tokens`` random token ids."""
-        ids = self.random_ids(count * tokens, seed)
-        return [
-            Chunk(f"random-{seed}-{i}", "", ids[i * tokens : (i + 1) * tokens], {"source": "random tokens"})
-            for i in range(count)
-        ]
+        return random_chunks(self.vocab_size, count, tokens, seed)
 
     def prompt(
         self, chunks: Sequence[Chunk], question_tokens: int, seed: int, front: Sequence[int] = ()
     ) -> TokenizedPrompt:
         """Return the header, or the tokens of another ``front``, then chunks and a question of random token ids."""
-        ids = list(front or self.engine.header_ids)
-        spans = []
-        for chunk in chunks:
-            spans.append(ChunkSpan(chunk, len(ids), len(ids) + len(chunk.token_ids)))
-            ids += chunk.token_ids
-        return TokenizedPrompt((*ids, *self.random_ids(question_tokens, seed + 1)), tuple(spans))
+        return prompt_of(front or self.engine.header_ids, chunks, self.random_ids(question_tokens, seed + 1))
 
     def random_ids(self, count: int, seed: int) -> tuple[int, ...]:
         """Return ``count`` random token ids."""
-        generator = torch.Generator().manual_seed(seed)
-        return tuple(torch.randint(0, self.vocab_size, (count,), generator=generator).tolist())
-
-
-@contextmanager
-def own_attention(model: Any) -> Iterator[None]:
-    """Run a model with the attention implementation that transformers would have chosen."""
-    ours = model.config.get_text_config()._attn_implementation
-    if ours == "eager":
-        yield
-        return
-    model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(ours)
+        return random_ids(self.vocab_size, count, seed)

@@ -76,7 +76,7 @@ def figure(width: float = 6.4, height: float = 3.6, columns: int = 1, rows: int 
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ModelError("Plots need matplotlib: pip install 'cacheblend-rag[calibrate]'.") from error
+        raise ModelError("Plots need matplotlib: pip install cacheblend-lab.") from error
     with rc_context(_RC):
         made = Figure(figsize=(width, height))
         FigureCanvasAgg(made)
