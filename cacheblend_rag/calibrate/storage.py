@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cacheblend_rag.blending.controller import Arm, Load, Located, decide
+from cacheblend_rag.blending.controller import Decision, Load, Located, decide
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.calibrate.costs import token_bytes
@@ -71,8 +71,9 @@ def typical_load(place: Workbench, chunks: int, chunk_tokens: int, ratio: float 
     if not engine.gate.passed:
         return None
     span = Located(chunk_tokens, token_bytes(place) * chunk_tokens, "")
-    dense = engine.profile.dense_share(engine.profile.policy, engine.num_layers)
-    asked = 0 if policy(engine.profile.policy).needs_attention else None
+    chosen = policy(engine.profile.policy)
+    dense = engine.profile.check_layers[0] / engine.num_layers if chosen.needs_deviation else 0.0
+    asked = 0 if chosen.needs_attention else None
     return Load([span] * chunks, _QUESTION, engine.profile.ratio if ratio is None else ratio, dense=dense, asked=asked)
 
 
@@ -101,8 +102,8 @@ class BlendTimes:
 def blend_times(load: Load, costs: Costs, tier: str) -> BlendTimes:
     """Return the times of a blend of all of ``load`` at its lowest ratio with all KV in ``tier``."""
     moved = replace(load, spans=[replace(span, tier=tier) for span in load.spans])
-    arm = Arm(moved, costs, (True,) * len(moved.spans))
-    return BlendTimes(arm.load_s, arm.compute_s(load.least), arm.seconds(load.least))
+    blend = Decision(moved, costs, [True] * len(moved.spans), load.least)
+    return BlendTimes(blend.load_s, blend.compute_s, blend.seconds)
 
 
 def cheapest_tier(load: Load, costs: Costs, prices: Mapping[str, float]) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cacheblend_rag.blending.controller import Arm, Load, Located
+from cacheblend_rag.blending.controller import Decision, Load, Located
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
 from cacheblend_rag.blending.profile import load_costs, save_costs
 from cacheblend_rag.calibrate.compute import fit_compute
@@ -116,7 +116,8 @@ def test_doctors_estimate_is_what_the_loading_controller_expects_of_that_prompt(
     for asked in (None, 0):  # a policy that watches the question runs it once more
         load = Load(spans, 32, 0.5, asked=asked)
         placed = [replace(span, tier="disk", exact=not number) for number, span in enumerate(spans)]
-        arm = Arm(replace(load, spans=placed), Costs(layers, compute, {"disk": TierCost(0.0, rate)}), (True,) * 6)
+        known = Costs(layers, compute, {"disk": TierCost(0.0, rate)})
+        blend = Decision(replace(load, spans=placed), known, [True] * 6, 0.5)
         found = estimate(load, compute, layers, rate)
-        assert found.blend_s == pytest.approx(arm.seconds(0.5))
+        assert found.blend_s == pytest.approx(blend.seconds)
         assert (found.prompt_tokens, found.load_s) == (3104, pytest.approx(6 * 512 * (1 << 17) / rate))
