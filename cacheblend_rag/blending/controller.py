@@ -7,15 +7,13 @@ too slow, computing some of its chunks in place, or the whole prompt, is sooner 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from itertools import chain, product
-from math import prod
-from typing import Self
+from itertools import product
 
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan, joined_static
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.profile import ModelProfile
+from cacheblend_rag.blending.policies import SelectionPolicy, policy, possible
 from cacheblend_rag.blending.settings import FuseOptions, ResolvedSettings, TextRatio, raised
 
 SPENT = 0.05
@@ -25,7 +23,7 @@ HICCUP_S = 0.05
 GAIN = 1.1
 """Factor by which a blend must be expected to be faster, unless the user asked for a blend."""
 _BISECTIONS = 30
-_MOST_CHOICES = 256
+_FEW = 6  # up to so many spans, every set of spans is a candidate
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class Load:
         spans: Stored spans, in the prompt's order.
         forced: Number of tokens without stored KV.
         least: Lowest ratio: the ratio that the model needs for good answers.
-        most: Highest ratio that still helps.
         dense: Share of the layers that a dense pass of all stale tokens goes through; 0 without a dense pass.
         asked: Number of tokens behind the blend that the question's own pass runs besides the tokens without KV; None
             for a policy without such a pass.
@@ -68,7 +65,6 @@ class Load:
     spans: Sequence[Located]
     forced: int
     least: float
-    most: float = 1.0
     dense: float = 0.0
     asked: int | None = None
     before: int = 0
@@ -87,75 +83,6 @@ class Load:
     def context(self) -> int:
         """Return the length of the prompt."""
         return self.before + self.tokens
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Says how to serve a prompt.
-
-    Attributes:
-        used: For each span, whether its stored KV is used; the other spans are computed in place.
-        ratio: Recompute ratio for the used spans that are not exact.
-        seconds: Expected time to first token.
-        load_s: Expected time of loading alone.
-        compute_s: Expected time of computing alone.
-        prefill_s: Expected time of an ordinary prefill, for comparison.
-    """
-
-    used: tuple[bool, ...]
-    ratio: float
-    seconds: float
-    load_s: float
-    compute_s: float
-    prefill_s: float
-
-    @property
-    def blends(self) -> bool:
-        """Return whether any stored KV is used."""
-        return any(self.used)
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Holds the controller's inputs besides a prompt's plan; they travel with a request to the process that plans.
-
-    Attributes:
-        costs: Current costs of the model and the tiers.
-        dense: See :class:`Load`.
-        asks: Whether the policy measures the question's attention in a pass of its own.
-        dense_unranked: Value of ``dense`` for the policy that chooses when a chunk has no static deviation; None if
-            that is the same policy.
-        asks_unranked: Value of ``asks`` for that other policy.
-        more_unranked: Factor by which that other policy raises the ratio.
-    """
-
-    costs: Costs
-    dense: float
-    asks: bool = False
-    dense_unranked: float | None = None
-    asks_unranked: bool = False
-    more_unranked: float = 1.0
-
-    @classmethod
-    def of(cls, costs: Costs | None, profile: ModelProfile, settings: ResolvedSettings, num_layers: int) -> Self | None:
-        """Return the terms of a blend by ``settings`` of a model with ``profile``.
-
-        Return None where the controller decides nothing: the settings say how to blend, or the costs are unknown.
-        """
-        if costs is None or not (costs.calibrated if settings.ratio == "auto" else settings.only_if_sooner):
-            return None
-        first = policy(settings.policy)
-        dense = profile.dense_share(first, num_layers, settings.check_layers)
-        if not first.needs_static or settings.ratio != "auto":  # a fixed ratio does not depend on the chunks
-            return cls(costs, dense, first.needs_attention)
-        second = policy(first.without_static)
-        unranked = profile.dense_share(second, num_layers, settings.check_layers)
-        more = second.effort / first.effort
-        return cls(costs, dense, first.needs_attention, unranked, second.needs_attention, more)
-
-    def wants_static(self, ratio: float | TextRatio) -> bool:
-        """Return whether :func:`control` needs the chunks' static deviations."""
-        return self.dense_unranked is not None or isinstance(ratio, TextRatio)
 
 
 @dataclass(frozen=True)
@@ -180,53 +107,171 @@ class Choice:
     def applied_to(self, plan: BlendPlan) -> BlendPlan:
         """Return the plan that follows the decision and states it in its reason."""
         unused = [span for span in _chunks_of(plan) if span.end in self.in_place]
-        return (
-            plan.without(unused, plan.reason + self.words) if unused else replace(plan, reason=plan.reason + self.words)
-        )
+        return plan.without(unused, plan.reason + self.words)
 
     def limits(self, options: FuseOptions) -> FuseOptions:
         """Return ``options`` with the ratio raised to the decision's and with its longest wait."""
         return replace(options, ratio=raised(options.ratio, self.ratio), most_wait_s=self.most_wait_s)
 
 
-def decide(load: Load, costs: Costs) -> Decision:
-    """Return how to serve a prompt soonest; among nearly equal choices, the choice that leaves the fewest tokens stale.
+class Decision:
+    """Says how to serve a prompt, and estimates how long that takes.
 
-    The candidates are: all stored KV; all spans except the ones whose loading costs most for the computing it saves,
-    with one more left out each time; no stored KV; and, for few spans, every number of spans from each tier. Tiers of
-    unknown cost count as free: loading from them measures their cost.
+    Attributes:
+        used: For each span, whether its stored KV is used; the other spans are computed in place.
+        ratio: Recompute ratio for the used spans that are not exact.
+        stale: Number of tokens in the used spans that are not exact.
+        load_s: Expected time of loading alone.
     """
-    arms = [Arm(load, costs, used) for used in _choices(load, costs)]
-    limit = (1 + SPENT) * min(arm.seconds(load.least) for arm in arms)
-    ratios = {arm: arm.highest_ratio(limit) for arm in arms if arm.seconds(load.least) <= limit}
-    best = min(ratios, key=lambda arm: (arm.stale(ratios[arm]), arm.seconds(load.least)))
-    ratio = ratios[best]
-    prefill = costs.compute.seconds(load.tokens, load.context)
-    return Decision(best.used, ratio, best.seconds(ratio), best.load_s, best.compute_s(ratio), prefill)
+
+    def __init__(self, load: Load, costs: Costs, used: Sequence[bool], ratio: float):
+        self._load, self._costs, self.used, self.ratio = load, costs, tuple(used), ratio
+        kept = [span for span, use in zip(load.spans, used, strict=True) if use]
+        if kept and load.header is not None:
+            kept.append(load.header)
+        self.stale = sum(span.tokens for span in kept if not span.exact)
+        self._placed = sum(span.tokens for span in kept)
+        self._in_place = load.tokens - self._placed
+        checked = round(load.dense * costs.layers) + 1
+        self.load_s, self._first_s, self._checked_s = (_load_s(kept, costs, n) for n in (costs.layers, 1, checked))
+
+    @property
+    def blends(self) -> bool:
+        """Return whether any stored KV is used."""
+        return any(self.used)
+
+    @property
+    def compute_s(self) -> float:
+        """Return the expected time of computing alone."""
+        return sum(self._passes_s())
+
+    @property
+    def prefill_s(self) -> float:
+        """Return the expected time of an ordinary prefill, for comparison."""
+        return self._costs.compute.seconds(self._load.tokens, self._load.context)
+
+    @property
+    def seconds(self) -> float:
+        """Return the expected time to first token.
+
+        Loading and computing overlap, except for the first layer's loading or the last layer's computation.
+        """
+        question, dense, sparse = self._passes_s()
+        if not self.blends:
+            return sparse + min(sparse, self._load.waits_s)
+        if question:  # the question's pass reads all layers, so no later pass waits for a load
+            seen = max(self._first_s + question, self.load_s + question / self._costs.layers)
+            return self._load.waits_s + seen + dense + sparse
+        begin = max(dense, self._checked_s) if dense else self._first_s  # a dense pass needs no stale KV until its end
+        return self._load.waits_s + max(begin + sparse, self.load_s + sparse / self._costs.layers)
+
+    def _passes_s(self) -> tuple[float, float, float]:
+        """Return the seconds of the question's own pass, of the dense pass and of the sparse pass."""
+        load, compute, context = self._load, self._costs.compute, self._load.context
+        question = dense = apart = 0.0
+        front = 0
+        if self.stale and 0 < self.ratio < 1 and (load.asked is not None or load.dense):
+            front = load.front
+            apart = compute.seconds(front, load.before + front)
+            question = 0.0 if load.asked is None else compute.seconds(self._in_place - front + load.asked, context)
+            dense = load.dense * compute.seconds(self._in_place - front + self.stale - load.behind, context)
+        chosen = self._in_place - front + self.ratio * self.stale
+        return question, dense, apart + compute.seconds(chosen, context, self._placed)
+
+    def raised(self, limit_s: float) -> Decision:
+        """Return the decision with the highest ratio whose time to first token is within ``limit_s``."""
+        low, high = self._at(self.ratio), self._at(1.0)
+        if high.seconds <= limit_s:
+            return high
+        for _ in range(_BISECTIONS):
+            middle = self._at((low.ratio + high.ratio) / 2)
+            low, high = (middle, high) if middle.seconds <= limit_s else (low, middle)
+        return low
+
+    def _at(self, ratio: float) -> Decision:
+        other = copy(self)
+        other.ratio = ratio
+        return other
+
+
+def decide(load: Load, costs: Costs) -> Decision:
+    """Return how to serve a prompt soonest, recomputing as many tokens as cost hardly any time.
+
+    The candidates are all stored KV; all spans except the ones whose loading costs most for the computing it saves,
+    with one more left out each time; no stored KV; and, of few spans, every set. Exact KV alone, or none, is preferred
+    to a blend that is hardly sooner. Tiers of unknown cost count as free: loading from them measures their cost.
+    """
+
+    def price(index: int) -> float:
+        span = load.spans[index]
+        spared = span.tokens * (1.0 if span.exact else 1 - load.least)
+        return _load_s([span], costs, costs.layers) / spared if spared else float("inf")
+
+    count = len(load.spans)
+    order = sorted(range(count), key=price, reverse=True)
+    sets: list[Sequence[bool]] = [[index in order[dropped:] for index in range(count)] for dropped in range(count + 1)]
+    if count <= _FEW:
+        sets += product((True, False), repeat=count)
+    found = [Decision(load, costs, used, load.least) for used in sets]
+    seconds = {each: each.seconds for each in found}
+    limit_s = (1 + SPENT) * min(seconds.values())
+    near = [each for each in found if seconds[each] <= limit_s]
+    return min(near, key=lambda each: (each.stale > 0, seconds[each])).raised(limit_s)
+
+
+def _load_s(spans: Sequence[Located], costs: Costs, layers: int) -> float:
+    """Return the seconds until the first ``layers`` layers of ``spans`` are loaded. Tiers are read one by one."""
+    total = 0.0
+    for tier in {span.tier for span in spans} & set(costs.tiers):
+        there = [span for span in spans if span.tier == tier]
+        nbytes = sum(span.nbytes for span in there) * layers / costs.layers
+        total += costs.tiers[tier].seconds(nbytes, len(there) * layers)
+    return total
+
+
+def controlled(costs: Costs | None, settings: ResolvedSettings) -> Costs | None:
+    """Return the costs by which to :func:`choose` for a prompt with ``settings``.
+
+    Return None where the controller decides nothing: the settings say how to blend, or the costs are unknown.
+    """
+    if costs is not None and (costs.calibrated if settings.ratio == "auto" else settings.quality in ("high", "fast")):
+        return costs
+    return None
+
+
+def needs_static(settings: ResolvedSettings, ratio: float | TextRatio) -> bool:
+    """Return whether :func:`choose` needs the chunks' static deviations."""
+    return settings.ratio == "auto" and (policy(settings.policy).needs_static or isinstance(ratio, TextRatio))
 
 
 def choose(
-    plan: BlendPlan, terms: Terms, settings: ResolvedSettings, ratio: float | TextRatio, waits_s: float = 0.0
+    plan: BlendPlan, costs: Costs, settings: ResolvedSettings, ratio: float | TextRatio, waits_s: float = 0.0
 ) -> Choice:
-    """Return the choice of :func:`control` for a ratio of ``"auto"``, and of :func:`blend_or_not` for a quality."""
-    if settings.ratio == "auto":
-        return control(plan, terms, ratio, waits_s)
-    return blend_or_not(plan, terms, settings.ratio, waits_s)
+    """Return which stored KV of ``plan`` to use, and the lowest ratio to blend by.
 
+    Positions before the plan's start cost nothing. For a ratio of ``"auto"``, the choice is the one of the soonest first
+    token; for a quality, to use all stored chunks or the exact prefix alone.
 
-def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: float = 0.0) -> Choice:
-    """Return which stored KV of ``plan`` gives the soonest first token, and the lowest ratio to blend by.
-
-    Positions before the plan's start cost nothing. ``ratio`` is the lowest ratio that the model needs, or the rule that
-    computes it from the used chunks; ``waits_s``: see :class:`Load`.
+    Args:
+        plan: Plan of the prompt.
+        costs: Result of :func:`controlled`.
+        settings: How the prompt is blended.
+        ratio: Lowest ratio that the model needs, or the rule that computes it from the used chunks.
+        waits_s: See :class:`Load`.
     """
-    spans = _chunks_of(plan)
-    wanted = plan.candidates if terms.wants_static(ratio) else ()
-    static = {span.start: span.static_deviation() for span in wanted}
-    more = 1.0
-    if terms.dense_unranked is not None and any(each is None for each in static.values()):
-        more = terms.more_unranked
-        terms = replace(terms, dense=terms.dense_unranked, asks=terms.asks_unranked)
+    if settings.ratio == "auto":
+        return _soonest(plan, costs, settings, ratio, waits_s)
+    return _blend_or_not(plan, costs, settings, settings.ratio, waits_s)
+
+
+def _soonest(
+    plan: BlendPlan, costs: Costs, settings: ResolvedSettings, ratio: float | TextRatio, waits_s: float
+) -> Choice:
+    spans, wanted = _chunks_of(plan), policy(settings.policy)
+    ranked = plan.candidates if needs_static(settings, ratio) else ()
+    static = {span.start: span.static_deviation() for span in ranked}
+    chosen = possible(wanted, all(each is not None for each in static.values()), True)
+    more = chosen.effort / wanted.effort
 
     def least(used: Sequence[bool]) -> float:
         if not isinstance(ratio, TextRatio):
@@ -235,37 +280,32 @@ def control(plan: BlendPlan, terms: Terms, ratio: float | TextRatio, waits_s: fl
         # If a chunk has no static deviation, the blend cannot compute the ratio from the text either.
         return min(1.0, more * (ratio.least if (joined := joined_static(kept)) is None else ratio.choose(joined)))
 
-    load = _load(plan, terms, least([True] * len(spans)), waits_s)
-    found = decide(load, terms.costs)
+    load = _load(plan, costs, settings, chosen, least([True] * len(spans)), waits_s)
+    found = decide(load, costs)
     while (needed := least(found.used)) > found.ratio:  # the remaining chunks may need a higher ratio
         load = replace(load, least=needed)
-        found = decide(load, terms.costs)
-    at_hand = tuple(use and span.tier == "ram" for span, use in zip(load.spans, found.used, strict=True))
-    most_wait_s = found.load_s + max(HICCUP_S, Arm(load, terms.costs, at_hand).seconds(found.ratio))
-    expected = f"expected in {found.seconds:.3g} s, an ordinary prefill in {found.prefill_s:.3g} s"
-    if all(found.used):
-        return Choice(frozenset(), found.ratio / more, f" ({expected})", found.seconds, most_wait_s)
+        found = decide(load, costs)
+    at_hand = [use and span.tier == "ram" for span, use in zip(load.spans, found.used, strict=True)]
+    most_wait_s = found.load_s + max(HICCUP_S, Decision(load, costs, at_hand, found.ratio).seconds)
     in_place = frozenset(span.end for span, use in zip(spans, found.used, strict=True) if not use)
-    what = (
-        f"{len(in_place)} of them computed in place, which is sooner than loading them"
-        if found.blends
-        else "none of it is used"
-    )
-    return Choice(in_place, found.ratio / more, f"; {what} ({expected})", found.seconds, most_wait_s)
+    what = ""
+    if in_place and found.blends:
+        what = f"; {len(in_place)} of them computed in place, which is sooner than loading them"
+    elif in_place:
+        what = "; none of it is used"
+    words = f"{what} (expected in {found.seconds:.3g} s, an ordinary prefill in {found.prefill_s:.3g} s)"
+    return Choice(in_place, found.ratio / more, words, found.seconds, most_wait_s)
 
 
-def blend_or_not(plan: BlendPlan, terms: Terms, ratio: float, waits_s: float = 0.0) -> Choice:
+def _blend_or_not(plan: BlendPlan, costs: Costs, settings: ResolvedSettings, ratio: float, waits_s: float) -> Choice:
     """Return whether to blend all stored chunks by ``ratio``, or to use the exact prefix alone and compute the rest.
 
     Blend only if the blend is expected to be faster by the factor :data:`GAIN`: a blend costs accuracy, the exact
     prefix does not.
     """
-    load = _load(plan, terms, ratio, waits_s)
-    blend, exact = (
-        Arm(load, terms.costs, used)
-        for used in (tuple(True for _ in load.spans), tuple(span.exact for span in load.spans))
-    )
-    seconds, without_s = blend.seconds(ratio), exact.seconds(ratio)
+    load = _load(plan, costs, settings, policy(settings.policy), ratio, waits_s)
+    seconds = Decision(load, costs, [True] * len(load.spans), ratio).seconds
+    without_s = Decision(load, costs, [span.exact for span in load.spans], ratio).seconds
     if not plan.stale or GAIN * seconds <= without_s:
         return Choice(frozenset(), ratio, "", seconds)
     words = (
@@ -274,16 +314,17 @@ def blend_or_not(plan: BlendPlan, terms: Terms, ratio: float, waits_s: float = 0
     return Choice(frozenset(span.end for span in plan.stale), ratio, words, without_s)
 
 
-def _load(plan: BlendPlan, terms: Terms, least: float, waits_s: float) -> Load:
-    """Return a plan as the controller sees it."""
+def _load(
+    plan: BlendPlan, costs: Costs, settings: ResolvedSettings, chosen: SelectionPolicy, least: float, waits_s: float
+) -> Load:
+    """Return a plan as the controller sees it if the policy ``chosen`` selects."""
     spans = _chunks_of(plan)
     return Load(
         [_located(span, span in plan.exact) for span in spans],
         plan.num_tokens - plan.start - plan.stored_tokens,
         least,
-        1.0,
-        terms.dense,
-        plan.behind if terms.asks else None,
+        settings.check_layers[0] / costs.layers if chosen.needs_deviation else 0.0,
+        plan.behind if chosen.needs_attention else None,
         plan.start,
         waits_s,
         plan.num_tokens - max((span.end for span in spans), default=plan.start),
@@ -299,102 +340,3 @@ def _located(span: StoredSpan, exact: bool) -> Located:
 
 def _chunks_of(plan: BlendPlan) -> list[StoredSpan]:
     return [span for span in (*plan.exact, *plan.stale) if span.chunk is not None]
-
-
-class Arm:
-    """Estimates the times of a prompt that uses the stored KV of some spans and computes the other spans."""
-
-    def __init__(self, load: Load, costs: Costs, used: tuple[bool, ...]):
-        self._load, self._costs, self.used = load, costs, used
-        kept = [span for span, use in zip(load.spans, used, strict=True) if use]
-        if kept and load.header is not None:
-            kept.append(load.header)
-        self._stale = sum(span.tokens for span in kept if not span.exact)
-        self._placed = sum(span.tokens for span in kept)
-        self._in_place = load.tokens - self._placed
-        self._checked = self._in_place + self._stale - load.behind
-        checked = round(load.dense * costs.layers) + 1
-        self.load_s, self._first_s, self._checked_s = (_load_s(kept, costs, n) for n in (costs.layers, 1, checked))
-
-    def stale(self, ratio: float) -> float:
-        """Return how many tokens stay stale at ``ratio``."""
-        return (1 - ratio) * self._stale
-
-    def compute_s(self, ratio: float) -> float:
-        """Return the seconds of computing alone."""
-        return sum(self._passes_s(ratio))
-
-    def seconds(self, ratio: float) -> float:
-        """Return the time to first token.
-
-        Loading and computing overlap, except for the first layer's loading or the last layer's computation.
-        """
-        question, dense, sparse = self._passes_s(ratio)
-        if not any(self.used):
-            return sparse + min(sparse, self._load.waits_s)
-        if question:  # the question's pass reads all layers, so no later pass waits for a load
-            seen = max(self._first_s + question, self.load_s + question / self._costs.layers)
-            return self._load.waits_s + seen + dense + sparse
-        begin = max(dense, self._checked_s) if dense else self._first_s  # a dense pass needs no stale KV until its end
-        return self._load.waits_s + max(begin + sparse, self.load_s + sparse / self._costs.layers)
-
-    def _passes_s(self, ratio: float) -> tuple[float, float, float]:
-        """Return the seconds of the question's own pass, of the dense pass and of the sparse pass."""
-        compute, context, asked = self._costs.compute, self._load.context, self._load.asked
-        question = dense = apart = 0.0
-        front = 0
-        if self._stale and 0 < ratio < 1 and (asked is not None or self._load.dense):
-            front = self._load.front
-            apart = compute.seconds(front, self._load.before + front)
-            question = 0.0 if asked is None else compute.seconds(self._in_place - front + asked, context)
-            dense = self._load.dense * compute.seconds(self._checked - front, context)
-        chosen = self._in_place - front + ratio * self._stale
-        return question, dense, apart + compute.seconds(chosen, context, self._placed)
-
-    def highest_ratio(self, limit: float) -> float:
-        """Return the highest allowed ratio whose time to first token is within ``limit`` seconds."""
-        low, high = self._load.least, max(self._load.least, self._load.most)
-        if self.seconds(high) <= limit:
-            return high
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.seconds(middle) <= limit else (low, middle)
-        return low
-
-
-def _load_s(spans: Sequence[Located], costs: Costs, layers: int) -> float:
-    """Return the seconds until the first ``layers`` layers of ``spans`` are loaded. Tiers are read one by one."""
-    total = 0.0
-    for tier in {span.tier for span in spans} & set(costs.tiers):
-        there = [span for span in spans if span.tier == tier]
-        nbytes = sum(span.nbytes for span in there) * layers / costs.layers
-        total += costs.tiers[tier].seconds(nbytes, len(there) * layers)
-    return total
-
-
-def _choices(load: Load, costs: Costs) -> list[tuple[bool, ...]]:
-    """Return the sets of spans to try: all, one less each time by price, none; for few spans any number of a kind."""
-
-    def price(index: int) -> float:
-        span = load.spans[index]
-        spared = span.tokens * (1.0 if span.exact else 1 - load.least)
-        return _load_s([span], costs, costs.layers) / spared if spared else float("inf")
-
-    every = range(len(load.spans))
-    order = sorted(every, key=price, reverse=True)
-    used = [set(order[dropped:]) for dropped in range(len(order) + 1)]
-    parts = _parts_of_kinds(load.spans)
-    if prod(map(len, parts)) <= _MOST_CHOICES:
-        used += [set(chain.from_iterable(choice)) for choice in product(*parts)]
-    return list(dict.fromkeys(tuple(i in chosen for i in every) for chosen in used))
-
-
-def _parts_of_kinds(spans: Sequence[Located]) -> list[list[list[int]]]:
-    """Return the subsets to try for each kind (tier, exact or not): the longest or the shortest spans of the kind."""
-    kinds: dict[tuple[str, bool], list[int]] = {}
-    for index in sorted(range(len(spans)), key=lambda i: spans[i].tokens):
-        kinds.setdefault((spans[index].tier, spans[index].exact), []).append(index)
-    return [
-        [members[first:] for first in range(len(members) + 1)] + [members[:end] for end in range(1, len(members))]
-        for members in kinds.values()
-    ]

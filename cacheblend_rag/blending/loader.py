@@ -80,15 +80,13 @@ class LayerLoader:
     @property
     def loads(self) -> tuple[ChunkLoad, ...]:
         """Return the loads so far, span by span."""
-        return tuple(
-            self._load_of(span, layers) for span, layers in zip(self._all, self._layers, strict=True) if layers
-        )
-
-    def _load_of(self, span: StoredSpan, layers: int) -> ChunkLoad:
-        kv = span.kv
-        chunk_id = "" if span.chunk is None else span.chunk.id
-        nbytes = kv.stored_nbytes * layers // kv.num_layers
-        return ChunkLoad(chunk_id, kv.tier, nbytes, self._reads.meter.taken_of(kv).seconds)
+        found = []
+        for span, layers in zip(self._all, self._layers, strict=True):
+            if layers:
+                chunk_id, kv = "" if span.chunk is None else span.chunk.id, span.kv
+                nbytes = kv.stored_nbytes * layers // kv.num_layers
+                found.append(ChunkLoad(chunk_id, kv.tier, nbytes, self._reads.meter.taken_of(kv).seconds))
+        return tuple(found)
 
     def __enter__(self) -> LayerLoader:
         return self

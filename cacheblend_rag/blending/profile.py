@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cacheblend_rag.blending.costs import Costs
-from cacheblend_rag.blending.policies import SelectionPolicy, policy
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import (
     BlendSchedule,
     BlendSettings,
@@ -120,12 +120,6 @@ class ModelProfile:
             return settings.ratio
         return self.ratio if self.text is None else TextRatio(self.ratio, self.text.most_left_out)
 
-    def dense_share(
-        self, chosen: str | SelectionPolicy, num_layers: int, check_layers: tuple[int, ...] | None = None
-    ) -> float:
-        """Return the share of the layers that a policy's dense pass goes through; 0 for a policy without one."""
-        return self.schedule(check_layers).check_layers[0] / num_layers if policy(chosen).needs_deviation else 0.0
-
     def schedule(self, check_layers: tuple[int, ...] | None = None) -> BlendSchedule:
         """Return the profile's schedule, or one for other ``check_layers`` (each 1.25 times as wide as the next)."""
         if check_layers is None or check_layers == self.check_layers:
@@ -199,7 +193,8 @@ def save_profile(
 
 
 def _own_file(digest: str, writer: WrittenBy | None = None) -> Path:
-    return user_file("profiles", digest if writer is None else f"{digest}-{writer.digest}")
+    name = digest if writer is None else f"{digest}-{writer.digest}"
+    return user_folder("data") / "profiles" / f"{name}.json"
 
 
 def save_costs(costs: Costs, digest: str, device: str, engine: str = EMBEDDED) -> Path:
@@ -229,12 +224,7 @@ def load_costs(digest: str, device: str, engine: str = EMBEDDED) -> Costs | None
 def _costs_file(digest: str, device: str, engine: str) -> Path:
     numbered = "cuda:0" if device == "cuda" else device  # vLLM reports the device without a number
     ran_by = "" if engine == EMBEDDED else f"-{engine}"
-    return user_file("costs", f"{digest}-{numbered.replace(':', '-')}{ran_by}")
-
-
-def user_file(kind: str, name: str) -> Path:
-    """Return the path of a JSON file of a kind among the user's files."""
-    return user_folder("data") / kind / f"{name}.json"
+    return user_folder("data") / "costs" / f"{digest}-{numbered.replace(':', '-')}{ran_by}.json"
 
 
 def user_folder(kind: Literal["cache", "data"]) -> Path:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -65,7 +66,11 @@ class NotYetError(Exception):
     """Says that a layer was not read within the allowed time."""
 
 
-class Reads(Protocol):
+SpansOf = Callable[[int], Sequence[StoredSpan]]
+"""Maps a layer index to the spans wanted in that layer; the last layer wants all spans."""
+
+
+class Reads(ABC):
     """Reads the layers of some spans ahead, in ascending order.
 
     Attributes:
@@ -74,13 +79,18 @@ class Reads(Protocol):
         until: Layers from ``until`` on are not begun before they are asked for.
     """
 
-    meter: ReadMeter
-    in_place: bool
-    until: int
+    in_place = False
 
+    def __init__(self, spans: SpansOf, num_layers: int, trace: Trace | None, pool: ThreadPoolExecutor | None):
+        """Read in ``pool``; without a pool, in the caller's thread."""
+        self._spans, self._num_layers, self._trace, self._pool = spans, num_layers, trace, pool
+        self.meter, self.until = ReadMeter(), num_layers
+
+    @abstractmethod
     def ready(self) -> bool:
         """Return whether all layers are in host memory."""
 
+    @abstractmethod
     def parts(self, layer: int, most_s: float | None = None) -> list[LayerKV]:
         """Return each span's KV on the compute device, waiting for it if need be; valid until :meth:`joined`.
 
@@ -95,15 +105,29 @@ class Reads(Protocol):
             NotYetError: The layer is not read within ``most_s`` seconds.
         """
 
+    @abstractmethod
     def joined(self, layer: int, parts: Sequence[LayerKV]) -> LayerKV:
         """Return the parts of ``layer`` joined, ``[kv_heads, tokens, head_dim]``, and release the parts' memory."""
 
     def close(self, wait: bool = True) -> None:
         """Stop reading; without ``wait``, return before reads that have begun end."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=wait, cancel_futures=True)
 
+    def _read(self, layer: int) -> list[LayerKV]:
+        return [self._read_one(span, layer, partial(span.layer, layer)) for span in self._spans(layer)]
 
-SpansOf = Callable[[int], Sequence[StoredSpan]]
-"""Maps a layer index to the spans wanted in that layer; the last layer wants all spans."""
+    def _read_one(self, span: StoredSpan, layer: int, read: Callable[[], LayerKV]) -> LayerKV:
+        """Read one layer of one span, and count the read."""
+        traced: AbstractContextManager[None] = nullcontext()
+        if self._trace is not None:
+            details = {"tier": span.kv.tier, "bytes": span.kv.stored_nbytes // span.kv.num_layers}
+            traced = self._trace.during("loading", f"layer {layer}", **details)
+        try:
+            with self.meter.reading(span.kv), traced:
+                return read()
+        except (DamagedKVError, StoreUnavailableError) as error:
+            raise UnusableSpanError(span) from error
 
 
 def reads_of(
@@ -113,25 +137,21 @@ def reads_of(
 
     With ``whole``, read all layers into host memory, not only the next few.
     """
-    transfer, one = transfer_to(device), _OneRead(ReadMeter(), trace)
+    transfer = transfer_to(device)
     if transfer is None:
-        return _CPUReads(spans, num_layers, one, whole)
-    return _DeviceReads(spans, num_layers, one, transfer, whole)
+        return _CPUReads(spans, num_layers, trace, whole)
+    return _DeviceReads(spans, num_layers, trace, transfer, whole)
 
 
-class _CPUReads:
+class _CPUReads(Reads):
     """Reads for a CPU: from RAM when a layer is requested, from other tiers ahead, in threads."""
 
-    in_place = False
-
-    def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead, whole: bool):
-        self._spans, self._num_layers, self._one, self.meter = spans, num_layers, one, one.meter
-        self.until = num_layers
+    def __init__(self, spans: SpansOf, num_layers: int, trace: Trace | None, whole: bool):
         every = spans(num_layers - 1)
         threads = _at_once(every)
+        in_ram = all(span.kv.tier == "ram" for span in every)
+        super().__init__(spans, num_layers, trace, None if in_ram else ThreadPoolExecutor(threads, "cacheblend-load"))
         self._ahead = num_layers if whole else max(_CPU_LAYERS_AHEAD, threads + 1)
-        in_place = all(span.kv.tier == "ram" for span in every)
-        self._pool = None if in_place else ThreadPoolExecutor(threads, thread_name_prefix="cacheblend-load")
         self._pending: dict[int, Future[list[LayerKV]]] = {}
         self._submitted = 0
         self._read_ahead(self._ahead)
@@ -150,38 +170,29 @@ class _CPUReads:
         # cores.
         return join_tokens(parts)
 
-    def close(self, wait: bool = True) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=wait, cancel_futures=True)
-
     def _read_ahead(self, end: int) -> None:
         while self._pool is not None and self._submitted < min(end, self._num_layers):
             if self._spans(self._submitted):
                 self._pending[self._submitted] = self._pool.submit(self._read, self._submitted)
             self._submitted += 1
 
-    def _read(self, layer: int) -> list[LayerKV]:
-        return [self._one(span, layer, partial(span.layer, layer)) for span in self._spans(layer)]
 
-
-class _DeviceReads:
+class _DeviceReads(Reads):
     """Copies every layer to memory on the device, which a later layer uses again.
 
     If all KV lies in page-locked memory, the copies are only queued, without a thread; otherwise threads read.
     """
 
-    def __init__(self, spans: SpansOf, num_layers: int, one: _OneRead, transfer: Transfer, whole: bool):
-        self._spans, self._num_layers, self._one, self.meter = spans, num_layers, one, one.meter
-        self._transfer, self.until = transfer, num_layers
+    def __init__(self, spans: SpansOf, num_layers: int, trace: Trace | None, transfer: Transfer, whole: bool):
         every = spans(num_layers - 1)
-        self._tokens = sum(span.kv.num_tokens for span in every)
         held = [(span.kv.held or span.kv).layer(0).k for span in every if span.kv.tier == "ram"]
         alike = len({k.dtype for k in held}) <= 1  # dtypes as held, before decoding
-        self.in_place = alike and len(held) == len(every) and all(k.is_pinned() for k in held)
+        in_place = alike and len(held) == len(every) and all(k.is_pinned() for k in held)
         threads = max(_DEVICE_THREADS, _at_once(every))
-        self._pool = (
-            None if self.in_place else ThreadPoolExecutor(threads, "cacheblend-load", initializer=transfer.enter_thread)
-        )
+        pool = None if in_place else ThreadPoolExecutor(threads, "cacheblend-load", initializer=transfer.enter_thread)
+        super().__init__(spans, num_layers, trace, pool)
+        self.in_place, self._transfer = in_place, transfer
+        self._tokens = sum(span.kv.num_tokens for span in every)
         nbytes = sum(span.kv.nbytes for span in every) // num_layers
         self._slots = [Slot() for _ in range(min(max(2, AHEAD_BYTES // max(nbytes, 1)), num_layers))]
         self._pending: dict[int, tuple[Slot, Future[Staged]]] = {}
@@ -211,10 +222,6 @@ class _DeviceReads:
         self._fill()
         return kv
 
-    def close(self, wait: bool = True) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=wait, cancel_futures=True)
-
     def _fill(self) -> None:
         """Begin with the next layers while slots are free."""
         while self._next < self.until and (self._slots or not self._spans(self._next)):
@@ -237,15 +244,15 @@ class _DeviceReads:
         # Copies whole entries, since only they lie in one piece; the device leaves out the tokens that are not wanted.
         take = self._transfer.buffer
         whole: Iterable[LayerKV] = (
-            self._one(span, layer, partial(((self.in_place and span.kv.held) or span.kv).layer_in, layer, take))
+            self._read_one(span, layer, partial(((self.in_place and span.kv.held) or span.kv).layer_in, layer, take))
             for span in self._spans(layer)
         )
         if layer in self._host:
             whole = self._host[layer].result()
         return self._transfer.stage(slot, whole, self._tokens)
 
-    def _read(self, layer: int) -> list[LayerKV]:
-        return [self._one(span, layer, partial(span.kv.layer, layer)) for span in self._spans(layer)]
+    def _read(self, layer: int) -> list[LayerKV]:  # whole entries, as :meth:`_stage` needs them
+        return [self._read_one(span, layer, partial(span.kv.layer, layer)) for span in self._spans(layer)]
 
 
 def _decoded(span: StoredSpan, part: LayerKV) -> LayerKV:
@@ -262,26 +269,6 @@ def _within(most_s: float | None, future: Future[_T]) -> _T:
 
 def _at_once(spans: Sequence[StoredSpan]) -> int:
     return max((span.kv.at_once for span in spans), default=1)
-
-
-class _OneRead:
-    """Reads one layer of one span, and counts the read."""
-
-    def __init__(self, meter: ReadMeter, trace: Trace | None):
-        self.meter, self._trace = meter, trace
-
-    def __call__(self, span: StoredSpan, layer: int, read: Callable[[], LayerKV]) -> LayerKV:
-        try:
-            with self.meter.reading(span.kv), self._traced(span, layer):
-                return read()
-        except (DamagedKVError, StoreUnavailableError) as error:
-            raise UnusableSpanError(span) from error
-
-    def _traced(self, span: StoredSpan, layer: int) -> AbstractContextManager[None]:
-        if self._trace is None:
-            return nullcontext()
-        details = {"tier": span.kv.tier, "bytes": span.kv.stored_nbytes // span.kv.num_layers}
-        return self._trace.during("loading", f"layer {layer}", **details)
 
 
 class ReadMeter:

@@ -149,11 +149,6 @@ class ResolvedSettings(_How):
             raise InputError(f"reuse is {self.reuse!r}; give one of {', '.join(map(repr, get_args(Reuse)))}.")
 
     @property
-    def only_if_sooner(self) -> bool:
-        """Return whether the engine decides if it blends, because the request gives a quality and not how to blend."""
-        return self.quality in ("high", "fast")
-
-    @property
     def asked(self) -> BlendSettings:
         """Return the options that request these settings under any profile; the profile fills in a quality."""
         if self.quality is not None:
@@ -238,15 +233,13 @@ class TextRatio:
     Attributes:
         least: Lowest ratio: the profile's, which holds for text like the calibration's.
         left_out: Largest share of the prompt's static deviation that may be left out.
-        most: Highest ratio.
     """
 
     least: float
     left_out: float
-    most: float = MOST
 
     def __post_init__(self) -> None:
-        for value in (self.least, self.left_out, self.most):
+        for value in (self.least, self.left_out):
             if not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise InputError(f"ratio='auto' was given {value!r}; its limits are shares from 0 to 1.")
 
@@ -257,7 +250,7 @@ class TextRatio:
         # The shares descend from 1, at no tokens, to 0: the number of shares above the limit equals the number of
         # tokens needed.
         count = int((left_out_by_count(static) > self.left_out).sum())
-        return min(max(self.least, count / len(static)), max(self.least, self.most))
+        return min(max(self.least, count / len(static)), max(self.least, MOST))
 
 
 def raised(ratio: float | TextRatio, least: float) -> float | TextRatio:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cacheblend_rag.blending.controller import Arm, Load, Located
+from cacheblend_rag.blending.controller import Decision, Load, Located
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import FULL_REUSE, BlendSettings
@@ -277,8 +277,9 @@ def typical_load(engine: TransformersEngine | VLLMEngine) -> Load | None:
         return None
     profile, nbytes = engine.profile, token_bytes(engine) * CHUNK_TOKENS
     spans = [Located(CHUNK_TOKENS, nbytes, "", exact=not number) for number in range(CHUNKS)]
-    dense = profile.dense_share(profile.policy, engine.num_layers)
-    asked = 0 if policy(profile.policy).needs_attention else None
+    chosen = policy(profile.policy)
+    dense = profile.check_layers[0] / engine.num_layers if chosen.needs_deviation else 0.0
+    asked = 0 if chosen.needs_attention else None
     return Load(spans, QUESTION_TOKENS, profile.ratio, dense=dense, asked=asked)
 
 
@@ -288,6 +289,6 @@ def estimate(load: Load, costs: Costs) -> dict[str, Estimate]:
     full_s = costs.compute.seconds(load.tokens, load.tokens)
     for tier in costs.tiers:
         placed = replace(load, spans=[replace(span, tier=tier) for span in load.spans])
-        arm = Arm(placed, costs, (True,) * len(placed.spans))
-        found[tier] = Estimate(full_s, arm.seconds(load.least), arm.load_s)
+        blend = Decision(placed, costs, [True] * len(placed.spans), load.least)
+        found[tier] = Estimate(full_s, blend.seconds, blend.load_s)
     return found

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.blending.controller import GAIN, Terms, blend_or_not
+from cacheblend_rag.blending.controller import GAIN, Choice, choose
 from cacheblend_rag.blending.costs import ComputeCost, Costs
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
-from cacheblend_rag.blending.settings import BlendSettings, Quality
+from cacheblend_rag.blending.settings import BlendSettings, Quality, ResolvedSettings
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
@@ -32,8 +32,9 @@ def _chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.blending.controller.GAIN", GAIN)
 
 
-def terms(compute: ComputeCost = TOKENS, asks: bool = True, dense: float = 0.0) -> Terms:
-    return Terms(Costs(4, compute, {}, calibrated=False), dense, asks)
+def chosen(plan: BlendPlan, ratio: float = 0.15, compute: ComputeCost = TOKENS, named: str = "query") -> Choice:
+    resolved = ResolvedSettings(ratio, named, (1,), "chunks", "high")
+    return choose(plan, Costs(4, compute, {}, calibrated=False), resolved, ratio)
 
 
 def plan(front: int, chunks: int, tokens: int, question: int) -> BlendPlan:
@@ -71,30 +72,28 @@ def counting_engine(**options: Any) -> Any:
 def test_what_is_blended_computes_a_tenth_less_and_what_is_not_could_not(
     front: int, chunks: int, tokens: int, question: int, ratio: float
 ) -> None:
-    chosen = blend_or_not(plan(front, chunks, tokens, question), terms(), ratio)
+    found = chosen(plan(front, chunks, tokens, question), ratio)
     whole = front + chunks * tokens + question
     passes = front + question + ratio * chunks * tokens + question  # front once, the question twice
-    if chosen.in_place:
-        assert len(chosen.in_place) == chunks
+    if found.in_place:
+        assert len(found.in_place) == chunks
         assert GAIN * passes > whole
-        assert chosen.expected_s == pytest.approx(whole)
+        assert found.expected_s == pytest.approx(whole)
     else:
         assert GAIN * passes <= whole
-        assert chosen.expected_s == pytest.approx(passes)
+        assert found.expected_s == pytest.approx(passes)
 
 
 def test_each_pass_costs_what_a_pass_of_no_tokens_does() -> None:
     few = plan(0, 2, 50, 10)
-    assert not blend_or_not(few, terms(), 0.15).in_place
-    assert blend_or_not(few, terms(ComputeCost(100.0, 1.0, 0.0)), 0.15).in_place
-    assert not blend_or_not(few, terms(ComputeCost(100.0, 1.0, 0.0), asks=False), 0.15).in_place, "one pass"
+    assert not chosen(few).in_place
+    assert chosen(few, compute=ComputeCost(100.0, 1.0, 0.0)).in_place
+    assert not chosen(few, compute=ComputeCost(100.0, 1.0, 0.0), named="static").in_place, "one pass"
 
 
 def test_a_dense_pass_counts_its_share_of_the_layers_and_no_front() -> None:
     long = plan(1000, 4, 100, 10)
-    assert blend_or_not(long, terms(asks=False, dense=0.25), 0.15).expected_s == pytest.approx(
-        1000 + 0.25 * 400 + 60 + 10
-    )
+    assert chosen(long, named="hkvd").expected_s == pytest.approx(1000 + 0.25 * 400 + 60 + 10)
 
 
 @pytest.mark.parametrize("quality", ["high", "fast"])
@@ -152,8 +151,8 @@ def test_a_blend_behind_another_front_is_the_reference(policy: str, front: int) 
     assert done.usage.computed_tokens == front + question + done.usage.recomputed_tokens
     assert done.usage.selection_tokens <= question + stale, "the front is run once"
     model = make_model(BLENDED["llama"]())
-    chosen = sorted(engine_chosen(engine, prompt, policy))
-    want = reference.blend(model, Scene().header, parts, 0.4, chosen=chosen)
+    recomputed = sorted(engine_chosen(engine, prompt, policy))
+    want = reference.blend(model, Scene().header, parts, 0.4, chosen=recomputed)
     assert (seen[0] - want.logits).abs().max() < 1e-4
 
 

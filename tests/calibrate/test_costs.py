@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cacheblend_rag.blending.controller import Arm, Load, Located
+from cacheblend_rag.blending.controller import Decision, Load, Located
 from cacheblend_rag.blending.costs import ComputeCost, Costs, TierCost
 from cacheblend_rag.blending.profile import load_costs, save_costs
 from cacheblend_rag.calibrate.costs import estimate, fit_compute, measure_costs, measure_remote
@@ -101,7 +101,7 @@ def test_the_estimate_is_what_the_loading_controller_expects_of_that_prompt() ->
         load = Load(spans, 32, 0.5, asked=asked)
         for tier, found in estimate(load, Costs(layers, compute, tiers)).items():
             placed = replace(load, spans=[replace(span, tier=tier) for span in spans])
-            arm = Arm(placed, Costs(layers, compute, tiers), (True,) * 6)
-            assert (found.blend_s, found.load_s) == (arm.seconds(0.5), arm.load_s)
+            blend = Decision(placed, Costs(layers, compute, tiers), [True] * 6, 0.5)
+            assert (found.blend_s, found.load_s) == (blend.seconds, blend.load_s)
             assert found.full_s == compute.seconds(3104, 3104)
-        assert arm.load_s == pytest.approx(6 * 512 * (1 << 17) / 1e9 + 6 * layers * 1e-4)
+        assert blend.load_s == pytest.approx(6 * 512 * (1 << 17) / 1e9 + 6 * layers * 1e-4)

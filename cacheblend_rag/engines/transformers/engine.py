@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 
-from cacheblend_rag.blending.controller import Choice, Terms, choose
+from cacheblend_rag.blending.controller import Choice, choose, controlled
 from cacheblend_rag.blending.costs import Computed, MeasuredCost
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.outcome import PromptOutcome
@@ -170,10 +170,10 @@ class PromptRun:
     def _choose(self, plan: BlendPlan) -> Choice | None:
         """Return the loading controller's choice of stored KV for the plan; None if the controller has no choice."""
         model, settings = self._model, self._request.settings
-        terms = Terms.of(model.costs, model.profile, settings, model.num_layers)
-        if terms is None or not (plan.uses_stored_kv and model.gate.passed):
+        costs = controlled(model.costs, settings)
+        if costs is None or not (plan.uses_stored_kv and model.gate.passed):
             return None
-        return choose(plan, terms, settings, self._options.ratio)
+        return choose(plan, costs, settings, self._options.ratio)
 
     def _as_said(self) -> Said | None:
         """Return the prompt's key in the prefix cache; None if the prompt must not use the prefix cache."""

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import torch
 
-from cacheblend_rag.blending.controller import Terms
+from cacheblend_rag.blending.controller import controlled
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.plan import BlendPlan
@@ -155,10 +155,10 @@ class BlendClient:
             return tokens, {}
         spans = tuple((span.start, span.end, span.chunk.id) for span in prompt.spans)
         widths = self.profile.schedule(resolved.check_layers).widths
-        terms = Terms.of(self.costs, self.profile, resolved, self.num_layers)
+        costs = controlled(self.costs, resolved)
         ratio = self.profile.ratio_of(resolved)
         ends = turn_ends(prompt.token_ids, self._lead)
-        job = BlendJob(spans, resolved, widths, ratio, terms, traced, self.namespace, ends, unasked)
+        job = BlendJob(spans, resolved, widths, ratio, costs, traced, self.namespace, ends, unasked)
         return tokens, to_params(job)
 
     async def before(

@@ -11,8 +11,8 @@ from pydantic import Field, GetPydanticSchema, TypeAdapter
 from pydantic_core import core_schema
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from cacheblend_rag.blending.controller import Choice, Terms
-from cacheblend_rag.blending.costs import Computed, MeasuredCost
+from cacheblend_rag.blending.controller import Choice
+from cacheblend_rag.blending.costs import Computed, Costs, MeasuredCost
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import Origin, origins
 from cacheblend_rag.blending.policies import policy
@@ -48,7 +48,7 @@ class BlendJob:
         settings: Treatment of stored KV, with every option set.
         widths: Width of the recomputed set at each check layer, as a multiple of the ratio.
         ratio: Ratio of the settings, or the rule that chooses the ratio; sent along since workers have no profile.
-        terms: Costs and terms for the loading controller; None if the controller decides nothing.
+        costs: Costs for the loading controller; None if the controller decides nothing.
         trace: Whether to record a trace of loading and computing.
         namespace: Namespace of the stored KV that the blend uses.
         turn_ends: Ends of earlier prompts of the conversation; sent along since the scheduler has no chat template.
@@ -62,7 +62,7 @@ class BlendJob:
     settings: _Settings
     widths: tuple[float, ...]
     ratio: Annotated[float, Field(ge=0, le=1)] | TextRatio
-    terms: Terms | None = None
+    costs: Costs | None = None
     trace: bool = False
     namespace: Namespace = DEFAULT
     turn_ends: tuple[int, ...] = ()

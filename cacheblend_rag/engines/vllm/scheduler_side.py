@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.blending.controller import Choice, choose
+from cacheblend_rag.blending.controller import Choice, choose, needs_static
 from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan
@@ -237,9 +237,9 @@ class SchedulerSide:
         """Let the loading controller, if requested, decide about the stored KV behind the first ``computed`` tokens."""
         tracked.plan, tracked.choice, tracked.chosen_behind = found, None, computed
         rest = found.within(computed, found.num_tokens)
-        if job.terms is not None and rest.uses_stored_kv:
+        if job.costs is not None and rest.uses_stored_kv:
             waits_s = sum(self._under_way.values())
-            tracked.choice = choose(rest, job.terms, job.settings, job.ratio, waits_s)
+            tracked.choice = choose(rest, job.costs, job.settings, job.ratio, waits_s)
             tracked.blend_s = tracked.choice.expected_s - waits_s
             tracked.plan = tracked.choice.applied_to(found)
         tracked.reason = tracked.plan.reason
@@ -276,8 +276,8 @@ class SchedulerSide:
         entries = self._entries.within(job.namespace)
 
         def lookup(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
-            if job.terms is not None:
-                return self._where.find(hand, token_ids, job.terms.wants_static(job.ratio))
+            if job.costs is not None:
+                return self._where.find(hand, token_ids, needs_static(job.settings, job.ratio))
             return _PRESENT if hand.contains(token_ids) else None
 
         prompt = job.prompt(tuple(request.prompt_token_ids or ()))

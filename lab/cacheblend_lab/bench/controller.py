@@ -119,7 +119,7 @@ def _every_choice(load: Load) -> tuple[np.ndarray, np.ndarray]:
     used = np.zeros((len(counts), len(load.spans)), bool)
     for column, members in enumerate(kinds.values()):
         used[:, members] = np.arange(len(members)) < counts[:, column, None]
-    return used, np.linspace(load.least, load.most, _RATIOS)[:, None]
+    return used, np.linspace(load.least, 1.0, _RATIOS)[:, None]
 
 
 def simulate(load: Load, costs: Costs, used: np.ndarray, ratio: np.ndarray) -> np.ndarray:

@@ -246,7 +246,7 @@ def wrong_settings(**changes: Any) -> dict[str, Any]:
         ({**GOOD, "unasked": -1}, "answer"),
         ({**GOOD, "settings": {}}, "ratio"),
         ({**GOOD, "ratio": 7}, "less than or equal to 1"),
-        ({**GOOD, "terms": {"costs": "none"}}, ""),
+        ({**GOOD, "costs": "none"}, ""),
         (wrong_settings(ratio=7), "ratio is 7"),
         (wrong_settings(policy="none such"), "none such"),
         (wrong_settings(check_layers=[3, 1]), "check_layers"),

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from cacheblend_rag.blending.controller import Choice, Terms
+from cacheblend_rag.blending.controller import Choice
 from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, TierCost
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
@@ -46,7 +46,7 @@ from tests.outcomes import differing, filled
 
 TOKENS, CHUNKS, QUESTION = 50, 4, 8
 MODEL = ModelFingerprint("0" * 32, "m")
-SETTINGS = ResolvedSettings("auto", "static", (1,), "chunks")
+SETTINGS = ResolvedSettings("auto", "full-reuse", (1,), "chunks")  # a policy that measures nothing: a blend is one pass
 
 
 def ids(chunk: int) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class Scheduler:
         self.side = SchedulerSide(self.entries, page_groups(KVCacheConfig(16, [], [KVCacheGroupSpec(["layer"], spec)])))
         nbytes = CHUNKS * self.entries.entry(ids(0)).nbytes
         tiers = {tier: TierCost(0.0, nbytes / took) for tier, took in seconds.items()}
-        self.terms = Terms(Costs(2, ComputeCost(0.0, 1e-3, 0.0), tiers), 0.0)
+        self.costs = Costs(2, ComputeCost(0.0, 1e-3, 0.0), tiers)
 
     def request(self, name: str, unasked: int = 0) -> Any:
         spans = tuple((n * TOKENS, (n + 1) * TOKENS, f"chunk {n}") for n in range(CHUNKS))
@@ -83,7 +83,7 @@ class Scheduler:
             num_prompt_tokens=len(prompt),
             prompt_token_ids=prompt,
             block_hashes=[],  # no prefix cache
-            kv_transfer_params=to_params(BlendJob(spans, SETTINGS, (1.0,), 0.2, self.terms, unasked=unasked)),
+            kv_transfer_params=to_params(BlendJob(spans, SETTINGS, (1.0,), 0.2, self.costs, unasked=unasked)),
         )
         self.side.new_request(made)
         return made
@@ -232,7 +232,7 @@ def test_every_fact_of_a_blend_reaches_the_client(tmp_path: Path) -> None:
         "expected_s",
     }  # the scheduler knows what was kept and decided
     client: Any = BlendClient.__new__(BlendClient)
-    client.gate, client.costs, client.fingerprint = GateReport(True), scheduler.terms.costs, MODEL
+    client.gate, client.costs, client.fingerprint = GateReport(True), scheduler.costs, MODEL
     client.profile = ModelProfile()
     done = client.report(to_params(report), 208, 200, 5, asked=True)
     assert differing(done.outcome, report.outcome) == {"usage", "prefill_s", "fingerprint", "calibrated"}
@@ -256,8 +256,8 @@ def test_of_a_blend_that_failed_nothing_was_decided(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ratio", [0.2, TextRatio(0.2, 0.5)])
 def test_a_job_survives_its_journey(tmp_path: Path, ratio: Any) -> None:
-    terms = Scheduler(tmp_path, disk=1.0).terms
-    for job in (BlendJob(((0, 5, "a"),), SETTINGS, (1.0,), ratio, each) for each in (terms, None)):
+    costs = Scheduler(tmp_path, disk=1.0).costs
+    for job in (BlendJob(((0, 5, "a"),), SETTINGS, (1.0,), ratio, each) for each in (costs, None)):
         assert read_params(json.loads(json.dumps(to_params(job))), 10) == job
 
 
@@ -269,9 +269,9 @@ def test_a_tenant_travels_to_the_workers_as_it_is_and_the_default_one_as_nothing
         assert read_params(travels, 10) == job
 
 
-@pytest.mark.parametrize("wrong", [{"terms": {}}, {"terms": 3}, {"ratio": 2.0}, {"ratio": None}, {"ratio": {"a": 1}}])
+@pytest.mark.parametrize("wrong", [{"costs": {}}, {"costs": 3}, {"ratio": 2.0}, {"ratio": None}, {"ratio": {"a": 1}}])
 def test_a_malformed_job_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    job = BlendJob(((0, 5, "a"),), SETTINGS, (1.0,), 0.2, Scheduler(tmp_path, disk=1.0).terms)
+    job = BlendJob(((0, 5, "a"),), SETTINGS, (1.0,), 0.2, Scheduler(tmp_path, disk=1.0).costs)
     with pytest.raises(InputError, match="malformed"):
         read_params({PARAMS: to_params(job)[PARAMS] | wrong}, 10)
 
