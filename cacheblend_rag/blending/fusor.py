@@ -24,7 +24,7 @@ import torch
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan, counted
-from cacheblend_rag.blending.policies import Candidates, gave_way, possible
+from cacheblend_rag.blending.policies import Candidates, fallback_reason, possible
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions, TextRatio
 from cacheblend_rag.blending.target import BlendTarget
@@ -136,11 +136,11 @@ class _Fusor:
         if isinstance(ratio, TextRatio):
             static = None if self._unranked else self._candidates.static
             ratio = ratio.least if static is None else ratio.choose(static)
-        wanted, policy, self._gave_way = policy, possible(policy, not self._unranked, watched), ""
+        wanted, policy, self._fallback = policy, possible(policy, not self._unranked, watched), ""
         self._name = wanted.name  # at ratio 0 and 1 no policy chooses, so no other policy is named
         if policy is not wanted and 0 < ratio < 1:
             ratio, self._name = min(1.0, ratio * policy.effort / wanted.effort), policy.name
-            self._gave_way = gave_way(wanted, policy, ratio, self._unranked)
+            self._fallback = fallback_reason(wanted, policy, ratio, self._unranked)
         self._target, self._policy, self._ratio = target, policy, ratio
         self._forced = _forced(plan, self._candidates.positions)
         # The attention of the question is measured even if the engine itself computes the question.
@@ -274,7 +274,7 @@ class _Fusor:
         unranked = [] if not self._unranked else [span.chunk.id for span in plan.stale if span.chunk is not None]
         outcome = replace(
             plan.outcome(self._computed, len(self._recomputed), self._selection),
-            reason=plan.reason + self._gave_way,
+            reason=plan.reason + self._fallback,
             unranked=tuple(unranked),
             policy=self._name,
             ratio=self._ratio,

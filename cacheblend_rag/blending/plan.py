@@ -102,7 +102,7 @@ class BlendPlan:
         """Return the length of the exact prefix, including the positions before ``start``."""
         return self.exact[-1].end if self.exact else self.start
 
-    def tell(self, trace: Trace, begin: float) -> None:
+    def record(self, trace: Trace, begin: float) -> None:
         """Record in ``trace`` that planning took from ``begin`` until now, and the exact, stale and missing tokens."""
         exact, stale = (sum(span.end - span.start for span in spans) for spans in (self.exact, self.stale))
         missing = {chunk.id: len(chunk.token_ids) for chunk in (*self.missing, *self.own_missing)}

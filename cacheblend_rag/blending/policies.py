@@ -230,12 +230,12 @@ def possible(wanted: SelectionPolicy, ranked: bool, watched: bool) -> SelectionP
     return chosen
 
 
-def gave_way(wanted: SelectionPolicy, chosen: SelectionPolicy, ratio: float, unranked: bool) -> str:
+def fallback_reason(wanted: SelectionPolicy, chosen: SelectionPolicy, ratio: float, unranked: bool) -> str:
     """Return in words which policy took the place of ``wanted``, by which ratio, and why."""
     why = (
         "not all chunks are ranked" if wanted.needs_static and unranked else "this model's attention cannot be watched"
     )
-    return f"; {wanted.name} gave way to {chosen.name} {ratio:.3g}, since {why}"
+    return f"; {wanted.name} fell back to {chosen.name} {ratio:.3g}, since {why}"
 
 
 def policy_name(which: str | SelectionPolicy) -> str:

@@ -176,7 +176,7 @@ def planner_of(engine: TransformersEngine) -> Planner:
         engine.precompute(chunks)
         engine.precompute_first(chunks[:1])
         layers = engine.num_layers
-        return engine.entries.plan(prompt, lambda hand, ids: hand.get(ids, layers), longest=engine.runner.longest)
+        return engine.entries.plan(prompt, lambda source, ids: source.get(ids, layers), longest=engine.runner.longest)
 
     return plan
 

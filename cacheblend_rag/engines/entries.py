@@ -97,7 +97,7 @@ class Entries:
         return self if self.writer == writer else self._like(writer=writer)
 
     @property
-    def hands(self) -> tuple[Entries, ...]:
+    def sources(self) -> tuple[Entries, ...]:
         """Return these entries and, for a KV writer's, also the model's own, which a prompt's first chunk uses."""
         return (self,) if self.writer is None else (self, self.by(None))
 
@@ -225,16 +225,16 @@ class Entries:
 
     def warm(self, token_ids: Sequence[int]) -> None:
         """Move an entry, from every writer, into the fastest tier (blocking); a missing entry is ignored."""
-        for hand in self.hands:
-            owner = hand._owner(token_ids)
-            for key in () if owner is None else hand._keys(owner, token_ids):
+        for source in self.sources:
+            owner = source._owner(token_ids)
+            for key in () if owner is None else source._keys(owner, token_ids):
                 if (kv := self.store.get(key)) is not None:
                     kv.finish()
 
     def keys(self, token_ids: Sequence[int]) -> list[KVKey]:
         """Return all keys of an entry in the namespace: for each writer, the keys of the whole entry and its shards."""
         own = self.namespace.name
-        return list(dict.fromkeys(key for hand in self.hands for key in hand._keys(own, token_ids)))
+        return list(dict.fromkeys(key for source in self.sources for key in source._keys(own, token_ids)))
 
     def _keys(self, owner: str, token_ids: Sequence[int]) -> list[KVKey]:
         return list(dict.fromkeys([self._key(owner, token_ids), *self.written_keys(token_ids, owner)]))
@@ -292,8 +292,8 @@ class SideBySide(Generic[_T]):
         self._asked: dict[tuple[WrittenBy | None, tuple[int, ...]], Future[_T]] = {}
         if remote:
             pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="cacheblend-lookup")
-            distinct = {(hand.writer, tuple(token_ids)): hand for hand, token_ids in wanted}
-            self._asked = {(writer, ids): pool.submit(look, hand, ids) for (writer, ids), hand in distinct.items()}
+            distinct = {(source.writer, tuple(token_ids)): source for source, token_ids in wanted}
+            self._asked = {(writer, ids): pool.submit(look, source, ids) for (writer, ids), source in distinct.items()}
             pool.shutdown(wait=False)
 
     @property

@@ -224,7 +224,7 @@ class _IndexRun:
             f"the store's budget, {size(most)}, is smaller than the KV of one (see --disk-budget and --chunk-tokens)"
         )
         another = "it was computed without this KV writer, or by another one; index those documents again, too"
-        others = [lasting.by(hand) for hand in {None, *self.index.config.writers} - {lasting.writer}]
+        others = [lasting.by(source) for source in {None, *self.index.config.writers} - {lasting.writer}]
         for chunk in self.index.chunks():
             if chunk.id not in self.report.without_kv and not lasting.contains(chunk.token_ids):
                 never = most is not None and len(chunk.token_ids) * self.planner.token_bytes > most

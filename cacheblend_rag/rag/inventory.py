@@ -124,9 +124,9 @@ class Inventory(Closing):
         stored = self._stored()
         found = []
         with self._index() as index:
-            hands = () if index is None else self._hands(index)
+            sources = () if index is None else self._sources(index)
             for chunk in index.chunks() if index is not None else ():
-                keys = _keys(hands, chunk)
+                keys = _keys(sources, chunk)
                 parts = [part for key in keys for part in self._parts(key, stored)]
                 for key in keys:
                     stored.pop(entry_of(key), None)
@@ -217,11 +217,11 @@ class Inventory(Closing):
         removed: list[RemovedDocument] = []
         gone: set[KVKey] = set()
         with ChunkIndex(self._home) as index, indexing_alone(self._home):
-            hands, stored = self._hands(index), self._stored()
+            sources, stored = self._sources(index), self._stored()
             for path in paths:
                 held = {chunk.id for chunk in index.chunks_of(path)}
                 orphans = index.delete(path)
-                keys = {key for chunk in orphans for key in _keys(hands, chunk)}
+                keys = {key for chunk in orphans for key in _keys(sources, chunk)}
                 removed.append(RemovedDocument(path, len(held), len(orphans), self._delete(keys, stored)))
                 gone |= keys
             self._delete(gone, self._stored())  # KV that a server has written meanwhile
@@ -263,7 +263,7 @@ class Inventory(Closing):
         made = index.config
         return Entries(self.store, made.model, made.header_ids, namespace=self._namespace, writer=made.writer)
 
-    def _hands(self, index: ChunkIndex) -> tuple[Entries, ...]:
+    def _sources(self, index: ChunkIndex) -> tuple[Entries, ...]:
         """Return the entries of all possible writers of the chunks' KV: current and former KV writers, and the LLM."""
         entries = self._entries(index)
         return (*(entries.by(each) for each in index.config.writers), entries.by(None))
@@ -281,9 +281,9 @@ class Inventory(Closing):
         self.store.close()
 
 
-def _keys(hands: Iterable[Entries], chunk: Chunk) -> tuple[KVKey, ...]:
+def _keys(sources: Iterable[Entries], chunk: Chunk) -> tuple[KVKey, ...]:
     """Return the key of a chunk's whole KV for each writer."""
-    return tuple(hand.own_key(chunk.token_ids) for hand in hands)
+    return tuple(source.own_key(chunk.token_ids) for source in sources)
 
 
 def _item(name: str, path: str, tokens: int, keys: tuple[KVKey, ...], parts: Sequence[EntryInfo]) -> InventoryItem:

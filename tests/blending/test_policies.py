@@ -127,7 +127,7 @@ def test_a_model_that_shows_no_attention_is_blended_as_near_by_another_policy(
         engine.ranking = ranking
         engine.precompute(scene.chunks)
         done = engine.generate(scene.prompt, SamplingParams(1), BlendSettings(0.3, asked))
-        assert f"{asked} gave way to {instead}, since" in done.reason
+        assert f"{asked} fell back to {instead}, since" in done.reason
         assert done.policy == instead.split(maxsplit=1)[0]
 
 
@@ -138,7 +138,7 @@ def test_chunks_that_are_not_ranked_are_blended_as_near_by_the_question_alone() 
         engine.precompute(scene.chunks)
         done = engine.generate(scene.prompt, SamplingParams(1), BlendSettings(0.3, "static-query"))
     assert (done.policy, done.ratio) == ("query", 0.3)
-    assert "static-query gave way to query 0.3, since not all chunks are ranked" in done.reason
+    assert "static-query fell back to query 0.3, since not all chunks are ranked" in done.reason
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
@@ -149,7 +149,7 @@ def test_where_nothing_is_chosen_no_policy_gives_way(ratio: float) -> None:
         engine.precompute(scene.chunks)
         done = engine.generate(scene.prompt, SamplingParams(1), BlendSettings(ratio, "static-query"))
     assert (done.policy, done.ratio) == ("static-query", ratio)
-    assert "gave way" not in done.reason
+    assert "fell back" not in done.reason
 
 
 @st.composite

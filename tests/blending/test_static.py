@@ -144,11 +144,11 @@ def test_without_a_rank_hkvd_selects_and_the_rank_is_made_for_the_next_time(dama
     hkvd, same, _ = blended_logits(engine, scene, BlendSettings(0.6, "hkvd"))
     assert (recomputed, result.policy) == (same, "hkvd")
     assert torch.equal(first, hkvd)
-    assert "static gave way to hkvd 0.6, since not all chunks are ranked" in result.reason
+    assert "static fell back to hkvd 0.6, since not all chunks are ranked" in result.reason
     before = engine.generate(scene.prompt, SamplingParams(max_tokens=2), wanted)
     after = engine.generate(scene.prompt, SamplingParams(max_tokens=2), wanted)
     assert (before.policy, after.policy, after.ratio) == ("hkvd", "static", 0.3)
-    assert "gave way" not in after.reason
+    assert "fell back" not in after.reason
     assert before.mode == after.mode == "blend"
     assert after.missing == ()
 

@@ -20,7 +20,7 @@ from cacheblend_rag.engines.entries import _key_of
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.cache import PositionedCache
-from cacheblend_rag.engines.transformers.prefixes import PrefixCache, Said
+from cacheblend_rag.engines.transformers.prefixes import PrefixCache, PromptKey
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import DEFAULT_INSTRUCTION, TokenizedPrompt, chat_prompt
@@ -232,7 +232,7 @@ def test_forgetting_a_chunk_forgets_the_conversations_and_so_does_a_reset(engine
     assert kept(engine, 4) > 0
 
 
-def filled(said: Said) -> PositionedCache:
+def filled(said: PromptKey) -> PositionedCache:
     """A cache whose KV at each slot tells all labels up to there."""
     cache, seen = PositionedCache(1, len(said.token_ids) or 1), hash(())
     values = []
@@ -248,7 +248,7 @@ def filled(said: Said) -> PositionedCache:
 _ALIKE = st.builds(lambda same, own: [0] * same + own, st.integers(0, 40), st.lists(st.integers(0, 1), max_size=24))
 _ORIGINS = st.lists(st.tuples(st.integers(0, 50), st.sampled_from("ab")), max_size=2, unique_by=lambda each: each[0])
 _SAID = st.builds(
-    lambda tokens, found: Said(
+    lambda tokens, found: PromptKey(
         tuple(tokens), tuple(Origin(at, key) for at, key in sorted(found) if at < len(tokens)), ""
     ),
     _ALIKE.filter(bool),
@@ -257,7 +257,9 @@ _SAID = st.builds(
 
 
 @given(st.lists(_SAID, max_size=6), _SAID, st.sampled_from([1 << 20, 40 * 16, 90 * 16]))
-def test_a_prompt_begins_with_the_longest_beginning_that_is_kept(told: list[Said], prompt: Said, budget: int) -> None:
+def test_a_prompt_begins_with_the_longest_beginning_that_is_kept(
+    told: list[PromptKey], prompt: PromptKey, budget: int
+) -> None:
     prefixes = PrefixCache(budget)
     for said in told:
         prefixes.keep(said, filled(said))
@@ -274,7 +276,7 @@ def test_a_prompt_begins_with_the_longest_beginning_that_is_kept(told: list[Said
     assert cache.length == found.tokens <= most
     if found.tokens:
         labels = prompt.token_ids if found.exact else prompt.labels
-        want = filled(Said(prompt.token_ids, () if found.exact else prompt.origins, ""))
+        want = filled(PromptKey(prompt.token_ids, () if found.exact else prompt.origins, ""))
         assert labels[: found.tokens] and torch.equal(
             cache.view(0, 0, 0, found.tokens).k, want.view(0, 0, 0, found.tokens).k
         )

@@ -29,7 +29,7 @@ from cacheblend_rag.engines.spans import RequestSpans
 from cacheblend_rag.engines.transformers.cache import ModelsOwnCache, PositionedCache
 from cacheblend_rag.engines.transformers.decoding import GUIDED, AnswerBuilder, Guide
 from cacheblend_rag.engines.transformers.owner import ModelOwner
-from cacheblend_rag.engines.transformers.prefixes import Kept, Said
+from cacheblend_rag.engines.transformers.prefixes import CachedPrefix, PromptKey
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.prompts.templates import turn_ends, turn_lead
 from cacheblend_rag.store.kv import StoredKV
@@ -59,7 +59,7 @@ class PromptRun:
         self._gone = gone or threading.Event()  # set once nobody waits for the answer any more
         self._options = model.profile.options(request.settings)
         self._costs = model.costs  # the costs before this prompt corrects them
-        self._said, self._kept = self._as_said(), Kept()
+        self._key, self._kept = self._prefix_key(), CachedPrefix()
         names = {span.chunk.id for span in request.prompt.spans}
         self._known = names - model.registry.unknown(names)
         self._tokens: list[int] = []  # tokens of the answer
@@ -72,18 +72,18 @@ class PromptRun:
         """Copy the KV to the prefix cache, release stored KV, and write back missing KV."""
         if self.cache is None:
             return
-        said, cache, self.cache = self._said, self.cache, None
+        key, cache, self.cache = self._key, self.cache, None
         gone = self._model.registry.unknown(self._known)  # chunks forgotten meanwhile: none of their KV may stay
         own, missing = ([c for c in each if c.id not in gone] for each in (self.plan.own_missing, self.plan.missing))
         if own and self._kept.exact and isinstance(cache, PositionedCache):
             (chunk,), begin = own, self._request.prompt.spans[0].start
             layers = [cache.view(n, 0, begin, begin + len(chunk.token_ids)) for n in range(self._model.num_layers)]
             self._model.keep_first(chunk, layers, all(span.kv.exact for span in self.plan.exact))
-        if said is not None and not gone and isinstance(cache, PositionedCache):
+        if key is not None and not gone and isinstance(cache, PositionedCache):
             exact = self._kept.exact and not self.plan.stale and all(span.kv.exact for span in self.plan.exact)
-            tokens = (*said.token_ids, *self._tokens[: self._fed])
+            tokens = (*key.token_ids, *self._tokens[: self._fed])
             if cache.length == len(tokens):  # false if a token was interrupted
-                self._model.prefixes.keep(Said(tokens, () if exact else said.origins, said.namespace), cache)
+                self._model.prefixes.keep(PromptKey(tokens, () if exact else key.origins, key.namespace), cache)
         del cache
         for span in (*self.plan.exact, *self.plan.stale):
             span.kv.finish()
@@ -123,10 +123,10 @@ class PromptRun:
         model, prompt, looked = self._model, self._request.prompt, time.perf_counter()
         whole = planned(model, self._request, {*unusable, *late}).after_late(late)
         if self._trace is not None and prompt.spans and self._request.settings.reuse != "off":
-            whole.tell(self._trace, looked)
+            whole.record(self._trace, looked)
         cache = model.runner.prompt_cache(len(prompt.token_ids)) if model.gate.passed else ModelsOwnCache()
-        if self._said is not None and isinstance(cache, PositionedCache):
-            self._kept = model.prefixes.begin(self._said, cache)
+        if self._key is not None and isinstance(cache, PositionedCache):
+            self._kept = model.prefixes.begin(self._key, cache)
         plan = whole.behind_kept(self._kept.tokens) if self._kept.tokens else whole
         choice = self._choose(plan)
         self.plan = plan = plan if choice is None else choice.applied_to(plan)
@@ -175,7 +175,7 @@ class PromptRun:
             return None
         return choose(plan, costs, settings, self._options.ratio)
 
-    def _as_said(self) -> Said | None:
+    def _prefix_key(self) -> PromptKey | None:
         """Return the prompt's key in the prefix cache; None if the prompt must not use the prefix cache."""
         model, prompt, settings = self._model, self._request.prompt, self._request.settings
         longest = model.runner.longest
@@ -189,7 +189,7 @@ class PromptRun:
             blend_terms(settings, self._options),
             self._options.watches_question,
         )
-        return Said(prompt.token_ids, found, model.namespace.name)
+        return PromptKey(prompt.token_ids, found, model.namespace.name)
 
     def answer(self, guide: Guide | None, begin: float) -> Generator[StreamEvent, None, StreamEvent]:
         """Generate the answer to a prompt that arrived at ``begin``.
@@ -244,14 +244,14 @@ def planned(model: ModelOwner, request: Request, unusable: Collection[tuple[int,
     reuse, runner, snapshots = request.settings.reuse, model.runner, model.snapshots
     entries = model.entries
 
-    def find(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
-        return hand.get(token_ids, snapshots.num_layers if snapshots else model.num_layers)
+    def find(source: Entries, token_ids: Sequence[int]) -> StoredKV | None:
+        return source.get(token_ids, snapshots.num_layers if snapshots else model.num_layers)
 
     wanted = entries.wanted(request.prompt) if reuse == "chunks" else ()
     look = SideBySide(find, (each for each in wanted if each[1] not in unusable), model.store.remote)
 
-    def lookup(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
-        return None if tuple(token_ids) in unusable else look(hand, token_ids)
+    def lookup(source: Entries, token_ids: Sequence[int]) -> StoredKV | None:
+        return None if tuple(token_ids) in unusable else look(source, token_ids)
 
     if model.gate.passed:
         return entries.plan(request.prompt, lookup, reuse, runner.longest)

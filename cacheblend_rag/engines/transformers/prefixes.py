@@ -20,7 +20,7 @@ _Label = int | tuple[int, str]
 
 
 @dataclass(frozen=True)
-class Said:
+class PromptKey:
     """Identifies a prompt, or a prompt and its answer, in the prefix cache.
 
     Attributes:
@@ -43,7 +43,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedPrefix:
     """Says how many tokens of a prompt got their KV from the prefix cache.
 
     Attributes:
@@ -96,15 +96,15 @@ class PrefixCache:
         self._clock = 0
         self._lock = threading.Lock()
 
-    def begin(self, prompt: Said, cache: PositionedCache) -> Kept:
+    def begin(self, prompt: PromptKey, cache: PositionedCache) -> CachedPrefix:
         """Fill an empty ``cache`` with cached KV of the prompt's beginning, without the last token (for its logits)."""
         most = len(prompt.token_ids) - 1
         with self._lock:
             paths = [self._path(prompt.namespace, labels) for labels in (prompt.token_ids, prompt.labels)]
             exact, blended = (min(most, sum(tokens for _, tokens in path)) for path in paths)
-            kept = Kept(exact) if exact >= blended else Kept(blended, exact=False)
+            kept = CachedPrefix(exact) if exact >= blended else CachedPrefix(blended, exact=False)
             if kept.tokens < _LEAST:
-                return Kept()
+                return CachedPrefix()
             path = self._touched(paths[not kept.exact])
             found = [(node.layers, tokens) for node, tokens in path]
         left = kept.tokens
@@ -113,20 +113,20 @@ class PrefixCache:
             left -= min(tokens, left)
         return kept
 
-    def keep(self, said: Said, cache: PositionedCache) -> None:
-        """Copy the KV of ``said`` that is not cached yet; ``cache`` holds the KV from its first slot on."""
+    def keep(self, key: PromptKey, cache: PositionedCache) -> None:
+        """Copy the KV of ``key`` that is not cached yet; ``cache`` holds the KV from its first slot on."""
         if not self.budget:
             return
-        labels = said.labels
+        labels = key.labels
         with self._lock:
-            path = self._touched(self._path(said.namespace, labels))
+            path = self._touched(self._path(key.namespace, labels))
             known = sum(tokens for _, tokens in path)
             if known == len(labels):
                 return
             node = _Branch(labels[known:], cache.copied(known, len(labels)), self._clock)
             if node.nbytes > self.budget:
                 return
-            parent = path[-1][0] if path else self._roots.setdefault(said.namespace, _Branch())
+            parent = path[-1][0] if path else self._roots.setdefault(key.namespace, _Branch())
             if path and path[-1][1] < len(parent.labels):
                 parent.split(path[-1][1])
             parent.children[node.labels[0]] = node

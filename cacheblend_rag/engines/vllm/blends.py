@@ -36,7 +36,7 @@ _LOADING = 4
 
 
 @dataclass(frozen=True)
-class Hand:
+class ChunkWriter:
     """Holds a KV writer: the context ``writing``, which applies the writer, and ``save``, which stores chunks' KV."""
 
     writing: Writing
@@ -49,7 +49,7 @@ class BlendQueue:
     def __init__(self, entries: Entries):
         """Blend with the KV of ``entries``, once :meth:`bind` has set the model."""
         self._entries = entries
-        self._hand: Hand | None = None
+        self._writer: ChunkWriter | None = None
         self._model: tuple[PagedModel, Rope] | None = None
         self.clock = StepClock(torch.device("cpu"))
         self._waiting: deque[_Blend] = deque()
@@ -58,9 +58,9 @@ class BlendQueue:
         self._results = WorkerMeta()
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-finish")
 
-    def bind(self, paged: PagedModel, rope: Rope, clock: StepClock, hand: Hand | None = None) -> None:
-        """Set the model, once it has passed the parity gate; ``hand`` is the KV writer that computes chunks, if any."""
-        self._model, self.clock, self._hand = (paged, rope), clock, hand
+    def bind(self, paged: PagedModel, rope: Rope, clock: StepClock, writer: ChunkWriter | None = None) -> None:
+        """Set the model, once it has passed the parity gate; ``writer`` is the KV writer that computes chunks, if any."""
+        self._model, self.clock, self._writer = (paged, rope), clock, writer
 
     def add(self, load: LoadOrder) -> None:
         """Append a blend to the queue; refuse a KV writer's job if there is no KV writer."""
@@ -68,8 +68,8 @@ class BlendQueue:
         given = load, *self._model, self._entries, self.clock
         if isinstance(load.job, BlendJob):
             self._waiting.append(_Blend(*given))
-        elif self._hand is not None:
-            self._waiting.append(_Written(*given, self._hand))
+        elif self._writer is not None:
+            self._waiting.append(_Written(*given, self._writer))
         else:
             self.refuse(load.request_id, "this server has no KV writer")
 
@@ -269,8 +269,8 @@ class _Blend:
         assert isinstance(job, BlendJob)
         entries = self._entries
 
-        def get(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
-            return hand.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
+        def get(source: Entries, token_ids: Sequence[int]) -> StoredKV | None:
+            return source.get(token_ids, self._paged.num_layers, self._paged.kv_heads)
 
         prompt = job.prompt(self.load.token_ids)
         unusable = self._unusable | self._late
@@ -281,13 +281,13 @@ class _Blend:
 
         found: dict[tuple[WrittenBy | None, tuple[int, ...]], StoredKV | None] = {}
 
-        def lookup(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
-            asked = hand.writer, tuple(token_ids)
+        def lookup(source: Entries, token_ids: Sequence[int]) -> StoredKV | None:
+            asked = source.writer, tuple(token_ids)
             if asked not in found:
                 kv = None
                 try:
                     if asked[1] not in unusable:
-                        kv = look(hand, token_ids)
+                        kv = look(source, token_ids)
                 except Exception:  # not raised, since the other ranks wait for this rank's vote
                     _log.exception("Stored KV cannot be looked up; its chunk is computed in place")
                 if kv is not None:
@@ -295,8 +295,8 @@ class _Blend:
                 found[asked] = kv
             return found[asked]
 
-        def agreed(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
-            kv = lookup(hand, token_ids)
+        def agreed(source: Entries, token_ids: Sequence[int]) -> StoredKV | None:
+            kv = lookup(source, token_ids)
             return kv if all_ranks(kv is not None) else None
 
         plan = entries.plan(prompt, lookup, job.settings.reuse)
@@ -309,9 +309,11 @@ class _Blend:
 class _Written(_Blend):
     """Computes one chunk's KV with the KV writer and saves the KV; no stored KV is used."""
 
-    def __init__(self, load: LoadOrder, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock, hand: Hand):
+    def __init__(
+        self, load: LoadOrder, paged: PagedModel, rope: Rope, entries: Entries, clock: StepClock, writer: ChunkWriter
+    ):
         super().__init__(load, paged, rope, entries, clock)
-        self._hand = hand
+        self._writer = writer
 
     def _run(self) -> _Steps:
         load, job, pages = self.load, self.load.job, self._pages()
@@ -321,10 +323,10 @@ class _Written(_Blend):
             ahead = Segment("sparse", len(rest), 1.0)
             most = yield ahead
             part = self._paged.segment(rest, most)
-            with self._hand.writing:
+            with self._writer.writing:
                 self._paged.forward(ids[part], part, pages, lambda _: None, compiled=False)
             ahead.done, rest = len(part), rest[len(part) :]
         whole = load.token_ids[: job.written]
         if job.start < job.written:
-            self._hand.save([Save(load.request_id, whole, load.pages, job.start, job.written, job)])
+            self._writer.save([Save(load.request_id, whole, load.pages, job.start, job.written, job)])
         self.result = BlendPlan(len(whole), (), (), (), "written by the KV writer").outcome(load.end - load.start)

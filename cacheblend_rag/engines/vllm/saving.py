@@ -54,7 +54,7 @@ class Saver:
         """
         for save in saves:
             tokens = save.token_ids[save.job.start :] if save.job.start or not self._entries.header_ids else ()
-            name = receipt(self._hand(save).own_key(tokens), save.job.ranking)
+            name = receipt(self._entries_of(save).own_key(tokens), save.job.ranking)
             if refusal or self._paged is None:
                 self._written[name] = f"not blended: {refusal}"
                 continue
@@ -80,7 +80,7 @@ class Saver:
                 self._unwritten += 1
             self._writer.submit(self._write, name, tokens, kv, save)
 
-    def _hand(self, save: Save) -> Entries:
+    def _entries_of(self, save: Save) -> Entries:
         """Return the KV writer's entries if the KV writer has computed the prompt, else the model's own entries."""
         entries = self._entries.within(save.job.namespace)
         return entries if save.job.written else entries.by(None)
@@ -133,7 +133,7 @@ class Saver:
         assert self._rope is not None
         alone, parts = None, None
         try:
-            stored = self._hand(save).get(tokens, self._paged.num_layers, self._paged.kv_heads)
+            stored = self._entries_of(save).get(tokens, self._paged.num_layers, self._paged.kv_heads)
             alone = None if stored is None else read_whole(stored)
             if alone is not None:
                 parts = static_parts(alone, self._layers(save), save.job.start, self._rope)
@@ -148,7 +148,7 @@ class Saver:
 
     def _write(self, name: str, tokens: tuple[int, ...], kv: Callable[[], ChunkKV], save: Save) -> None:
         try:
-            stored = self._hand(save).put(tokens, kv(), replace=save.job.ranking)
+            stored = self._entries_of(save).put(tokens, kv(), replace=save.job.ranking)
             self._written[name] = "" if stored else "it does not fit the store's budget"
         except StoreError as error:
             self._written[name] = str(error)

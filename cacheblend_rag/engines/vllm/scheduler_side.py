@@ -159,7 +159,7 @@ class SchedulerSide:
         self._computed: deque[Computed] = deque(maxlen=_MEASURED)
         self._under_way: dict[str, float] = {}
         self._uncached: list[Request] = []
-        self._promised = Counter[str]()
+        self._deferred = Counter[str]()
         self.held: Collection[str] = ()  # namespaces whose blends pause while other namespaces' requests are computed
         self.shared = False  # whether another namespace may send a request at any moment
         # A look-up on another machine takes a round trip, or until a deadline; the engine's steps go on meanwhile.
@@ -275,16 +275,16 @@ class SchedulerSide:
         begin = time.perf_counter()
         entries = self._entries.within(job.namespace)
 
-        def lookup(hand: Entries, token_ids: Sequence[int]) -> StoredKV | None:
+        def lookup(source: Entries, token_ids: Sequence[int]) -> StoredKV | None:
             if job.costs is not None:
-                return self._where.find(hand, token_ids, needs_static(job.settings, job.ratio))
-            return _PRESENT if hand.contains(token_ids) else None
+                return self._where.find(source, token_ids, needs_static(job.settings, job.ratio))
+            return _PRESENT if source.contains(token_ids) else None
 
         prompt = job.prompt(tuple(request.prompt_token_ids or ()))
         look = SideBySide(lookup, entries.wanted(prompt), entries.store.remote)
         plan = entries.plan(prompt, look, job.settings.reuse, self._longest)
         if trace is not None:
-            plan.tell(trace, begin)
+            plan.record(trace, begin)
         return plan
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
@@ -300,7 +300,7 @@ class SchedulerSide:
             self._loads.append(
                 LoadOrder(request.request_id, ids, start, tracked.end, pages, tracked.job, tracked.choice)
             )
-            self._promised[tracked.job.namespace.name] += external
+            self._deferred[tracked.job.namespace.name] += external
             if tracked.choice is not None:
                 self._under_way[request.request_id] = tracked.blend_s
 
@@ -352,8 +352,8 @@ class SchedulerSide:
 
     def take_promised(self) -> Counter[str]:
         """Return, by namespace, how many deferred tokens the blends ordered since the last call will provide."""
-        promised, self._promised = self._promised, Counter()
-        return promised
+        deferred, self._deferred = self._deferred, Counter()
+        return deferred
 
     def close(self) -> None:
         """Stop looking up entries."""

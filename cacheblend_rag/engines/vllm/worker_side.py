@@ -17,7 +17,7 @@ from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.models import why_not_blendable
 from cacheblend_rag.engines.vllm.attention import Kernels
-from cacheblend_rag.engines.vllm.blends import BlendQueue, Hand
+from cacheblend_rag.engines.vllm.blends import BlendQueue, ChunkWriter
 from cacheblend_rag.engines.vllm.messages import Save, StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import LEAST_PREFILL, PREFILL, Allowance, StepClock, Stopwatch
 from cacheblend_rag.engines.vllm.paged import PagedModel
@@ -122,11 +122,11 @@ class WorkerSide:
         self._paged.graphs = self._paged.find_graphs(all_ranks)
         self.saver.bind(self._paged, self._rope)
         self._page_lock = partial(self._entries.store.page_lock_for, device)
-        hand, writer = None, self._entries.writer
+        chunk_writer, writer = None, self._entries.writer
         if writer is not None:
             writing = writing_on(self._paged.model, writer, self._paged.dtype, device)
-            hand = Hand(writing, partial(self.saver.save, refusal=""))
-        self._blends.bind(self._paged, self._rope, StepClock(device), hand)
+            chunk_writer = ChunkWriter(writing, partial(self.saver.save, refusal=""))
+        self._blends.bind(self._paged, self._rope, StepClock(device), chunk_writer)
 
     def attention_begins(self, layer_name: str) -> None:
         """See :meth:`PagedModel.attention_begins`."""

@@ -143,9 +143,9 @@ def test_a_policy_that_is_asked_for_and_gives_way_may_be_an_error() -> None:
         text = "\n\n".join(d.page_content for d in of(unranked, [note(1), note(2)]).invoke("")) + " When?"
         unranked.precompute(list(unranked.registry))
         strict = ChatCacheBlend(engine=unranked, on_miss="error", max_tokens=2)
-        with pytest.raises(InputError, match=r"static gave way to hkvd .* not all chunks are ranked.*on_miss='warn'"):
+        with pytest.raises(InputError, match=r"static fell back to hkvd .* not all chunks are ranked.*on_miss='warn'"):
             strict.invoke(text, policy="static")
-        with pytest.raises(InputError, match="static gave way to hkvd"):
+        with pytest.raises(InputError, match="static fell back to hkvd"):
             list(strict.stream(text, policy="static"))
         chosen = [
             model.invoke(text, **how).response_metadata["cacheblend"]["policy"]

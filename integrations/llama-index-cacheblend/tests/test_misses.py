@@ -128,7 +128,7 @@ def test_a_policy_that_is_asked_for_and_gives_way_may_be_an_error() -> None:
         asked(query_engine(llm, nodes_of(text(1), text(2))))  # stores what it finds missing
         unranked.flush()
         assert asked(query_engine(llm, nodes_of(text(1), text(2))))["reused"] == 2
-        with pytest.raises(InputError, match=r"static gave way to hkvd .* not all chunks are ranked.*on_miss='warn'"):
+        with pytest.raises(InputError, match=r"static fell back to hkvd .* not all chunks are ranked.*on_miss='warn'"):
             query_engine(llm.with_options(on_miss="error"), nodes_of(text(1), text(2))).query("When?")
 
 
