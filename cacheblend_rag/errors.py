@@ -6,6 +6,11 @@ from __future__ import annotations
 class CacheBlendError(Exception):
     """Base class of every error that the library raises on purpose.
 
+    Attributes:
+        exit_code: Exit code of a command that ends with the error.
+        public: Whether a server shows the message to every caller. The operator alone sees other messages, which can name files
+            and machines of the server.
+
     Example::
 
         try:
@@ -15,6 +20,7 @@ class CacheBlendError(Exception):
     """
 
     exit_code = 1
+    public = False
 
 
 class InputError(CacheBlendError):
@@ -29,6 +35,7 @@ class InputError(CacheBlendError):
     """
 
     exit_code = 2
+    public = True
 
 
 class PromptTooLongError(InputError):

@@ -19,6 +19,9 @@ from cacheblend_rag.prompts.chunk import checked_id
 TOKENIZER_PROBE = "Ships' logs: 1911, naïve café — 東京 🙂\n\n\tif x != y:  return  # end\n<|im_end|></s>"
 """Text that both client and server encode. Equal token ids mean that client and server use the same tokenizer."""
 
+UNKNOWN_CHUNK = "UnknownChunkError"
+"""Type, in the body of a server's error, of a request that names an unknown chunk."""
+
 MAX_TEXTS = 4096
 MAX_HOLDER = 200
 MAX_METADATA = 1 << 16  # bytes of one chunk's metadata as JSON; no quota counts metadata

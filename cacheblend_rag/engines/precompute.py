@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.engines.entries import Entries
-from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag.engines.results import NotStored, PrecomputeReport
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.registry import ChunkRegistry
 
@@ -55,7 +55,7 @@ def plan_precompute(
     """
     room = context_window - len(entries.header_ids) - (written_behind if entries.writer is not None else 0)
     most_ranked = 0 if probe_tokens is None else max(0, room - 1 - probe_tokens)  # vLLM also needs room for an answer
-    failed = {chunk.id: "it has no tokens" for chunk in chunks if not chunk.token_ids}
+    failed: dict[str, str] = {chunk.id: NotStored.NO_TOKENS for chunk in chunks if not chunk.token_ids}
     wanted: dict[tuple[int, ...], str] = {}
     present: dict[tuple[int, ...], bool] = {}
     for chunk in chunks:
@@ -67,7 +67,7 @@ def plan_precompute(
             rankable = len(token_ids) <= most_ranked and entries.owns(token_ids)
             present[token_ids] = not rankable or entries.has_static(token_ids)
         elif len(token_ids) >= room:
-            failed[chunk.id] = "it does not fit the model's context window"
+            failed[chunk.id] = NotStored.NO_WINDOW
         else:
             wanted[token_ids] = chunk.id
     header = [()] if entries.header_ids and chunks and not entries.contains(()) else []

@@ -7,6 +7,7 @@ import contextvars
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Literal
 
 from cacheblend_rag.blending.outcome import PromptOutcome
@@ -114,6 +115,14 @@ class StreamEvent:
 
     text: str
     generation: Generation | None = None
+
+
+class NotStored(StrEnum):
+    """Lists the reasons for a chunk without stored KV that a server tells every caller."""
+
+    NO_TOKENS = "it has no tokens"
+    NO_WINDOW = "it does not fit the model's context window"
+    NO_ROOM = "it does not fit the store's budget"
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -28,22 +27,6 @@ _AT_ONCE = 256
 """Chunks that a deletion holds in memory at a time."""
 
 
-class Wanted(NamedTuple):
-    """Holds the chunks that a request registers, and the client that holds them."""
-
-    chunks: list[Chunk]
-    holder: str
-
-
-class _Piece(NamedTuple):
-    """Holds one text of a request. Making an unvalidated pydantic model takes longer than all other work here together."""
-
-    text: str
-    id: str | None = None
-    token_ids: tuple[int, ...] | None = None
-    metadata: Mapping[str, Any] = MappingProxyType({})
-
-
 class ServedChunks:
     """Reads, lists and deletes chunks together with their KV; the catalogue has no KV. Calls block."""
 
@@ -57,8 +40,10 @@ class ServedChunks:
         """Make deletions also drop the KV that prompts of ``reader``, another tenant, have stored in its own namespace."""
         self._readers.append(reader)
 
-    def read(self, body: bytes) -> Wanted:
-        """Return the chunks of a request's body; the caller must pass the chunks to :meth:`settle`, even after a failure.
+    def read(self, body: bytes) -> tuple[list[Chunk], str]:
+        """Return the chunks of a request's body, and the client that holds the chunks.
+
+        The caller must pass the chunks to :meth:`settle`, even after a failure.
 
         Raises:
             InputError: The body is malformed, or a text cannot be a chunk.
@@ -73,14 +58,14 @@ class ServedChunks:
                 'Give {"texts": ["...", ...]}, or {"chunks": [{"text": "..."}, ...]}; one of them, not empty.'
             )
         self._catalogue.refresh()
-        pieces = [_Piece(each.text, each.id, each.token_ids, each.metadata) for each in parsed.chunks]
-        pieces += map(_Piece, parsed.texts)
+        pieces = [(each.text, each.id, each.token_ids, each.metadata) for each in parsed.chunks]
+        pieces += [(text, None, None, {}) for text in parsed.texts]
         # Before tokenising: a request beyond the quota must not delay others.
-        self._catalogue.check_room({chunk_id(piece.text.strip()) if piece.id is None else piece.id for piece in pieces})
+        self._catalogue.check_room({chunk_id(text.strip()) if name is None else name for text, name, *_ in pieces})
         found: list[Chunk] = []
         for number, piece in enumerate(pieces):
             try:
-                found.append(self._chunk(piece))
+                found.append(self._chunk(*piece))
             except ConflictError:
                 raise
             except InputError as error:
@@ -93,7 +78,7 @@ class ServedChunks:
                 )
         with self._lock:
             self._coming.update(set(texts.values()))
-        return Wanted(found, parsed.holder)
+        return found, parsed.holder
 
     def to_compute(self, chunks: Iterable[Chunk]) -> int:
         """Return how many tokens of the chunks have no stored KV; 0 for a model that is not blended."""
@@ -132,18 +117,20 @@ class ServedChunks:
         found = map(self._client.store.entry, self._client.entries.keys(chunk.token_ids))
         return [entry for entry in found if entry is not None]
 
-    def _chunk(self, body: _Piece) -> Chunk:
-        if body.id == "stats":
+    def _chunk(
+        self, text: str, name: str | None, token_ids: tuple[int, ...] | None, metadata: Mapping[str, Any]
+    ) -> Chunk:
+        if name == "stats":
             raise InputError(
                 "the id 'stats' is the name of a route, GET /v1/chunks/stats, which would hide the chunk. Use another id."
             )
-        chunk = make_chunk(body.text, self._client.tokenizer)
-        chunk = Chunk(body.id or chunk.id, chunk.text, chunk.token_ids, body.metadata)
+        chunk = make_chunk(text, self._client.tokenizer)
+        chunk = Chunk(name or chunk.id, chunk.text, chunk.token_ids, metadata)
         if chunk.metadata_bytes > MAX_METADATA:
             raise InputError(
                 f"its metadata have {chunk.metadata_bytes} bytes, as JSON; {MAX_METADATA} are allowed. Leave out what is long."
             )
-        if body.token_ids is not None and not tokens_match(self._client.tokenizer, body.text, body.token_ids):
+        if token_ids is not None and not tokens_match(self._client.tokenizer, text, token_ids):
             raise InputError(
                 "token_ids are not those of this text in the server's tokenizer; cut chunks with that tokenizer, or leave "
                 "token_ids out."
@@ -153,7 +140,7 @@ class ServedChunks:
             raise InputError(
                 f"it has {len(chunk.token_ids)} tokens; the context window leaves room for {room}. Split it."
             )
-        if body.id is None:
+        if name is None:
             return chunk
         known = self._client.registry.get(chunk.id)
         # A chunk that only came with a prompt, or belongs to another tenant, does not reserve its id.

@@ -24,6 +24,8 @@ from cacheblend_rag.store.opening import parse_duration, parse_size
 class QuotaError(StoreError):
     """Reports that a tenant would register more than its quota allows."""
 
+    public = True
+
 
 @dataclass(frozen=True)
 class Quota:
@@ -78,23 +80,9 @@ class Quota:
                 f"has {self.tokens_per_minute} a minute (tokens_per_minute). Ask for fewer or shorter answers, or of less."
             )
 
-    def check_grammar(self, characters: int, free: bool) -> None:
-        """Raise InputError if an answer's schema is too long, or ``free``: with a regular expression or a grammar."""
-        if self != NO_QUOTA and (free or characters > MOST_SCHEMA):
-            raise InputError(
-                "The answer is to follow a schema or choices that all who ask might wait for. This tenant may send JSON schemas "
-                f"and choices of {MOST_SCHEMA} characters in all, without regular expressions (pattern), and no grammars. A "
-                f"string's minLength or maxLength counts for {PER_LIMITED} by character that it limits, up to {MOST_LIMITED} of "
-                f"them; a format for {PER_FORMAT}."
-            )
-
 
 MOST_LOGPROBS = 4096
 """Most log-probabilities of one request's prompts, for a tenant with a quota: vLLM blocks while it makes their objects."""
-MOST_SCHEMA = 1 << 13
-"""Most characters of an answer's schema, for a tenant with a quota: an engine compiles one grammar at a time, to its end."""
-PER_LIMITED, MOST_LIMITED, PER_FORMAT = 32, 128, 256
-"""Schema characters charged for a limited character, most limited characters charged, and charge for a format."""
 NO_QUOTA = Quota()
 """Quota without limits."""
 

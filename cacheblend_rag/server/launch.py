@@ -124,14 +124,15 @@ async def _serve_engine(
     keys = limits.keys
     tenants = ServedTenants.open(client, options.store, keys.tenants, options.max_chunks, keys.quotas)
     tenants.watch()
-    for warning in tenants.warnings:
-        _log.warning(warning)
+    known = 0
+    for served in tenants.each.values():
+        known += len(served.client.registry)
+        for warning in served.catalogue.warnings:
+            _log.warning(warning)
     try:
         app = await build_app(options, args, llm, tenants, limits)
-        known = f"{tenants.known} chunks known in {options.store}"
-        announcing = asyncio.create_task(
-            announce(app.state, f"Serving {client.fingerprint.name} on {address}: {known}.")
-        )
+        line = f"Serving {client.fingerprint.name} on {address}: {known} chunks known in {options.store}."
+        announcing = asyncio.create_task(announce(app.state, line))
         try:
             return await _listen_and_serve(app, sock, args)
         finally:

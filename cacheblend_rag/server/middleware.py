@@ -18,21 +18,21 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cacheblend_rag.engines.results import NotStored
 from cacheblend_rag.errors import CacheBlendError, InputError, StoreError, UnknownChunkError
+from cacheblend_rag.protocol import UNKNOWN_CHUNK
 from cacheblend_rag.retrieval.registered import ConflictError
-from cacheblend_rag.server.amounts import count_values, is_small, refusal
-from cacheblend_rag.server.keys import Admission, Key, Keys, QuotaError, key_of, may, needed
+from cacheblend_rag.server.amounts import MOST_ITEMS, refusal
+from cacheblend_rag.server.keys import Admission, Key, Keys, key_of, may, needed
 from cacheblend_rag.server.loopback import names_this_machine
 from cacheblend_rag.server.options import DEFAULT_BODY_LIMIT
 from cacheblend_rag.server.tenants import Caller, calling
 
 DEFAULT_BODY_DEADLINE_S = 60.0
-DEFAULT_VALUES_LIMIT = 500_000
 TOKENIZED_LIMIT = 1 << 17
 """Most bytes of a body to tokenise or detokenise, which vLLM does not limit: a token takes a hundred bytes, and blocks."""
 DEFAULT_HELD_LIMIT = 4 * DEFAULT_BODY_LIMIT
 NAMES = (
-    "cacheblend_rag.server.middleware.LimitBody",
     f"{__name__}.Admit",
     "cacheblend_rag.server.observing.Observe",
     f"{__name__}.RequireKey",
@@ -40,18 +40,17 @@ NAMES = (
 """Values for vLLM's ``--middleware``. The last class runs first, so no byte of a body is read without a key."""
 
 _log = logging.getLogger("vllm.cacheblend")  # child of vLLM's logger, which vLLM's flags configure
-_OPEN_PATHS = {"/health"}
 _TOKENIZING = {"/tokenize", "/detokenize"}
 _ANYBODY = Key(b"")
 _NO_LIMIT = Admission()
 _KINDS: tuple[tuple[type[CacheBlendError], tuple[int, str, str | None]], ...] = (
-    (UnknownChunkError, (404, "NotFoundError", "id")),
+    (UnknownChunkError, (404, UNKNOWN_CHUNK, "id")),
     (ConflictError, (409, "ConflictError", "id")),
     (InputError, (422, "UnprocessableEntityError", None)),
     (StoreError, (507, "StoreError", None)),
     (CacheBlendError, (500, "InternalServerError", None)),
 )
-_THEIRS = (InputError, QuotaError)
+_NOT_STORED = frozenset(NotStored)
 _HIDDEN = "The server's store cannot be used now; whoever runs the server finds why in its log"
 
 
@@ -63,7 +62,6 @@ class RequestLimits:
         keys: API keys with their tenants; none: everybody may do everything.
         body: Largest request body in bytes.
         body_deadline_s: Seconds within which the whole body must arrive.
-        values: Most JSON values in a body.
         characters: Most characters of one prompt or text in a body.
         held: Most bytes of the bodies of one tenant's requests at a time.
         local: Whether ``Host`` must be a name of this machine: a page in a local browser could otherwise have its own name
@@ -75,7 +73,6 @@ class RequestLimits:
     keys: Keys = field(default_factory=Keys)
     body: int = DEFAULT_BODY_LIMIT
     body_deadline_s: float = DEFAULT_BODY_DEADLINE_S
-    values: int = DEFAULT_VALUES_LIMIT
     characters: int = DEFAULT_BODY_LIMIT
     held: int = DEFAULT_HELD_LIMIT
     local: bool = False
@@ -101,24 +98,25 @@ def answer_errors(app: Any) -> None:
     app.middleware_stack = None  # vLLM has built the stack already, without this handler
 
 
-async def _answered(_: Request, error: Exception) -> JSONResponse:
+async def _answered(request: Request, error: Exception) -> JSONResponse:
     status, kind, param = next(answer for of, answer in _KINDS if isinstance(error, of))
-    why = str(error) if isinstance(error, _THEIRS) else told({"": str(error)})[""]
-    return error_response(why, status, kind, param)
+    if kind == UNKNOWN_CHUNK and request.method == "POST":
+        status = 400  # the body, not the path, names the chunk
+    assert isinstance(error, CacheBlendError)
+    return error_response(_told(str(error), error.public), status, kind, param)
 
 
 def told(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return why chunks are not stored; callers other than the operator see no names of the server's files or machines."""
-    if calling.get().operator:
-        return dict(reasons)
-    found = {}
-    for name, why in reasons.items():
-        # A reason about the chunk begins with "it", a reason about the model with "not blended". All others are hidden.
-        theirs = why.startswith(("it ", "not blended"))
-        if not theirs:
-            _log.error("What others than the operator are not told: %s", why)
-        found[name] = why if theirs else _HIDDEN
-    return found
+    """Return why chunks are not stored, as the caller may read it."""
+    return {name: _told(why, why in _NOT_STORED) for name, why in reasons.items()}
+
+
+def _told(why: str, public: bool) -> str:
+    """Return a reason, hidden unless it is public or the operator asks: it may name the server's files or machines."""
+    if public or calling.get().operator:
+        return why
+    _log.error("What others than the operator are not told: %s", why)
+    return _HIDDEN
 
 
 class RequireKey:
@@ -135,77 +133,45 @@ class RequireKey:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        if limits_of(scope).local and not names_this_machine(Headers(scope=scope).get("host", "localhost")):
+        limits = limits_of(scope)
+        if limits.local and not names_this_machine(Headers(scope=scope).get("host", "localhost")):
             why = (
                 "Without an API key this server answers to the names 'localhost' and '127.0.0.1' alone. Give it a key "
                 "(CACHEBLEND_API_KEY) to ask by another name."
             )
             await error_response(why, 421, "MisdirectedRequest")(scope, receive, send)
             return
-        keys = limits_of(scope).keys.keys
-        key = key_of(_bearer(scope), keys) if keys else _ANYBODY
-        path = _path(scope)
         if is_open(scope):
             await self._app(scope, receive, send)
             return
-        if key is not None and may(key, scope.get("method", ""), path, scope["query_string"]):
-            admission = limits_of(scope).admissions.get(key.tenant, _NO_LIMIT)
+        key = key_of(_bearer(scope), limits.keys.keys) if limits.keys.keys else _ANYBODY
+        if key is not None and may(key, scope.get("method", ""), _path(scope), scope["query_string"]):
+            admission = limits.admissions.get(key.tenant, _NO_LIMIT)
             token = calling.set(Caller(key.tenant, key.operator, admission))
             try:
                 await self._app(scope, receive, send)
             finally:
                 calling.reset(token)
-            return
-        if scope["type"] == "websocket":
+        elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
-            return
-        if key is not None:
+        else:
             await _forbidden(key, scope)(scope, receive, send)
-            return
-        why = "This server asks for an API key: send the header 'Authorization: Bearer KEY'."
-        response = error_response(why, 401, "Unauthorized", headers={"WWW-Authenticate": "Bearer"})
-        await response(scope, receive, send)
-
-
-class Admit:
-    """Answers 429 to POST requests of a tenant that has too many answers being computed, or has used up its tokens.
-
-    Each request counts as one answer here; the renderer adds the request's other answers.
-    """
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or is_open(scope):
-            await self._app(scope, receive, send)
-            return
-        caller = calling.get()
-        refusal = caller.count(1)
-        if refusal is not None:
-            await come_again(*refusal)(scope, receive, send)
-            return
-
-        async def timed(message: Message) -> None:
-            if message.get("status") == 429:
-                MutableHeaders(scope=message).setdefault("Retry-After", "1")
-            await send(message)
-
-        try:
-            await self._app(scope, receive, timed)
-        finally:  # also after a client has disconnected in the middle of an answer
-            caller.end()
 
 
 def is_open(scope: Scope) -> bool:
     """Return whether a request needs no key: a health check, or a CORS preflight, which is answered before any route."""
     if scope["type"] != "http":
         return False
-    return (_path(scope) in _OPEN_PATHS and scope["method"] in ("GET", "HEAD")) or _is_preflight(scope)
+    method, headers = scope["method"], Headers(scope=scope)
+    preflight = method == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
+    return preflight or (method in ("GET", "HEAD") and _path(scope) == "/health")
 
 
-def _forbidden(key: Key, scope: Scope) -> JSONResponse:
-    """Return the 403 answer that names the role needed, or a 404 answer if the server has no such route."""
+def _forbidden(key: Key | None, scope: Scope) -> JSONResponse:
+    """Return the 401 answer, or the 403 answer that names the role needed, or a 404 answer if the server has no such route."""
+    if key is None:
+        why = "This server asks for an API key: send the header 'Authorization: Bearer KEY'."
+        return error_response(why, 401, "Unauthorized", headers={"WWW-Authenticate": "Bearer"})
     asked = f"{scope['method']} {_path(scope)}"
     if all(route.matches(scope)[0] is Match.NONE for route in scope["app"].routes):
         return error_response(f"This server has no {asked} for the model that it serves.", 404, "NotFoundError")
@@ -230,12 +196,6 @@ def _bearer(scope: Scope) -> str:
     return key if scheme.lower() == "bearer" else ""
 
 
-def _is_preflight(scope: Scope) -> bool:
-    """Return whether a request is a CORS preflight, which vLLM's CORS middleware answers before any route."""
-    headers = Headers(scope=scope)
-    return scope.get("method") == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
-
-
 def limits_of(scope: Scope) -> RequestLimits:
     """Return the limits of the application that serves a request."""
     found = scope["app"].state.limits
@@ -247,11 +207,13 @@ _CLOSE: Final = {"Connection": "close"}
 """Header of refusals of a body that may still be arriving."""
 
 
-class LimitBody:
-    """Answers 413 to bodies that are too large, with or without a declared length, or hold too much, and 408 to slow bodies.
+class Admit:
+    """Refuses requests beyond the tenant's limits, and reads the bodies of all others within their own limits.
 
-    Answers 429 if one tenant's bodies exceed ``held`` bytes. A request that needs no key has no body: the middleware does not
-    read the body.
+    Answers 429 to POST requests of a tenant that has too many answers being computed, has used up its tokens, or whose bodies
+    exceed ``held`` bytes; 413 to bodies that are too large, with or without a declared length, or hold too much; 408 to slow
+    bodies. Each request counts as one answer here; the renderer adds the request's other answers. A request that needs no key
+    has no body: the middleware does not read the body.
     """
 
     def __init__(self, app: ASGIApp):
@@ -260,10 +222,28 @@ class LimitBody:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
-        if is_open(scope):
+        elif is_open(scope):
             await self._app(scope, _with_body(b"", receive), send)
-            return
+        elif scope["method"] != "POST":
+            await self._with_body_read(scope, receive, send)
+        else:
+            caller = calling.get()
+            refusal = caller.count(1)
+            if refusal is not None:
+                await come_again(*refusal)(scope, receive, send)
+                return
+
+            async def timed(message: Message) -> None:
+                if message.get("status") == 429:
+                    MutableHeaders(scope=message).setdefault("Retry-After", "1")
+                await send(message)
+
+            try:
+                await self._with_body_read(scope, receive, timed)
+            finally:  # also after a client has disconnected in the middle of an answer
+                caller.end()
+
+    async def _with_body_read(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits, path = limits_of(scope), _path(scope)
         if path in _TOKENIZING:
             limits = replace(limits, body=min(limits.body, TOKENIZED_LIMIT))
@@ -292,20 +272,10 @@ async def _refusal(body: bytearray, path: str, limits: RequestLimits, admission:
     if admission.held > limits.held:
         why = "The bodies of this tenant's requests that are being read and served have more than"
         return come_again(f"{why} {limits.held} bytes. Wait for some to end.", 1, _CLOSE)
-    # A body with fewer bytes than the limit on values needs no counting.
-    if len(body) > limits.values and await asyncio.to_thread(count_values, body) > limits.values:
-        return _too_much(
-            f"The request holds more than {limits.values} values. Send fewer at a time, and long prompts as text, not as token "
-            "ids."
-        )
-    if is_small(body, limits.characters):
+    if len(body) <= min(limits.characters, MOST_ITEMS):  # holds too little of anything
         return None
     why = await asyncio.to_thread(refusal, path, body, limits.characters)
-    return _too_much(why) if why else None
-
-
-def _too_much(why: str) -> JSONResponse:
-    return error_response(why, 413, "RequestTooLarge")
+    return error_response(why, 413, "RequestTooLarge") if why else None
 
 
 async def _fill(body: bytearray, receive: Receive, limits: RequestLimits, admission: Admission) -> bool:

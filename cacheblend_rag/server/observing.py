@@ -35,8 +35,8 @@ class ReuseMetrics:
     def __init__(self, registry: CollectorRegistry = REGISTRY):
         """Register the metrics; once per registry."""
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"cacheblend_{name}", text, ("tenant", *labels), registry=registry)
+        def counter(name: str, text: str, *labels: str, of: tuple[str, ...] = ("tenant",)) -> Counter:
+            return Counter(f"cacheblend_{name}", text, (*of, *labels), registry=registry)
 
         def seconds(name: str, text: str, *labels: str) -> Histogram:
             return Histogram(f"cacheblend_{name}", text, labels, buckets=_SECONDS, registry=registry)
@@ -54,12 +54,8 @@ class ReuseMetrics:
         self._tier_chunks = counter(
             "tier_loaded_chunks", "Chunks found stored, by the tier that they came from.", "tier"
         )
-        self._tier_waits = Counter(
-            "cacheblend_tier_waited_seconds",
-            "Seconds that blends waited for reads; the rest of the time of reading hid behind computing.",
-            ("tier",),
-            registry=registry,
-        )
+        waited = "Seconds that blends waited for reads; the rest of the time of reading hid behind computing."
+        self._tier_waits = counter("tier_waited_seconds", waited, "tier", of=())
         self._tier_out = Gauge(
             "cacheblend_tier_out",
             "1 while a remote tier is not used since it failed, as of the last prompt with chunks.",

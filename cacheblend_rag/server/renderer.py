@@ -247,10 +247,8 @@ class BlendRenderer:
     def _admit(self, request: CompletionLike, inputs: Sequence[Any]) -> None:
         """Count a request's answers for its tenant; raises an error if the tenant's quota does not allow them."""
         caller, n, most = calling.get(), getattr(request, "n", None) or 1, _most_tokens(request)
-        sequences, prompts = (
-            max(n * len(inputs), caller.chats),
-            sum(len(each.get("prompt_token_ids") or ()) for each in inputs),
-        )
+        sequences = max(n * len(inputs), caller.chats)
+        prompts = sum(len(each.get("prompt_token_ids") or ()) for each in inputs)
         logprobs, quota = 0, caller.admission.quota
         if (each := _prompt_logprobs(request)) is not None:
             logprobs = n * prompts * (1 + (each if each >= 0 else self._client.tokenizer.vocab_size))
@@ -382,18 +380,14 @@ def _prompt_logprobs(request: CompletionLike) -> int | None:
     return None if asked is None else int(asked)
 
 
-def _is_truncated(request: CompletionLike) -> bool:
-    given = getattr(request, "truncate_prompt_tokens", None)
-    return given is not None or getattr(request, "truncation", "disabled") == "auto"
-
-
 def _why_not(request: CompletionLike) -> str:
     """Return why a request's prompt cannot be blended; empty if it can."""
     if getattr(request, "use_beam_search", False):
         return "beam search is served by ordinary prefill"
     if _prompt_logprobs(request) is not None:
         return "logprobs of the prompt and echo need every prompt token computed"
-    if _is_truncated(request):
+    truncated = getattr(request, "truncate_prompt_tokens", None)
+    if truncated is not None or getattr(request, "truncation", "disabled") == "auto":
         return "a truncated prompt is served by ordinary prefill"
     if getattr(request, "suffix", None) is not None:
         return "a prompt with a suffix is served by ordinary prefill"

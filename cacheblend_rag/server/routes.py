@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
-from starlette.convertors import Convertor, register_url_convertor
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.responses import Response
 
 from cacheblend_rag.engines.results import PrecomputeReport
@@ -120,38 +120,27 @@ class ErrorBody(BaseModel):
 
 _TEXTS = ("texts", "chunks")
 """Fields of the body of ``POST /v1/chunks``, which contains exactly one of them."""
-_EVERYWHERE = {
-    401: "No key, or none that is known.",
-    403: "The key's role is too small.",
-    408: "The body came too slowly.",
-    413: "The body is too large.",
-    421: "Without a key, another name than this machine's.",
-    422: "The request cannot be read, or holds what cannot be.",
-    507: "The store cannot be used, or has no room.",
-}
-_OWN = {
-    404: "No chunk has that id.",
-    409: "The id is another text's, or the chunk is not the caller's to change.",
-    415: "The body is no JSON.",
-    429: "The tenant's quota is used up; `Retry-After` says for how many seconds.",
-}
+_EVERYWHERE = (401, 403, 408, 413, 421, 422, 507)
+"""Statuses with which every route refuses requests."""
 
 
 def described(
     answer: type[BaseModel], errors: tuple[int, ...] = (), extra: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return FastAPI's arguments for a route besides its path: the answer's model, and the statuses of refusals."""
-    refusals = _EVERYWHERE | {status: _OWN[status] for status in errors}
+    refusals: dict[int, Any] = {status: {"model": ErrorBody} for status in (*_EVERYWHERE, *errors)}
     return {
         "response_model": answer,
-        "responses": {status: {"model": ErrorBody, "description": text} for status, text in refusals.items()},
+        "responses": refusals,
         "openapi_extra": extra or {},
     }
 
 
 def json_body() -> dict[str, Any]:
     """Return the description of the body of ``POST /v1/chunks``, which the route itself parses."""
-    schema = _inlined(PrecomputeBody.model_json_schema())
+    schema = PrecomputeBody.model_json_schema()
+    # Pydantic's references are to the schema itself, OpenAPI's to the whole document.
+    schema["properties"]["chunks"]["items"] = schema.pop("$defs")["ChunkBody"]
     for name in _TEXTS:
         schema["properties"][name]["minItems"] = 1
     schema["oneOf"] = [{"required": [name]} for name in _TEXTS]
@@ -161,21 +150,6 @@ def json_body() -> dict[str, Any]:
 def _parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
     properties = model.model_json_schema()["properties"]
     return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in properties.items()]
-
-
-def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without references: pydantic's refer to the schema itself, OpenAPI's to the whole document."""
-    definitions: Mapping[str, Any] = schema.pop("$defs", {})
-
-    def resolve(part: Any) -> Any:
-        if isinstance(part, dict):
-            if "$ref" in part:
-                return resolve(definitions[part["$ref"].rpartition("/")[2]])
-            return {name: resolve(value) for name, value in part.items()}
-        return [resolve(each) for each in part] if isinstance(part, list) else part
-
-    found: dict[str, Any] = resolve(schema)
-    return found
 
 
 _JSON = re.compile(r"application/([\w.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
@@ -210,18 +184,10 @@ def chunk_router(served: PerNamespace[Served], metrics: ReuseMetrics, model: Mod
     return router
 
 
-class _AnyText(Convertor[str]):
+class _AnyText(PathConvertor):
     """Matches the rest of a path, line breaks included. Starlette's own convertor ends before a line break."""
 
     regex = "(?s:.*)"
-
-    def convert(self, value: str) -> str:
-        """Return ``value``."""
-        return value
-
-    def to_string(self, value: str) -> str:
-        """Return ``value``."""
-        return value
 
 
 register_url_convertor("any_text", _AnyText())
@@ -282,7 +248,9 @@ class ChunkRoutes:
             StoredChunk(id=chunk.id, tokens=len(chunk.token_ids), stored=chunk.id not in report.failed)
             for chunk in wanted
         ]
-        return Precomputed(data=stored, report=replace(report, failed=told(report.failed)))
+        # GET /v1/chunks/stats tells everybody why a model is not blended.
+        failed = told(report.failed) if served.client.gate.passed else report.failed
+        return Precomputed(data=stored, report=replace(report, failed=failed))
 
     async def list_chunks(self, request: Request) -> dict[str, Any]:
         """List chunks in the order of their ids, a page at a time: ``?limit=100&after=ID``."""
@@ -295,7 +263,7 @@ class ChunkRoutes:
         served = self._served.current
         await self._in_turn(served.catalogue.refresh)
         # All tenants share the store: its counters would reveal what other tenants do.
-        seen = self._served.alone or calling.get().operator
+        seen = len(self._served.each) == 1 or calling.get().operator
         held = await asyncio.to_thread(served.client.store.stats) if seen else None
         return ChunkStats(chunks=len(served.client.registry), kv=held, model=self._model)
 
@@ -322,13 +290,12 @@ class ChunkRoutes:
         With ``&holder=NAME``, only this client releases the chunks, and chunks that other clients hold stay.
         """
         query = read_query(DeleteQuery, request.query_params)
-        everything = query.all
-        if everything and query.holder is not None:
+        if query.all and query.holder is not None:
             raise InputError("holder goes with ?id=..., not with ?all=true, which deletes whoever holds the chunks.")
         chunk_ids = request.query_params.getlist("id")
-        if bool(chunk_ids) == everything:
+        if bool(chunk_ids) == query.all:
             raise InputError(
                 "Name the chunks to delete, as ?id=...&id=..., or give ?all=true for every registered one."
             )
-        gone = await self._in_turn(self._chunks.delete_named, chunk_ids, everything, query.holder)
+        gone = await self._in_turn(self._chunks.delete_named, chunk_ids, query.all, query.holder)
         return DeletedChunks(data=[DeletedChunk(id=name) for name in gone])

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -17,8 +17,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.engines.spans import RequestSpans, reuse_attributes
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.server.keys import MOST_LIMITED, PER_FORMAT, PER_LIMITED, Quota
+from cacheblend_rag.errors import InputError, UnknownChunkError
+from cacheblend_rag.server.keys import NO_QUOTA, Quota
 from cacheblend_rag.server.tenants import PerNamespace, Served, calling
 from cacheblend_rag.store.files import Namespace
 
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 
 KEY = "cacheblend_ticket"
 """Key of the ticket in an engine input. vLLM builds engine inputs field by field, so no client can add a ticket."""
+
+MOST_SCHEMA = 1 << 13
+"""Most characters of an answer's schema, for a tenant with a quota: an engine compiles one grammar at a time, to its end."""
+PER_LIMITED, MOST_LIMITED, PER_FORMAT = 32, 128, 256
+"""Schema characters charged for a limited character, most limited characters charged, and charge for a format."""
 
 REQUEST_FIELD = "cacheblend_tickets"
 """Attribute of a request object that holds the tickets of its prompts."""
@@ -74,11 +79,17 @@ def clients_salt(given: str | None) -> str | None:
     return None if given is None else f"client:{given}"
 
 
+class RefusedChunkError(UnknownChunkError, VLLMValidationError):
+    """Reports an unknown chunk from within vLLM's handlers; ``answer_errors`` answers with the code of unknown chunks."""
+
+
 @contextmanager
 def refused(parameter: str | None = None) -> Iterator[None]:
     """Re-raise InputError as VLLMValidationError, which vLLM's handlers answer."""
     try:
         yield
+    except UnknownChunkError as error:
+        raise RefusedChunkError(str(error)) from error
     except InputError as error:
         raise VLLMValidationError(str(error), parameter=parameter) from error
 
@@ -179,10 +190,8 @@ class ServedEngine:
             sampling_params.output_kind = RequestOutputKind.CUMULATIVE
         with RequestSpans(client.namespace.name) as spans:
             begin, options["trace_headers"] = time.perf_counter(), client.trace_headers(spans)
-            outputs, used = (
-                self._llm.generate(prompt, sampling_params, request_id, **options),
-                TokensUsed(prompt, sampling_params),
-            )
+            outputs = self._llm.generate(prompt, sampling_params, request_id, **options)
+            used = TokensUsed(prompt, sampling_params)
             caller.charge_prompt(used.due())
             try:
                 async for output in outputs:
@@ -234,15 +243,29 @@ class ServedEngine:
 
 def _check_grammar(quota: Quota, wanted: StructuredOutputsParams | None) -> None:
     """Raise VLLMValidationError if an answer's schema or grammar would delay other requests, whichever field sets it."""
-    if wanted is None:
+    if wanted is None or quota == NO_QUOTA:
         return
     asked = [wanted.json, wanted.choice, wanted.structural_tag]
     characters = sum(len(each if isinstance(each, str) else json.dumps(each)) for each in asked if each is not None)
     free = wanted.regex is not None or wanted.grammar is not None
-    with refused():
-        quota.check_grammar(characters, free)  # before the schema is searched
-        found = [*_objects_in(wanted.json), *_objects_in(wanted.structural_tag)]
-        quota.check_grammar(characters + _beyond_its_length(found), any(map(_is_free, found)))
+    # vLLM's xgrammar compiles equal limits once, and limits above ``MOST_LIMITED`` cost hardly more.
+    limits: set[tuple[float, ...]] = set()
+    if characters <= MOST_SCHEMA:  # else the schema is refused without a search
+        for found in (*_objects_in(wanted.json), *_objects_in(wanted.structural_tag)):
+            # A regular expression or a grammar, not merely a property of such a name.
+            free |= "patternProperties" in found
+            free |= any(isinstance(found.get(name), str) for name in ("pattern", "grammar"))
+            pair = (found.get("minLength"), found.get("maxLength"))
+            limits.add((0, *(limit for limit in pair if isinstance(limit, (int, float)))))
+            characters += PER_FORMAT * isinstance(found.get("format"), str)
+    characters += PER_LIMITED * sum(int(min(max(given), MOST_LIMITED)) for given in limits)
+    if free or characters > MOST_SCHEMA:
+        raise VLLMValidationError(
+            "The answer is to follow a schema or choices that all who ask might wait for. This tenant may send JSON schemas "
+            f"and choices of {MOST_SCHEMA} characters in all, without regular expressions (pattern), and no grammars. A "
+            f"string's minLength or maxLength counts for {PER_LIMITED} by character that it limits, up to {MOST_LIMITED} of "
+            f"them; a format for {PER_FORMAT}."
+        )
 
 
 def _objects_in(schema: Any) -> Iterator[Mapping[str, Any]]:
@@ -256,26 +279,6 @@ def _objects_in(schema: Any) -> Iterator[Mapping[str, Any]]:
     elif isinstance(schema, list):
         for each in schema:
             yield from _objects_in(each)
-
-
-def _is_free(found: Mapping[str, Any]) -> bool:
-    """Return whether a schema's object has a regular expression or a grammar, not merely a property of such a name."""
-    return "patternProperties" in found or any(isinstance(found.get(name), str) for name in ("pattern", "grammar"))
-
-
-def _beyond_its_length(found: Iterable[Mapping[str, Any]]) -> int:
-    """Return how many characters of a schema cost as much to compile as its formats and its strings of limited length.
-
-    vLLM's xgrammar compiles equal limits once, and limits above ``MOST_LIMITED`` cost hardly more.
-    """
-    limits: set[tuple[float, ...]] = set()
-    formats = 0
-    for each in found:
-        pair = (each.get("minLength"), each.get("maxLength"))
-        limits.add((0, *(limit for limit in pair if isinstance(limit, (int, float)))))
-        formats += isinstance(each.get("format"), str)
-    limited = sum(int(min(max(given), MOST_LIMITED)) for given in limits)
-    return PER_LIMITED * limited + PER_FORMAT * formats
 
 
 def _tell(spans: RequestSpans, report: FinishReport, output: RequestOutput, begin: float) -> None:
@@ -347,11 +350,6 @@ def _with_own_salt(prompt: Any, namespace: Namespace) -> Any:
     if isinstance(prompt, Mapping) and "decoder_prompt" in prompt:
         # vLLM reads the salt from the decoder prompt.
         return {**prompt, "decoder_prompt": {**prompt["decoder_prompt"], "cache_salt": salt}}
-    return {**_tokens_of(prompt), "cache_salt": salt}
-
-
-def _tokens_of(prompt: Any) -> Mapping[str, Any]:
-    """Return a prompt as a mapping, to which a salt can be added."""
-    if isinstance(prompt, Mapping):
-        return prompt
-    return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+    if not isinstance(prompt, Mapping):
+        prompt = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+    return {**prompt, "cache_salt": salt}

@@ -119,11 +119,6 @@ class PerNamespace(Generic[T]):
         """
         return self.each[calling.get().namespace]
 
-    @property
-    def alone(self) -> bool:
-        """Return whether there is only one namespace."""
-        return len(self.each) == 1
-
 
 class StandIn:
     """Delegates attributes to the object of the current namespace, so that vLLM's handlers need only one object."""
@@ -172,16 +167,6 @@ class ServedTenants(PerNamespace[Served]):
             for lender in lenders:
                 lender.chunks.lend_to(made[name].chunks)
         return cls(made)
-
-    @property
-    def known(self) -> int:
-        """Return the number of known chunks of all tenants together."""
-        return sum(len(served.client.registry) for served in self.each.values())
-
-    @property
-    def warnings(self) -> list[str]:
-        """Return the warnings that the operator should see."""
-        return [warning for served in self.each.values() for warning in served.catalogue.warnings]
 
     def watch(self) -> None:
         """Start watching as :meth:`ChunkCatalogue.watch` does, and deleting expired chunks."""

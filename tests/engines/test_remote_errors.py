@@ -47,8 +47,8 @@ def connect(fake: FakeServer, **options: Any) -> RemoteEngine:
     return RemoteEngine(fake.url, **given)
 
 
-def refusal(status: int, message: str) -> Response:
-    return JSONResponse({"error": {"message": message, "type": "x", "code": status}}, status)
+def refusal(status: int, message: str, kind: str = "x") -> Response:
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
 
 
 def test_no_server_says_how_to_start_one() -> None:
@@ -173,12 +173,13 @@ async def test_async_answers_end_badly_the_same_way(fake) -> None:
         (422, "texts.0: empty", ServerError, "422: texts.0: empty"),
         (503, "overloaded", ServerError, "503: overloaded"),
         (400, "This model's maximum context length is 5 tokens", PromptTooLongError, "context length"),
-        (400, "No chunk has the id 'x'.", UnknownChunkError, "'x'"),
+        (404, "No chunk has the id 'x'.", UnknownChunkError, "'x'"),
+        (404, "No chunk has the id 'x'.", ServerError, "'x'"),
         (400, "something else", ServerError, "something else"),
     ],
 )
 def test_refusals_keep_their_status_and_message(fake, status, message, kind, match) -> None:
-    fake.handle = lambda _: refusal(status, message)
+    fake.handle = lambda _: refusal(status, message, kind.__name__)
     with pytest.raises(kind, match=match) as error:
         connect(fake).generate(BlendPrompt(("Who?",)), SHORT)
     assert getattr(error.value, "status", None) == (status if kind is ServerError else None)
@@ -213,13 +214,13 @@ def test_references_unknown_here_are_asked_of_the_server(fake) -> None:
     def handle(request: Any) -> Response:
         if request.method == "GET":
             name = request.url.path.rpartition("/")[2]
-            return JSONResponse(known) if name == "there" else refusal(404, f"No chunk has the id {name!r}.")
+            return JSONResponse(known) if name == "there" else refusal(404, "No such chunk.", "UnknownChunkError")
         return stream(piece("x", 5, finish="length"), usage(), "[DONE]")
 
     fake.handle = handle
     engine.generate(BlendPrompt(("Notes: ", ChunkRef("there"))), SHORT)
     assert fake.requests[-1][2]["cacheblend"]["spans"][0]["id"] == "there"
-    with pytest.raises(UnknownChunkError, match="nowhere"):
+    with pytest.raises(UnknownChunkError, match="No such chunk"):
         engine.generate(BlendPrompt((ChunkRef("nowhere"),)), SHORT)
 
 

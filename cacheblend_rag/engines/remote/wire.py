@@ -17,6 +17,7 @@ from cacheblend_rag.engines.results import Generation, StreamEvent, Timings, Tok
 from cacheblend_rag.engines.sampling import REPEATED
 from cacheblend_rag.errors import CacheBlendError, InputError, PromptTooLongError, ServerError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import Chunk, begins_with_space
+from cacheblend_rag.protocol import UNKNOWN_CHUNK
 
 T = TypeVar("T")
 
@@ -258,10 +259,10 @@ class Wire:
                 "PORT`, or check the address."
             )
         if isinstance(error, APIStatusError):
-            return self._refused(error.status_code, _message(error))
+            return self._refused(error.status_code, _message(error), error.type)
         return ServerError(f"The server at {self.url} ended the answer with an error: {_message(error)}")
 
-    def _refused(self, status: int, message: str) -> CacheBlendError:
+    def _refused(self, status: int, message: str, kind: str | None) -> CacheBlendError:
         lowered = message.lower()
         if status == 401:
             return ServerError(
@@ -269,7 +270,7 @@ class Wire:
             )
         if status == 400 and ("context length" in lowered or "context window" in lowered or "max_model_len" in lowered):
             return PromptTooLongError(f"The server at {self.url} refuses the prompt's length: {message}")
-        if status in (400, 404) and "No chunk has the id" in message:
+        if kind == UNKNOWN_CHUNK:
             return UnknownChunkError(f"The server at {self.url}: {message}")
         return ServerError(f"The server at {self.url} refuses with status {status}: {message}", status)
 

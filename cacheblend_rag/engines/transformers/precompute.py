@@ -16,7 +16,7 @@ from cacheblend_rag.blending.static import static_deviation
 from cacheblend_rag.blending.transfer import Arrival, fetch
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.precompute import plan_precompute, report_of
-from cacheblend_rag.engines.results import PrecomputeReport
+from cacheblend_rag.engines.results import NotStored, PrecomputeReport
 from cacheblend_rag.engines.transformers.cache import PositionedCache
 from cacheblend_rag.engines.transformers.target import ModelRunner
 from cacheblend_rag.prompts.chunk import Chunk
@@ -107,7 +107,7 @@ def precompute(
 
     def stored(token_ids: tuple[int, ...], future: Future[bool]) -> None:
         if not future.result() and token_ids:
-            failed[plan.chunks[token_ids]] = "it does not fit the store's budget"
+            failed[plan.chunks[token_ids]] = NotStored.NO_ROOM
 
     # One thread writes while the next batch is computed; the error of a failed write is raised one batch later.
     with ThreadPoolExecutor(1, thread_name_prefix="cacheblend-store") as writer:

@@ -13,6 +13,7 @@ from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import mean_deviation, static_parts
 from cacheblend_rag.blending.transfer import Arrival, fetch, sent
 from cacheblend_rag.engines.entries import Entries
+from cacheblend_rag.engines.results import NotStored
 from cacheblend_rag.engines.vllm.messages import BUSY, Save, receipt
 from cacheblend_rag.engines.vllm.paged import PagedModel
 from cacheblend_rag.engines.vllm.target import all_ranks, sum_over_ranks
@@ -149,7 +150,7 @@ class Saver:
     def _write(self, name: str, tokens: tuple[int, ...], kv: Callable[[], ChunkKV], save: Save) -> None:
         try:
             stored = self._entries_of(save).put(tokens, kv(), replace=save.job.ranking)
-            self._written[name] = "" if stored else "it does not fit the store's budget"
+            self._written[name] = "" if stored else NotStored.NO_ROOM
         except StoreError as error:
             self._written[name] = str(error)
         except Exception as error:  # without a receipt, the client would wait in vain
