@@ -32,7 +32,10 @@ def ask(
     how: QuestionOptions,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Say where each chunk's KV came from, what that took, and why it was done so."),
+        typer.Option(
+            "--explain",
+            help="Show where each chunk's KV came from, how long loading took, and why the engine chose this mode.",
+        ),
     ] = False,
     namespace: options.Namespace = "default",
     retriever: options.Retriever = None,

@@ -44,29 +44,31 @@ class CalibrationOptions:
     as_near_as: Annotated[
         Literal["8-bit", "6-bit", "4-bit", "f1", "em"] | None,
         typer.Option(
-            help="How near a blend must be to full recompute: as the same model with weights of so many bits, by KL on the same "
-            "prompts (default: 6-bit), or so that its answers score as well by a metric, on --prompts with answers.",
+            help="Standard that a blend must reach: as near to full recompute as the same model with weights "
+            "of so many bits, by KL on the same prompts (default: 6-bit); or an equal score by a metric, "
+            "for --prompts with answers.",
             rich_help_panel=_CALIBRATION,
         ),
     ] = None
     agreement: Annotated[
         float | None,
         typer.Option(
-            help="Instead: least agreement with full recompute, such as 0.99: share of the answers' tokens; with --documents "
-            "exp(-KL). For a metric: 1 less the loss of score that is accepted (default: 0.95, five points).",
+            help="Minimum agreement with full recompute instead, such as 0.99: the share of equal answer "
+            "tokens; with --documents, exp(-KL). For a metric: 1 minus the accepted loss of score "
+            "(default: 0.95, a loss of five points).",
             rich_help_panel=_CALIBRATION,
         ),
     ] = None
     confidence: Annotated[
         float,
-        typer.Option(help="How sure the result must be, from 0.5 to below 1.", rich_help_panel=_CALIBRATION),
+        typer.Option(help="Confidence level of the result, from 0.5 to below 1.", rich_help_panel=_CALIBRATION),
     ] = 0.95
     count: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="How many prompts to measure at most (default: 40; with --agreement 0.99 up to 598). With fewer than half of "
-            "the default the result is marked as not shown.",
+            help="Maximum number of prompts to measure (default: 40; with --agreement 0.99 up to 598). With "
+            "fewer than half of the default, the result is marked as not shown.",
             rich_help_panel=_CALIBRATION,
         ),
     ] = None
@@ -123,7 +125,10 @@ def doctor(
         bool,
         typer.Option(
             "--calibrate",
-            help="Find the policy, ratio and check layers of least compute that is near enough to full recompute; keep it.",
+            help=(
+                "Find the policy, ratio and check layers of least compute that come near enough to full "
+                "recompute, and save them as the model's profile."
+            ),
         ),
     ] = False,
     wanted: CalibrationOptions,

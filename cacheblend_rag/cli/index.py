@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Only list what each document would take: chunks, tokens, disk and time. Nothing is stored."
+        "--dry-run", help="Only list the chunks, tokens, disk space and time of each document; store nothing."
     ),
 ]
 
@@ -57,23 +57,37 @@ def index(
     *,
     include: Annotated[
         list[str] | None,
-        typer.Option(help="Of directories take only files like this: '*.md', 'guides/*'. May be given several times."),
+        typer.Option(
+            help=(
+                "Read only the files of a directory that match this pattern, such as '*.md' or 'guides/*'; may "
+                "be repeated."
+            )
+        ),
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(help="Leave out files and directories like this: 'node_modules', '*.json', 'old/*'."),
+        typer.Option(
+            help=(
+                "Skip files and directories that match this pattern, such as 'node_modules', '*.json' or "
+                "'old/*'; may be repeated."
+            )
+        ),
     ] = None,
     store: options.Store = None,
     namespace: options.Namespace = "default",
     model: EngineOptions,
-    chunk_tokens: Annotated[int | None, typer.Option(min=16, help="Most tokens in a chunk (default: 512).")] = None,
-    overlap: Annotated[int | None, typer.Option(min=0, help="Tokens neighbouring chunks share (default: 0).")] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(min=16, help="Maximum number of tokens in a chunk (default: 512).")
+    ] = None,
+    overlap: Annotated[
+        int | None, typer.Option(min=0, help="Tokens that neighbouring chunks share (default: 0).")
+    ] = None,
     embedding: options.Embedding = None,
     budgets: BudgetOptions,
     ranking: options.Ranking = None,
     dry_run: _DryRun = False,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Do not ask where there will be more KV than the store can hold.")
+        bool, typer.Option("--yes", "-y", help="Do not ask for confirmation if the new KV exceeds the store's room.")
     ] = False,
     as_json: options.AsJSON = False,
 ) -> None:

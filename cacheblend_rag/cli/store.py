@@ -33,7 +33,7 @@ store = typer.Typer(
     cls=_StoreGroup,
     add_completion=False,
     no_args_is_help=True,
-    help="Look at a store, check it, make room in it. No model is loaded but by reembed and calibrate.",
+    help="Inspect, verify and shrink a store. Only reembed and calibrate load a model.",
 )
 
 
@@ -108,7 +108,11 @@ def _tier_json(tier: StoreStats) -> dict[str, Any]:
 @store.command()
 def keygen(
     directory: Annotated[
-        Path, typer.Argument(metavar="KEYS", help="Directory of keys: made where it is missing; never inside a store.")
+        Path,
+        typer.Argument(
+            metavar="KEYS",
+            help="Directory for the keys, created if missing; the directory must not lie inside a store.",
+        ),
     ],
     namespace: options.Namespace = "default",
     as_json: options.AsJSON = False,
@@ -194,7 +198,8 @@ def evict(
     to: Annotated[str, typer.Option("--to", help="Size to bring the KV down to: 2GiB, 500MB, 0.")],
     directory: options.Store = None,
     tier: Annotated[
-        str | None, typer.Option(help="Of this tier alone, as `store stats` names it (default: of each of them).")
+        str | None,
+        typer.Option(help="Evict from this tier only, named as in `store stats` (default: from every tier)."),
     ] = None,
     as_json: options.AsJSON = False,
 ) -> None:
@@ -215,7 +220,7 @@ def evict(
 def rm(
     ids: Annotated[
         list[str],
-        typer.Argument(metavar="ID...", help="Chunk ids or KV keys, or how they begin: 6 characters at least."),
+        typer.Argument(metavar="ID...", help="Chunk ids or KV keys, or their first 6 or more characters."),
     ],
     directory: options.Store = None,
     namespace: options.Namespace = "default",

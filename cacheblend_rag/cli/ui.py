@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 def ui(
     *,
     how: QuestionOptions = CONVERSATION,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the page, on this machine alone.")] = 7860,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port of the page; only this machine can reach the page.")
+    ] = 7860,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the page in the browser.")] = False,
 ) -> None:
     """Ask questions about your documents in the browser, and see the sources. --model bundled uses example documents."""

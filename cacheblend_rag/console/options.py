@@ -20,12 +20,13 @@ Model = Annotated[
     _of_model(
         "--model",
         "-m",
-        help="smollm2, a model directory, a GGUF file or a hub name (default: that of the index, else smollm2; "
-        "bundled for its own documents, and where none are read).",
+        help="Model: smollm2, a model directory, a GGUF file or a hub name (default: the index's model, else "
+        "smollm2; bundled for the bundled documents and for commands that read no documents).",
     ),
 ]
 Engine = Annotated[
-    Literal["transformers", "vllm"], _of_model(help="What runs the model: transformers, or vLLM in process.")
+    Literal["transformers", "vllm"],
+    _of_model(help="Engine that runs the model: transformers, or vLLM in this process."),
 ]
 Device = Annotated[str | None, _of_model(help="cpu, cuda, cuda:1... (default: cuda if there is one).")]
 DType = Annotated[str | None, _of_model(help="float32, bfloat16 or float16 (default: float32 on a CPU).")]
@@ -34,15 +35,16 @@ Writer = Annotated[
     str | None,
     _of_model(
         metavar="DIR",
-        help="KV writer, which computes the chunks' KV: what `cacheblend learn` has made; probe, which needs no training; none "
-        "(default: the index's, else the one that the model comes with, as smollm2 does).",
+        help="KV writer that computes the chunks' KV: a directory that `cacheblend learn` has made, probe "
+        "(needs no training) or none (default: the index's writer, else the model's own, which smollm2 "
+        "has).",
     ),
 ]
 Server = Annotated[
     str | None,
     _of_model(
-        help="Use a running `cacheblend serve`, as http://HOST:PORT, instead of loading a model; its key is read from "
-        "CACHEBLEND_API_KEY."
+        help="Address of a running `cacheblend serve`, such as http://HOST:PORT, which answers instead of a "
+        "model loaded here; CACHEBLEND_API_KEY has the API key."
     ),
 ]
 Store = Annotated[
@@ -68,16 +70,16 @@ Policy = Annotated[
 Quality = Annotated[
     Literal["full", "exact", "high", "fast"] | None,
     _of_blending(
-        help="In place of the three above: high (the model profile's blend), fast (recomputes less: sooner, and further off), "
-        "exact (reuses only what changes nothing) or full (reuses nothing) (default: high, or exact where calibration found that "
-        "no blend is good enough)."
+        help="Quality, in place of the three options above: high (the model profile's blend), fast (recomputes "
+        "less: sooner and less accurate), exact (reuses only KV that changes nothing) or full (reuses "
+        "nothing) (default: high, or exact if calibration found no blend that is good enough)."
     ),
 ]
 Ranking = Annotated[
     Literal["now", "lazy", "off"] | None,
     _of_blending(
-        help="When each chunk's tokens are ranked for the policies static and static-query: with its KV, after the first answer "
-        "that needs it, or never (default: now, if the model profile's policy is one of them)."
+        help="When to rank each chunk's tokens for the policies static and static-query: now (with the chunk's KV), lazy (after "
+        "the first answer that needs the ranking) or off (default: now, if the profile's policy is one of the two)."
     ),
 ]
 CheckLayers = Annotated[
@@ -89,24 +91,27 @@ Retriever = Annotated[
     typer.Option(help="Directory of a query encoder that `cacheblend tune-retriever` has made for the index."),
 ]
 K = Annotated[int, typer.Option("--k", "-k", min=1, help="Chunks to retrieve.")]
-MaxTokens = Annotated[int, _of_answers(min=1, help="Most tokens to answer with.")]
+MaxTokens = Annotated[int, _of_answers(min=1, help="Maximum number of tokens in the answer.")]
 Temperature = Annotated[float, _of_answers(min=0.0, help="0 is greedy.")]
-TopP = Annotated[float, _of_answers(help="Nucleus mass, above 0 up to 1.")]
-Seed = Annotated[int | None, _of_answers(help="Makes sampling repeatable.")]
+TopP = Annotated[float, _of_answers(help="Probability mass of nucleus sampling, above 0 and at most 1.")]
+Seed = Annotated[int | None, _of_answers(help="Seed that makes sampling repeatable.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
 RamBudget = Annotated[
     str | None,
     _of_blending(
-        help="KV to hold in RAM, as 4GiB; 0 for none (default: what --kv says, else a quarter of the memory; none for a single "
-        "question)."
+        help="RAM for KV, such as 4GiB; 0 for none (default: the budget in --kv, else a quarter of the memory; "
+        "none for a single question)."
     ),
 ]
 DiskBudget = Annotated[
     str | None,
     _of_blending(
-        help="KV to hold on disk, as 100GiB. Noted in the store (default: what is noted, else half of what is free)."
+        help=(
+            "Disk space for KV, such as 100GiB; the store remembers the value (default: the remembered "
+            "value, else half of the free space)."
+        )
     ),
 ]
 
@@ -114,9 +119,9 @@ KV = Annotated[
     str | None,
     _of_blending(
         "--kv",
-        help="Where the store keeps its KV, fastest first: ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,"
-        "s3://bucket/prefix. Noted in the store, so that later commands need not be told "
-        "(default: what is noted, else RAM and the store's own directory).",
+        help="Tiers that hold the store's KV, fastest first: "
+        "ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0,s3://bucket/prefix. The store "
+        "remembers the tiers (default: the remembered tiers, else RAM and the store's own directory).",
     ),
 ]
 
@@ -125,15 +130,15 @@ Namespace = Annotated[
     str,
     typer.Option(
         NAMESPACE_FLAG,
-        help="Whose index and KV: what is indexed for a tenant is found by requests with its keys alone, and its KV is encrypted "
-        "with its own key.",
+        help="Tenant that owns the index and the KV. Only requests with the tenant's API keys find the "
+        "tenant's documents, and an encrypted store encrypts the tenant's KV with a key of its own.",
     ),
 ]
 Encrypt = Annotated[
     Path | None,
     _of_blending(
-        help="Encrypt the store's KV, in all tiers but RAM, with the keys in this directory, which `cacheblend store keygen` "
-        "makes. Noted in the store, as encrypt= in the addresses of --kv."
+        help="Encrypt the store's KV in all tiers except RAM, with the keys that `cacheblend store keygen` "
+        "made in this directory. The store remembers the directory, as encrypt= in the addresses of --kv."
     ),
 ]
 

@@ -33,15 +33,19 @@ class ServeFlags:
         str | None,
         typer.Option(
             "--model",
-            help="smollm2, a model directory, a GGUF file or a hub name, also -m (default: the index's, else smollm2).",
+            help=(
+                "Model: smollm2, a model directory, a GGUF file or a hub name, also -m (default: the "
+                "index's model, else smollm2)."
+            ),
         ),
     ] = None
     writer: Annotated[
         str | None,
         typer.Option(
             metavar="DIR",
-            help="KV writer, which computes the chunks' KV: what `cacheblend learn` has made; probe, which needs no training; "
-            "none (default: the index's, else the one that the model comes with, as smollm2 does).",
+            help="KV writer that computes the chunks' KV: a directory that `cacheblend learn` has made, probe "
+            "(needs no training) or none (default: the index's writer, else the model's own, which "
+            "smollm2 has).",
         ),
     ] = None
     ratio: Annotated[
@@ -53,28 +57,36 @@ class ServeFlags:
     ] = None
     instruction: Annotated[
         str | None,
-        typer.Option(help="First sentence of your prompts, which chunks are computed behind (default: the usual one)."),
+        typer.Option(
+            help=(
+                "Instruction at the start of your prompts; the KV of chunks is computed behind this text "
+                "(default: the library's own)."
+            )
+        ),
     ] = None
     write_back: Annotated[
-        bool, typer.Option(help="Store the KV of chunks that a prompt held but the store did not.")
+        bool, typer.Option(help="After an answer, store the KV of the prompt's chunks that the store lacked.")
     ] = True
     max_request_size: Annotated[
         int,
         typer.Option(help="Largest request body (default: 32MiB).", parser=_nbytes, metavar="SIZE", show_default=False),
     ] = DEFAULT_BODY_LIMIT
-    max_chunks: Annotated[int, typer.Option(min=1, help="How many chunks may be registered with POST /v1/chunks.")] = (
-        DEFAULT_MAX_CHUNKS
-    )
+    max_chunks: Annotated[
+        int, typer.Option(min=1, help="Maximum number of chunks registered with POST /v1/chunks.")
+    ] = DEFAULT_MAX_CHUNKS
     kv_memory: Annotated[
         int | None,
         typer.Option(
-            help="Memory of vLLM's KV cache, as 4GiB (default: vLLM's share of a GPU; on a CPU four prompts of full length).",
+            help=(
+                "Memory of vLLM's KV cache, such as 4GiB (default: vLLM's share of a GPU; on a CPU, room "
+                "for four prompts of full length)."
+            ),
             parser=_nbytes,
             metavar="SIZE",
         ),
     ] = None
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="If vLLM does not start, show all that its processes say about it.")
+        bool, typer.Option("--verbose", help="If vLLM does not start, show the complete output of its processes.")
     ] = False
     keys: Annotated[
         Path | None,
