@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs i
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.engines.vllm import connector
 from cacheblend_rag.engines.vllm.messages import SaveJob, StepMeta, WorkerMeta
 from cacheblend_rag.engines.vllm.pace import Stopwatch
@@ -152,7 +153,7 @@ def test_a_blend_that_fails_is_reported_so_and_is_not_tried_again(engine: Engine
 
 
 def test_a_model_that_is_not_blended_refuses_every_blend(engine: Engine) -> None:
-    engine.worker.worker._blends = None
+    engine.worker.worker.gate = GateReport(False, "its layers are unknown")
     request = admitted(engine)
     report = engine.step(tokens=5)
     assert report.finished_recving == report.failed_recving == {"a"}
