@@ -11,7 +11,6 @@ import logging
 import multiprocessing.connection
 import os
 import re
-import shutil
 import sys
 import tempfile
 import threading
@@ -111,12 +110,15 @@ def forget_what_is_compiled(error: Exception) -> str:
     """Delete the graphs of :func:`keep_what_is_compiled` if ``error`` ended vLLM's start; return a sentence about that.
 
     A start that was killed may leave a truncated library, and vLLM fails whenever it loads the library. The function
+    deletes the libraries alone: torch rebuilds a missing library, also in another process that is starting. The function
     keeps the graphs, and returns an empty string, if vLLM refused its arguments.
     """
     folder = _compiled()
-    if isinstance(error, ValueError) or os.environ.get(_COMPILED) != str(folder) or not folder.exists():
+    libraries = list(folder.rglob("*.so")) if os.environ.get(_COMPILED) == str(folder) else []
+    if isinstance(error, ValueError) or not libraries:
         return ""
-    shutil.rmtree(folder, ignore_errors=True)
+    for library in libraries:
+        library.unlink(missing_ok=True)
     return "\nThe graphs that earlier starts compiled are deleted: the next start compiles the model anew."
 
 
