@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Final
 
 CHARACTERS_A_TOKEN: Final = 16
@@ -11,9 +12,13 @@ FEWEST_CHARACTERS: Final = 1 << 17
 """Smallest limit on a prompt's characters, and the limit on a body's other text. Tokenising so much text takes 0.1 s."""
 MOST_ITEMS: Final = 2048
 """Most messages, text blocks, tools, stop strings and other list elements of one request."""
-MOST_SEPARATORS = 500_000
-"""Most bytes of a body that can begin a JSON value. A parser makes all values without a pause, and others wait meanwhile."""
+MOST_VALUES = 500_000
+"""Most values of a body. A parser makes all values without a pause, and others wait meanwhile."""
+MOST_STRINGS = 500_000
+"""Most strings that are looked at to count the values of a body."""
 _SEPARATORS: Final = (b",", b":", b"[", b"{")
+# A string that does not end goes to the end of the body; no quantifier gives anything back, so that the time is linear.
+_STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _PROMPT: Final = {
     *("messages", "prompt", "suffix", "input", "instructions", "system", "tools", "documents"),
     *("cacheblend", "chunk_ids"),
@@ -34,16 +39,30 @@ def most_characters(window: int) -> int:
     return max(CHARACTERS_A_TOKEN * window, FEWEST_CHARACTERS)
 
 
+def _has_too_many_values(body: bytes | bytearray) -> bool:
+    """Return whether a JSON text has more separators outside of its strings than :data:`MOST_VALUES`."""
+    separators = _separators(body)
+    for strings, string in enumerate(_STRING.finditer(body) if separators > MOST_VALUES else ()):
+        separators -= _separators(string.group())
+        if separators <= MOST_VALUES or strings > MOST_STRINGS:
+            break
+    return separators > MOST_VALUES
+
+
+def _separators(text: bytes | bytearray) -> int:
+    return sum(map(text.count, _SEPARATORS))
+
+
 def refusal(path: str, body: bytes | bytearray, most: int) -> str:
     """Return why a JSON body exceeds the limits of a route; empty if the body is within the limits.
 
     A prompt may have ``most`` characters, and so may each element of a batch. The other fields have a limit of their own,
     because they may be tokenised for each answer while other requests wait. A body that is not JSON counts as one prompt.
     """
-    if sum(map(body.count, _SEPARATORS)) > MOST_SEPARATORS:
+    if _has_too_many_values(body):
         return (
-            f"The request holds more than {MOST_SEPARATORS} commas, colons and opening brackets. Send fewer values at a time, "
-            "and long prompts as text, not as token ids."
+            f"The request holds more than {MOST_VALUES} values. Send fewer at a time, and long prompts as text, not as token "
+            "ids."
         )
     try:
         parsed = json.loads(bytes(body))

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -199,14 +200,45 @@ async def test_without_a_key_the_server_answers_to_the_names_of_its_machine_alon
         assert (await client.post("/v1/chunks", headers=headers)).status_code == 200
 
 
+_JSON = st.recursive(
+    st.none() | st.integers() | st.text('\\"[]{},: a\n\u00e9'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('\\"[{,:a'), inner),
+    max_leaves=40,
+)
+
+
+def _separators_outside_of_strings(found: Any) -> int:
+    if isinstance(found, dict):
+        return 1 + max(0, len(found) - 1) + sum(1 + _separators_outside_of_strings(value) for value in found.values())
+    if isinstance(found, list):
+        return 1 + max(0, len(found) - 1) + sum(map(_separators_outside_of_strings, found))
+    return 0
+
+
+@pytest.mark.slow
+@given(value=_JSON, spaced=st.booleans(), ascii_alone=st.booleans())
+def test_values_are_counted_outside_of_strings_alone(value: Any, spaced: bool, ascii_alone: bool) -> None:
+    text = json.dumps(value, separators=None if spaced else (",", ":"), ensure_ascii=ascii_alone).encode()
+    there = _separators_outside_of_strings(value)
+    for most in (there - 1, there):
+        with mock.patch.object(amounts, "MOST_VALUES", most), mock.patch.object(amounts, "MOST_STRINGS", 10_000):
+            assert amounts._has_too_many_values(text) == (there > most)
+
+
+@pytest.mark.parametrize("part", [b'"', b'\\"', b'",', b"[", b'"a",', b'{"":'])
+def test_values_of_hostile_bodies_are_counted_in_linear_time(part: bytes) -> None:
+    body = part * (8_000_000 // len(part))
+    assert amounts._has_too_many_values(b"1," * 600_000 + body)
+
+
 async def test_bodies_of_too_many_values_are_refused_before_they_are_parsed_whatever_their_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(amounts, "MOST_SEPARATORS", 1000)
+    monkeypatch.setattr(amounts, "MOST_VALUES", 1000)
     app = App(limit=10_000)
     async with app.client() as client:
         refused = await client.post("/v1/chunks", content=b'{"chunks":[' + b'{"text":"a"},' * 400 + b'{"text":"a"}]}')
-        served = await client.post("/v1/chunks", content=json.dumps({"texts": ["a text, with a comma"] * 400}))
+        served = await client.post("/v1/chunks", content=json.dumps({"texts": ['[{"a, b", c}: '] * 400}))
     assert (refused.status_code, len(app.bodies)) == (413, 1)
-    assert "more than 1000 commas" in refused.json()["error"]["message"]
+    assert "more than 1000 values" in refused.json()["error"]["message"]
     assert served.status_code == 200
