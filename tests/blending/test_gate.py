@@ -31,8 +31,8 @@ def test_a_window_that_a_blend_forgets_fails_the_gate_although_its_other_prompts
 ) -> None:
     attend = Queries.attend
 
-    def forgetful(self: Any, query: Any, key: Any, value: Any, scale: Any, window: Any, looks: Any) -> Any:
-        return attend(self, query, key, value, scale, None, looks)
+    def forgetful(self: Any, query: Any, key: Any, value: Any, scale: Any, window: Any) -> Any:
+        return attend(self, query, key, value, scale, None)
 
     monkeypatch.setattr(Queries, "attend", forgetful)
     report = gate(100)

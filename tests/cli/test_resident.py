@@ -326,7 +326,7 @@ def test_another_model_or_another_environment_is_another_process(started: Starte
 def test_a_command_that_asks_the_process_imports_no_torch():
     code = (
         "import sys; from cacheblend_rag.console.engines import store_directory; store_directory(None); "
-        "from cacheblend_rag.cli import ask, resident; from cacheblend_rag.rag import questions; "
+        "from cacheblend_rag.cli import ask, resident; from cacheblend_rag.rag import results; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
