@@ -34,6 +34,8 @@ def test_ctrl_c_ends_the_page_with_the_exit_code_that_the_help_names(tmp_path: P
         "--server",
         "http://127.0.0.1:1",
     ]
+    # A shell's background jobs ignore the signal, and so would a page that such a test run starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     page = subprocess.Popen(
         [sys.executable, "-m", "cacheblend_rag", "ui", *options],
         env={**os.environ, "CACHEBLEND_HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
@@ -51,6 +53,7 @@ def test_ctrl_c_ends_the_page_with_the_exit_code_that_the_help_names(tmp_path: P
         _, said = page.communicate(timeout=300)
     finally:
         page.kill()
+        signal.signal(signal.SIGINT, before)
     assert page.returncode == 130, said
     assert "Stopped." in said and "Traceback" not in said
     assert not list(tmp_path.glob("cacheblend-ui-*"))  # what was uploaded is no longer there
