@@ -21,6 +21,8 @@ _MOST_STEP = 4.0
 """Most times slower or faster than expected that one observation counts: one slow read does not mean a new device."""
 _ATTENTION = 2.0
 """Factor by which attention takes longer than the products with the weights, for the same number of operations."""
+_WATCHED = 4.0
+"""Factor by which attention takes longer where it is measured: the question's pass over 1,300 tokens on two CPU cores."""
 _PLACING = 0.01
 """Cost of placing a stored token, as a share of the cost of computing one."""
 
@@ -76,10 +78,19 @@ class ComputeCost:
         if not all(part >= 0 and isfinite(part) for part in (*parts, self.per_placed_s)) or not any(parts):
             raise InputError(f"{self} describes no model: a pass takes time, and none of its parts is negative.")
 
-    def seconds(self, tokens: float, context: float, placed: int = 0) -> float:
-        """Return the seconds to compute ``tokens`` tokens in a prompt of ``context``, with ``placed`` stored tokens."""
-        passed = self.fixed_s + tokens * (self.per_token_s + self.per_pair_s * context) if tokens else 0.0
-        return passed + placed * self.per_placed_s
+    def seconds(self, tokens: float, context: float, placed: int = 0, passes: float = 1.0, watched: int = 0) -> float:
+        """Return the seconds to compute ``tokens`` tokens in a prompt of ``context``, with ``placed`` stored tokens.
+
+        ``passes`` is the number of passes, and ``watched`` the number of the tokens whose attention is measured.
+        """
+        if not tokens:
+            return placed * self.per_placed_s
+        pairs = (tokens + (_WATCHED - 1) * watched) * context
+        return passes * self.fixed_s + tokens * self.per_token_s + pairs * self.per_pair_s + placed * self.per_placed_s
+
+    def expected(self, work: Computed) -> float:
+        """Return the seconds that ``work`` should take."""
+        return self.seconds(work.tokens, work.context, work.placed, work.passes, work.watched)
 
     @classmethod
     def of_model(cls, pass_s: float, token_s: float, config: Any) -> Self:
@@ -118,12 +129,16 @@ class Computed:
         context: Length of the prompt that the tokens belong to.
         seconds: Time without the waits for stored KV.
         placed: Number of tokens whose stored KV was placed.
+        passes: Number of passes; a pass through some layers counts by its share.
+        watched: Number of the tokens whose attention was measured.
     """
 
     tokens: float
     context: float
     seconds: float
     placed: int = 0
+    passes: float = 1.0
+    watched: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,7 +186,7 @@ class Costs:
 
     def computed(self, took: Computed) -> Costs:
         """Return the costs corrected by one computation."""
-        expected = self.compute.seconds(took.tokens, took.context, took.placed)
+        expected = self.compute.expected(took)
         if self.calibrated or self.computations:
             weight = _WEIGHT if self.calibrated else max(_WEIGHT, 1 / (1 + self.computations))
             factor = _drift(took.seconds, expected, weight)
@@ -185,7 +200,7 @@ class Costs:
         The costs give only the proportion between both; so a machine that is busy, or was busy when the costs were
         measured, does not distort the comparison of a blend with the prefill.
         """
-        expected = sum(self.compute.seconds(took.tokens, took.context, took.placed) for took in computed)
+        expected = sum(map(self.compute.expected, computed))
         speed = sum(took.seconds for took in computed) / expected if expected > 0 else 1.0
         return self.compute.seconds(tokens, context) * speed
 

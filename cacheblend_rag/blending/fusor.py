@@ -56,8 +56,7 @@ class Segment:
     """Describes the next step of a blend: a part of a pass, or a wait.
 
     Attributes:
-        kind: Kind of the pass. ``"fetch"`` waits for the values that the device has measured, ``"load"`` waits for
-            stored KV; both compute nothing.
+        kind: Kind of the pass; ``"fetch"`` waits for measured values, ``"load"`` for stored KV, without computing.
         tokens: Number of tokens left in this pass.
         share: Share of the layers that these tokens go through.
         done: Number of tokens that have run, set once the blend has gone on.
@@ -72,14 +71,20 @@ class Segment:
 
 
 Segments = Generator[Segment, int | None, None]
+_Pass = Literal["front", "question", "dense", "sparse"]
 
 
 @dataclass(frozen=True)
 class FuseResult:
-    """Holds a blend's outcome, and the recomputed positions of tokens with stored KV, ascending, in host memory."""
+    """Holds a blend's outcome, and the recomputed positions of tokens with stored KV, ascending, in host memory.
+
+    ``passes`` counts a pass through some layers by its share; the attention of ``watched`` tokens was measured.
+    """
 
     recomputed: torch.Tensor
     outcome: PromptOutcome
+    passes: float = 1.0
+    watched: int = 0
 
 
 def fuse(plan: BlendPlan, target: BlendTarget, options: FuseOptions) -> FuseResult:
@@ -173,7 +178,7 @@ class _Fusor:
             self.loader.expect_rest(self.checks[-1][0] + 1)
         self.placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, trace)
         self._trace = trace
-        self._recomputed, self._computed, self._selection = self._forced[:0], 0, 0.0
+        self._selection, self._passes, self._watched = 0.0, 0.0, 0
 
     def _select(self, candidates: Candidates, count: int) -> torch.Tensor:
         """Return the mask of tokens that the policy chooses; raise InputError if a policy returns a malformed mask."""
@@ -186,11 +191,7 @@ class _Fusor:
         return mask
 
     def _run(
-        self,
-        kind: Literal["front", "question", "dense", "sparse"],
-        positions: torch.Tensor,
-        share: float,
-        run: Callable[[torch.Tensor], object],
+        self, kind: _Pass, positions: torch.Tensor, share: float, run: Callable[[torch.Tensor], object]
     ) -> Segments:
         """Call ``run`` with ``positions``, segment by segment: as many at a time as the engine and the target allow."""
         while len(positions):
@@ -200,9 +201,14 @@ class _Fusor:
             with computing(self._trace, f"{kind} pass", len(part)):
                 run(part)
             segment.done = len(part)
+            self._passes += share
+            self._watched += len(part) if kind == "question" else 0
             if kind in ("question", "dense"):
                 self._selection += len(part) * share
             positions = positions[len(part) :]
+
+    def _forward(self, positions: torch.Tensor) -> None:
+        self._target.forward(positions, self.placer.before_layer)
 
     def compute_front(self) -> Segments:
         """Run the tokens in front of the first stale chunk through all layers; their KV equals a full prefill's."""
@@ -211,9 +217,7 @@ class _Fusor:
         if self.checks:  # a check needs its layer's stored KV separately
             self.placer.before_layer(self.checks[-1][0])
         self.placer.place_rest()
-        yield from self._run(
-            "front", self._front, 1.0, lambda part: self._target.forward(part, self.placer.before_layer)
-        )
+        yield from self._run("front", self._front, 1.0, self._forward)
 
     def watch_question(self) -> Segments:
         """Measure the question's attention over stored KV, if the policy needs it; select if no check follows."""
@@ -262,20 +266,17 @@ class _Fusor:
         self._recomputed = self._candidates.positions[self._keep]
         positions = _merge(self._recomputed, self._forced)
         self.placer.place_rest()
-        yield from self._run(
-            "sparse", positions, 1.0, lambda part: self._target.forward(part, self.placer.before_layer)
-        )
+        yield from self._run("sparse", positions, 1.0, self._forward)
         self.placer.before_layer(self._target.num_layers - 1)  # needed if no token is computed
         self._computed = len(self._front) + len(positions)
 
     def result(self) -> FuseResult:
         """Return the recomputed positions and the outcome."""
         plan, loader = self._plan, self.loader
-        unranked = [] if not self._unranked else [span.chunk.id for span in plan.stale if span.chunk is not None]
         outcome = replace(
             plan.outcome(self._computed, len(self._recomputed), self._selection),
             reason=plan.reason + self._fallback,
-            unranked=tuple(unranked),
+            unranked=tuple(span.chunk.id for span in plan.stale if self._unranked and span.chunk is not None),
             policy=self._name,
             ratio=self._ratio,
             load_s=loader.wait_s,
@@ -284,7 +285,7 @@ class _Fusor:
             loads=loader.loads,
             reads=loader.reads,
         )
-        return FuseResult(self._recomputed, outcome)
+        return FuseResult(self._recomputed, outcome, self._passes, self._watched)
 
 
 def kv_deviation(fresh: LayerKV, stale: LayerKV) -> torch.Tensor:

@@ -57,21 +57,11 @@ def index(
     *,
     include: Annotated[
         list[str] | None,
-        typer.Option(
-            help=(
-                "Read only the files of a directory that match this pattern, such as '*.md' or 'guides/*'; may "
-                "be repeated."
-            )
-        ),
+        typer.Option(help="In directories, read only files that match this pattern, as 'guides/*'; may be repeated."),
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(
-            help=(
-                "Skip files and directories that match this pattern, such as 'node_modules', '*.json' or "
-                "'old/*'; may be repeated."
-            )
-        ),
+        typer.Option(help="Skip files and directories that match this pattern, as '*.json'; may be repeated."),
     ] = None,
     store: options.Store = None,
     namespace: options.Namespace = "default",
@@ -87,7 +77,7 @@ def index(
     ranking: options.Ranking = None,
     dry_run: _DryRun = False,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Do not ask for confirmation if the new KV exceeds the store's room.")
+        bool, typer.Option("--yes", "-y", help="Do not ask for confirmation if the KV exceeds the store's room.")
     ] = False,
     as_json: options.AsJSON = False,
 ) -> None:

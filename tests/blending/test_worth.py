@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.blending.controller import GAIN, Choice, choose
-from cacheblend_rag.blending.costs import ComputeCost, Costs
+from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.blending.settings import BlendSettings, Quality, ResolvedSettings
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -128,6 +128,22 @@ def test_a_blend_says_what_a_prefill_would_have_taken_at_its_own_speed_whatever_
     assert done.prefill_s / took == pytest.approx(len(prompt.token_ids) / passes)
     assert done.prefill_s >= GAIN * took > 0
     assert took <= done.timings.ttft_s
+
+
+def test_the_passes_of_a_blend_and_the_measured_attention_of_the_question_count_as_what_they_cost() -> None:
+    engine = counting_engine()
+    known = ComputeCost(5.0, 1.0, 0.01)
+    engine.costs = replace(engine.costs, compute=known)
+    prompt = Scene(chunk_tokens=(24, 17, 31, 20), question=3, gap=0).prompt
+    done = engine.generate(prompt, ONE, BlendSettings(quality="fast"))
+    assert (done.mode, done.policy) == ("blend", "static-query")
+    context = len(prompt.token_ids)
+    own = Computed(done.usage.computed_tokens + 3, context, 0.0, passes=2, watched=3)
+    assert done.usage.selection_tokens == 3
+    assert known.expected(own) == pytest.approx(2 * 5 + own.tokens + 0.01 * context * (own.tokens + 3 * 3))
+    took = engine.costs.compute.expected(own)
+    assert done.prefill_s / took == pytest.approx(known.seconds(context, context) / known.expected(own))
+    assert done.expected_s == pytest.approx(known.expected(own), rel=0.02)  # the number of chosen tokens is rounded
 
 
 def test_an_engine_knows_the_costs_of_its_passes_when_it_is_loaded() -> None:

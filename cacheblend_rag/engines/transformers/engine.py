@@ -64,6 +64,7 @@ class PromptRun:
         self._known = names - model.registry.unknown(names)
         self._tokens: list[int] = []  # tokens of the answer
         self._fed = 0  # number of the answer's tokens in the cache
+        self._passes, self._watched = 1.0, 0  # see FuseResult
 
     def __enter__(self) -> Self:
         return self
@@ -162,10 +163,11 @@ class PromptRun:
         assert model.rope is not None
         target = TransformersTarget(model.runner, model.rope, self._request.prompt.token_ids, cache)
         options = replace(self._options, trace=self._trace)
-        outcome = fuse(self.plan, target, options if choice is None else choice.limits(options)).outcome
+        done = fuse(self.plan, target, options if choice is None else choice.limits(options))
+        self._passes, self._watched = done.passes, done.watched
         assert target.logits is not None
         self.logits = target.logits
-        return outcome
+        return done.outcome
 
     def _choose(self, plan: BlendPlan) -> Choice | None:
         """Return the loading controller's choice of stored KV for the plan; None if the controller has no choice."""
@@ -232,7 +234,7 @@ class PromptRun:
         outcome, usage, plan = self.outcome, self.outcome.usage, self.plan
         took = time.perf_counter() - self._began - outcome.load_s
         tokens = usage.computed_tokens + usage.selection_tokens
-        computed = Computed(tokens, plan.num_tokens, took, plan.stored_tokens)
+        computed = Computed(tokens, plan.num_tokens, took, plan.stored_tokens, self._passes, self._watched)
         if self._costs is not None:
             prefill_s = self._costs.prefill_s(plan.num_tokens - plan.start, plan.num_tokens, (computed,))
             self.outcome = replace(outcome, prefill_s=prefill_s)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.blending.fusor import Awaited, FuseResult, Segment, fuse_stepwise
 from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.outcome import PromptOutcome
@@ -229,16 +230,18 @@ class _Blend:
         while True:
             plan, self._watch = (yield from self._plan()), Stopwatch()
             try:
-                done = (yield from self._fuse(plan)).outcome
+                result = yield from self._fuse(plan)
             except UnusableSpanError as error:
                 # The next plan treats the entries as missing and computes their chunks in place.
                 (self._late if error.late else self._unusable).update(error.entries)
                 self._reads = added(self._reads, error.reads)
                 self._waited_s += error.waited_s
                 continue
-            load, tokens = self.load, done.usage.computed_tokens + done.usage.selection_tokens
+            load, done = self.load, result.outcome
+            tokens = done.usage.computed_tokens + done.usage.selection_tokens
             placed = plan.within(load.start, load.end).stored_tokens
-            self._clock.complete(self._watch, tokens, len(load.token_ids), placed, done.load_s)
+            work = Computed(tokens, len(load.token_ids), 0.0, placed, result.passes, result.watched)
+            self._clock.complete(self._watch, work, done.load_s)
             self.result = replace(
                 done,
                 load_s=self._waited_s + done.load_s,

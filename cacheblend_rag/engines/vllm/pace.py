@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -78,7 +79,7 @@ class StepClock:
     def __init__(self, device: torch.device):
         self._device = device
         self._pending: deque[tuple[str, float, Any, Any, Stopwatch]] = deque()
-        self._whole: list[tuple[Stopwatch, float, float, int, float]] = []
+        self._whole: list[tuple[Stopwatch, Computed, float]] = []
         self._times: dict[str, tuple[float, float]] = {}
         self.totals: dict[str, tuple[float, float]] = {}
 
@@ -99,17 +100,15 @@ class StepClock:
             watch.pending += 1
             self._pending.append((kind, tokens, begin, self.mark(), watch))
 
-    def complete(self, watch: Stopwatch, tokens: float, context: float, placed: int = 0, waited_s: float = 0.0) -> None:
-        """Record that ``watch`` has timed a whole :class:`Computed`, including ``waited_s`` of waits for stored KV."""
-        self._whole.append((watch, tokens, context, placed, waited_s))
+    def complete(self, watch: Stopwatch, work: Computed, waited_s: float = 0.0) -> None:
+        """Record that ``watch`` has timed ``work``, whose seconds are open, and ``waited_s`` of waits for stored KV."""
+        self._whole.append((watch, work, waited_s))
 
     def take_computed(self) -> list[Computed]:
         """Return the computations completed since the last call, as far as :meth:`take` has read their measurements."""
         done = [whole for whole in self._whole if not whole[0].pending]
         self._whole = [whole for whole in self._whole if whole[0].pending]
-        found = (
-            Computed(tokens, context, watch.seconds - waited, placed) for watch, tokens, context, placed, waited in done
-        )
+        found = (replace(work, seconds=watch.seconds - waited) for watch, work, waited in done)
         return [took for took in found if took.tokens > 0 and took.seconds > 0]
 
     def take(self) -> dict[str, tuple[float, float]]:

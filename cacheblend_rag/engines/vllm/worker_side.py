@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.blending.gate import GateReport, run_gate
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.engines.entries import Entries
@@ -156,7 +157,7 @@ class WorkerSide:
         if self._prefill is not None:
             (tokens, context, begin), watch = self._prefill, Stopwatch()
             self._blends.clock.add(PREFILL, tokens, begin, watch)
-            self._blends.clock.complete(watch, tokens, context)
+            self._blends.clock.complete(watch, Computed(tokens, context, 0.0))
             self._prefill = None
         self.blend()
 

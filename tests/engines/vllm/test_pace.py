@@ -66,9 +66,9 @@ def test_what_was_waited_for_stored_kv_is_no_computing(monkeypatch: pytest.Monke
     clock.add("dense", 40, clock.mark(), watch)
     clock.add("sparse", 10, clock.mark(), watch)
     assert clock.take_computed() == []
-    clock.complete(watch, 50, 200, placed=150, waited_s=1.0)
-    clock.complete(Stopwatch(), 0, 200)  # nothing was computed
-    assert clock.take_computed() == [Computed(50, 200, 2.0, 150)]
+    clock.complete(watch, Computed(50, 200, 0.0, 150, 2.0, 10), waited_s=1.0)
+    clock.complete(Stopwatch(), Computed(0, 200, 0.0))  # nothing was computed
+    assert clock.take_computed() == [Computed(50, 200, 2.0, 150, 2.0, 10)]
     assert clock.take_computed() == []
 
 
@@ -105,7 +105,7 @@ def test_a_device_is_measured_by_events_and_never_waited_for(monkeypatch: pytest
     begin = clock.mark()
     clock.add("prefill", 100, begin, watch)
     clock.add("sparse", 10, clock.mark(), watch)
-    clock.complete(watch, 110, 200)
+    clock.complete(watch, Computed(110, 200, 0.0))
     assert clock.take() == {}
     Event.ended = 2
     assert clock.take() == {"prefill": (100, 0.5)}
