@@ -12,7 +12,7 @@ import torch
 from cacheblend_rag.blending.plan import BlendPlan, Origin, StoredSpan, make_plan, origins
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.blending.settings import ResolvedSettings, blend_terms
-from cacheblend_rag.engines.transformers.prefixes import Said
+from cacheblend_rag.engines.transformers.prefixes import PromptKey
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
@@ -32,7 +32,7 @@ def made(**changes: Any) -> tuple[Origin, ...]:
 
 def common_tokens(one: Sequence[int], ones: Sequence[Origin], other: Sequence[int], others: Sequence[Origin]) -> int:
     """How many tokens two prompts have in common whose KV came about alike, as the prefix cache sees it."""
-    labels = (Said(tuple(ids), tuple(found), "").labels for ids, found in ((one, ones), (other, others)))
+    labels = (PromptKey(tuple(ids), tuple(found), "").labels for ids, found in ((one, ones), (other, others)))
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*labels, strict=False)))
 
 
