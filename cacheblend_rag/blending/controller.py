@@ -173,13 +173,12 @@ class Decision:
         if self.stale and 0 < self.ratio < 1 and (load.asked is not None or load.dense):
             front = load.front
             apart = compute.seconds(front, load.before + front)
-            question = 0.0 if load.asked is None else self._watching_s(self._in_place - front + load.asked)
+            if load.asked is not None:
+                watched = self._in_place - front + load.asked
+                question = compute.seconds(watched, context, watched=watched)
             dense = load.dense * compute.seconds(self._in_place - front + self.stale - load.behind, context)
         chosen = self._in_place - front + self.ratio * self.stale
         return question, dense, apart + compute.seconds(chosen, context, self._placed)
-
-    def _watching_s(self, tokens: int) -> float:
-        return self._costs.compute.seconds(tokens, self._load.context, watched=tokens)
 
     def raised(self, limit_s: float) -> Decision:
         """Return the decision with the highest ratio whose time to first token is within ``limit_s``."""

@@ -186,13 +186,9 @@ class Costs:
 
     def computed(self, took: Computed) -> Costs:
         """Return the costs corrected by one computation."""
-        expected = self.compute.expected(took)
-        if self.calibrated or self.computations:
-            weight = _WEIGHT if self.calibrated else max(_WEIGHT, 1 / (1 + self.computations))
-            factor = _drift(took.seconds, expected, weight)
-        else:
-            factor = took.seconds / expected if took.seconds > 0 and expected > 0 else 1.0
-        return replace(self, compute=self.compute.scaled(factor), computations=self.computations + 1)
+        weight = _WEIGHT if self.calibrated else max(_WEIGHT, 1 / (1 + self.computations))
+        drift = _drift(took.seconds, self.compute.expected(took), weight)
+        return replace(self, compute=self.compute.scaled(drift), computations=self.computations + 1)
 
     def prefill_s(self, tokens: float, context: float, computed: Sequence[Computed]) -> float:
         """Return the seconds of a prefill of ``tokens`` tokens, at the speed at which ``computed`` ran.
@@ -239,8 +235,10 @@ class Costs:
 
 
 def _drift(seconds: float, expected: float, weight: float = _WEIGHT) -> float:
-    """Return the factor by which to correct an expected time after one observation."""
+    """Return the factor by which to correct an expected time after one observation; one of weight 1 replaces the time."""
     if not (seconds > 0 and expected > 0):
         return 1.0
-    seen = min(max(seconds / expected, 1 / _MOST_STEP), _MOST_STEP)
+    seen = seconds / expected
+    if weight < 1:
+        seen = min(max(seen, 1 / _MOST_STEP), _MOST_STEP)
     return (1 - weight) + weight * seen

@@ -33,6 +33,7 @@ from cacheblend_rag.blending.transfer import Fetch, sent
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.kv import LayerKV, join_tokens
 
+_Pass = Literal["front", "question", "dense", "sparse"]
 _log = logging.getLogger(__name__)
 
 
@@ -63,7 +64,7 @@ class Segment:
         awaited: Stored KV that a ``"load"`` segment waits for.
     """
 
-    kind: Literal["front", "question", "dense", "sparse", "fetch", "load"]
+    kind: _Pass | Literal["fetch", "load"]
     tokens: int = 0
     share: float = 0.0
     done: int = 0
@@ -71,7 +72,6 @@ class Segment:
 
 
 Segments = Generator[Segment, int | None, None]
-_Pass = Literal["front", "question", "dense", "sparse"]
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class FuseResult:
 
     recomputed: torch.Tensor
     outcome: PromptOutcome
-    passes: float = 1.0
-    watched: int = 0
+    passes: float
+    watched: int
 
 
 def fuse(plan: BlendPlan, target: BlendTarget, options: FuseOptions) -> FuseResult:

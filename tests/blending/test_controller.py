@@ -236,7 +236,7 @@ def planned(*parts: tuple[str, int | None]) -> BlendPlan:
 
 
 def auto(named: str = "static") -> ResolvedSettings:
-    """What a request for the controller's ratio says; a policy that measures KV deviation does so at layer 2."""
+    """Return the settings of a request for the controller's ratio, with KV deviation measured at layer 2."""
     return ResolvedSettings("auto", named, (2,), "chunks")
 
 
