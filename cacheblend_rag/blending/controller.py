@@ -341,4 +341,4 @@ def _located(span: StoredSpan, exact: bool) -> Located:
 
 
 def _chunks_of(plan: BlendPlan) -> list[StoredSpan]:
-    return [span for span in (*plan.exact, *plan.stale) if span.chunk is not None]
+    return [span for span in plan.spans if span.chunk is not None]

@@ -274,15 +274,13 @@ class _Fusor:
         """Return the recomputed positions and the outcome."""
         plan, loader = self._plan, self.loader
         outcome = replace(
-            plan.outcome(self._computed, len(self._recomputed), self._selection),
+            plan.outcome(self._computed, self._recomputed.tolist(), self._selection, loader.loads(), self._unranked),
             reason=plan.reason + self._fallback,
-            unranked=tuple(span.chunk.id for span in plan.stale if self._unranked and span.chunk is not None),
             policy=self._name,
             ratio=self._ratio,
             load_s=loader.wait_s,
             blend_s=time.perf_counter() - self._began,
             loaded_bytes=loader.loaded_bytes,
-            loads=loader.loads,
             reads=loader.reads,
         )
         return FuseResult(self._recomputed, outcome, self._passes, self._watched)

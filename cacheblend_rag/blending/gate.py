@@ -220,7 +220,7 @@ class _Prompt:
         """Blend the prompt with the chunks' KV ``kvs`` and return its target."""
         spans = tuple(StoredSpan(s, s + self._chunk, kv) for s, kv in zip(self._starts, kvs, strict=True))
         target = self._subject.target(self.ids, self._rope)
-        fuse(BlendPlan(len(self.ids), (), spans, (), "gate"), target, FuseOptions(policy("hkvd"), ratio))
+        fuse(BlendPlan(len(self.ids), (), spans, "gate"), target, FuseOptions(policy("hkvd"), ratio))
         return target
 
     def wrong_layer(self, got: Sequence[LayerKV]) -> str | None:

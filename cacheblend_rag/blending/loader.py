@@ -77,16 +77,17 @@ class LayerLoader:
         """Return the reads so far, by tier."""
         return self._reads.meter.taken()
 
-    @property
-    def loads(self) -> tuple[ChunkLoad, ...]:
-        """Return the loads so far, span by span."""
-        found = []
-        for span, layers in zip(self._all, self._layers, strict=True):
-            if layers:
-                chunk_id, kv = "" if span.chunk is None else span.chunk.id, span.kv
-                nbytes = kv.stored_nbytes * layers // kv.num_layers
-                found.append(ChunkLoad(chunk_id, kv.tier, nbytes, self._reads.meter.taken_of(kv).seconds))
-        return tuple(found)
+    def loads(self) -> dict[int, ChunkLoad]:
+        """Return the loads so far of each span, by :attr:`StoredSpan.origin`."""
+        return {
+            span.origin: ChunkLoad(
+                span.kv.tier,
+                span.kv.stored_nbytes * layers // span.kv.num_layers,
+                self._reads.meter.taken_of(span.kv).seconds,
+            )
+            for span, layers in zip(self._all, self._layers, strict=True)
+            if layers
+        }
 
     def __enter__(self) -> LayerLoader:
         return self

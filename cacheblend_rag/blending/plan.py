@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xxhash
 
-from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.blending.outcome import ChunkLoad, ChunkOutcome, Fate, Lack, PromptOutcome, Usage
 from cacheblend_rag.blending.trace import PLAN, Trace
 from cacheblend_rag.store.kv import LayerKV, StoredKV
 
 if TYPE_CHECKING:
     from cacheblend_rag.blending.settings import Reuse
     from cacheblend_rag.prompts.chunk import Chunk
-    from cacheblend_rag.prompts.prompt import TokenizedPrompt
+    from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class StoredSpan:
         static = self.kv.static_deviation()
         return None if static is None else static[self.skip : self.skip + self.end - self.start]
 
+    @property
+    def origin(self) -> int:
+        """Return the position of the entry's first token in the prompt."""
+        return self.start - self.skip
+
     def within(self, start: int, end: int) -> StoredSpan | None:
         """Return the part of the span between two positions, or None if the part is empty."""
         low, high = max(start, self.start), min(end, self.end)
@@ -69,6 +75,15 @@ def counted(spans: Sequence[StoredSpan], firsts: Sequence[int]) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class PlannedChunk:
+    """Says how one chunk of a prompt gets its KV; see :class:`~cacheblend_rag.blending.outcome.ChunkOutcome`."""
+
+    span: ChunkSpan
+    fate: Fate = "recomputed"
+    lacks: tuple[Lack, ...] = ()
+
+
+@dataclass(frozen=True)
 class BlendPlan:
     """Says how the positions of a prompt get their KV.
 
@@ -76,12 +91,10 @@ class BlendPlan:
         num_tokens: Length of the prompt, or of the part of the prompt to fill.
         exact: Spans that form a gap-free prefix computed in exactly this context: used as they are.
         stale: Spans of chunks computed elsewhere: moved, then partly recomputed.
-        missing: Chunks in the prompt without stored KV: computed in place.
-        in_place: Chunks with stored KV that are computed in place, since computing is sooner than loading.
-        own_missing: The first chunk, if it would be exact but the model's own KV of it is not stored beside a KV
-            writer's.
         reason: The plan in words.
+        chunks: Every chunk of the prompt, in order.
         start: Positions before ``start`` hold KV already (an engine's own prefix cache).
+        start_exact: Whether the KV before ``start`` was computed in exactly this context.
         needs_logits: Whether the last position's logits are wanted, so that it must be computed.
         behind: Number of prompt tokens behind ``num_tokens``, which the engine computes itself.
     """
@@ -89,60 +102,80 @@ class BlendPlan:
     num_tokens: int
     exact: tuple[StoredSpan, ...]
     stale: tuple[StoredSpan, ...]
-    missing: tuple[Chunk, ...]
     reason: str
+    chunks: tuple[PlannedChunk, ...] = ()
     start: int = 0
+    start_exact: bool = True
     needs_logits: bool = True
     behind: int = 0
-    in_place: tuple[Chunk, ...] = ()
-    own_missing: tuple[Chunk, ...] = ()
 
     @property
     def exact_tokens(self) -> int:
         """Return the length of the exact prefix, including the positions before ``start``."""
         return self.exact[-1].end if self.exact else self.start
 
+    @property
+    def spans(self) -> tuple[StoredSpan, ...]:
+        """Return the spans of all stored KV that the plan uses."""
+        return (*self.exact, *self.stale)
+
+    def lacking(self, what: Lack) -> tuple[Chunk, ...]:
+        """Return the chunks of which the store lacks ``what``."""
+        return tuple(each.span.chunk for each in self.chunks if what in each.lacks)
+
     def record(self, trace: Trace, begin: float) -> None:
         """Record in ``trace`` that planning took from ``begin`` until now, and the exact, stale and missing tokens."""
         exact, stale = (sum(span.end - span.start for span in spans) for spans in (self.exact, self.stale))
-        missing = {chunk.id: len(chunk.token_ids) for chunk in (*self.missing, *self.own_missing)}
+        missing = {each.span.chunk.id: len(each.span.chunk.token_ids) for each in self.chunks if each.lacks}
         trace.add("computing", PLAN, begin, exact=exact, stale=stale, missing=sum(missing.values()))
 
-    def within(self, start: int, end: int) -> BlendPlan:
+    def within(self, start: int, end: int, start_exact: bool = True) -> BlendPlan:
         """Return the plan for positions ``start`` to ``end`` without logits; earlier positions have KV already."""
         exact, stale = (
             tuple(part for span in spans if (part := span.within(start, end)) is not None)
             for spans in (self.exact, self.stale)
         )
-        behind = self.behind + self.num_tokens - end
-        return replace(self, num_tokens=end, exact=exact, stale=stale, start=start, needs_logits=False, behind=behind)
+        return replace(
+            self,
+            num_tokens=end,
+            exact=exact,
+            stale=stale,
+            start=start,
+            start_exact=start_exact,
+            needs_logits=False,
+            behind=self.behind + self.num_tokens - end,
+        )
 
-    def behind_kept(self, start: int) -> BlendPlan:
+    def behind_kept(self, start: int, start_exact: bool) -> BlendPlan:
         """Return the plan for the positions behind the first ``start`` tokens, whose KV is in the prefix cache."""
-        return replace(self.within(start, self.num_tokens), needs_logits=self.needs_logits, behind=self.behind)
+        rest = self.within(start, self.num_tokens, start_exact)
+        return replace(rest, needs_logits=self.needs_logits, behind=self.behind)
 
     def without(self, unused: Collection[StoredSpan], reason: str) -> BlendPlan:
         """Return the plan that computes the spans ``unused`` in place, although they are stored."""
         exact, stale = (tuple(s for s in spans if s not in unused) for spans in (self.exact, self.stale))
         if not any(span.chunk is not None for span in (*exact, *stale)):
             exact = ()  # the header alone saves too little
-        in_place = tuple(span.chunk for span in unused if span.chunk is not None)
-        return replace(self, exact=exact, stale=stale, reason=reason, in_place=(*self.in_place, *in_place))
+        starts = {span.origin for span in unused}
+        chunks = tuple(replace(each, fate="recomputed") if each.span.start in starts else each for each in self.chunks)
+        return replace(self, exact=exact, stale=stale, reason=reason, chunks=chunks)
 
     def after_late(self, entries: Collection[tuple[int, ...]]) -> BlendPlan:
         """Return the plan in which late stored ``entries`` are computed in place, with a reason that states so."""
-        late = tuple(chunk for chunk in self.missing if chunk.token_ids in entries)
+        late = {chunk for chunk in self.lacking("kv") if chunk.token_ids in entries}
         if not late:
             return self
-        missing, own = (tuple(c for c in each if c not in late) for each in (self.missing, self.own_missing))
-        found = len(late) + sum(span.chunk is not None for span in (*self.exact, *self.stale))
-        reason = f"stored KV for {found} of {found + len(missing)} chunks, {len(late)} of them too late and computed in place"
-        return replace(self, missing=missing, own_missing=own, in_place=(*self.in_place, *late), reason=reason)
+        chunks = tuple(PlannedChunk(each.span) if each.span.chunk in late else each for each in self.chunks)
+        stored = replace(self, chunks=chunks)
+        found = len(late) + sum(span.chunk is not None for span in self.spans)
+        every = found + len(stored.lacking("kv"))
+        reason = f"stored KV for {found} of {every} chunks, {len(late)} of them too late and computed in place"
+        return replace(stored, reason=reason)
 
     @property
     def stored_tokens(self) -> int:
         """Return the number of tokens whose stored KV is used."""
-        return sum(span.end - span.start for span in (*self.exact, *self.stale))
+        return sum(span.end - span.start for span in self.spans)
 
     @property
     def candidates(self) -> tuple[StoredSpan, ...]:
@@ -159,16 +192,55 @@ class BlendPlan:
         """Return whether the plan uses any stored KV."""
         return bool(self.exact or self.stale)
 
-    def outcome(self, computed: int = 0, recomputed: int = 0, selection: float = 0.0) -> PromptOutcome:
-        """Return the prompt's outcome, as far as the plan and the numbers of computed tokens determine it."""
+    def outcome(
+        self,
+        computed: int = 0,
+        recomputed: Sequence[int] = (),
+        selection: float = 0.0,
+        loads: Mapping[int, ChunkLoad] = MappingProxyType({}),
+        unranked: bool = False,
+    ) -> PromptOutcome:
+        """Return the prompt's outcome, as far as the plan and the work done for it determine the outcome.
+
+        Args:
+            computed: Number of computed tokens.
+            recomputed: Recomputed positions, ascending.
+            selection: Cost of the selection; see :class:`Usage`.
+            loads: Loads of the spans, by :attr:`StoredSpan.origin`.
+            unranked: Whether static deviations were needed and a stale chunk had none.
+        """
+        exact = self.start * self.start_exact + sum(span.end - span.start for span in self.exact)
+        usage = Usage(
+            self.num_tokens,
+            self.num_tokens - computed,
+            len(recomputed),
+            computed,
+            selection_tokens=selection,
+            kept_tokens=self.start,
+            exact_tokens=exact,
+        )
+        stale = {span.origin for span in self.stale} if unranked else set()
+        header = next((loads.get(span.origin) for span in self.exact if span.chunk is None), None)
         return PromptOutcome(
             mode="blend" if self.uses_stored_kv else "prefill",
             reason=self.reason,
-            usage=Usage(self.num_tokens, self.num_tokens - computed, recomputed, computed, 0, selection, self.start),
-            missing=tuple(chunk.id for chunk in self.missing),
-            in_place=tuple(chunk.id for chunk in self.in_place),
-            own_missing=tuple(chunk.id for chunk in self.own_missing),
+            usage=usage,
+            chunks=tuple(self._outcome_of(each, recomputed, loads, each.span.start in stale) for each in self.chunks),
+            header=header,
         )
+
+    def _outcome_of(
+        self, planned: PlannedChunk, recomputed: Sequence[int], loads: Mapping[int, ChunkLoad], unranked: bool
+    ) -> ChunkOutcome:
+        start, end, fate = planned.span.start, planned.span.end, planned.fate
+        if end <= self.start:
+            fate = "exact" if self.start_exact else "reused"
+        if fate in ("missing", "recomputed"):
+            computed = end - max(start, self.start)
+        else:
+            computed = bisect_left(recomputed, end) - bisect_left(recomputed, start)
+        lacks: tuple[Lack, ...] = (*planned.lacks, "static") if unranked else planned.lacks
+        return ChunkOutcome(planned.span.chunk.id, start, end - start, fate, computed, lacks, loads.get(start))
 
 
 def joined_static(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -203,12 +275,11 @@ def make_plan(
     """
     num_tokens, header = len(prompt.token_ids), len(header_ids)
     starts_with_header = prompt.token_ids[:header] == tuple(header_ids) and header < num_tokens
+    chunks = [PlannedChunk(span) for span in prompt.spans]
     if (why := _why_not_looked_up(prompt, header if starts_with_header else None, reuse, longest)) is not None:
-        return BlendPlan(num_tokens, (), (), (), why)
+        return BlendPlan(num_tokens, (), (), why, tuple(chunks))
     exact: list[StoredSpan] = []
     stale: list[StoredSpan] = []
-    missing: list[Chunk] = []
-    own_missing: tuple[Chunk, ...] = ()
     kv = lookup(()) if header and starts_with_header else None
     # If text follows the header, inexact KV would also serve prompts that are not blended: up to the first chunk, every
     # prompt relies on exact KV.
@@ -219,25 +290,28 @@ def make_plan(
         begins = index == 0 and starts_with_header and span.start == header
         first = begins and behind_header
         if reuse == "prefix" and not first:
-            missing += [span.chunk] if begins else []  # its header is missing, which is stored together with the chunk
+            if begins:  # its header is missing, which is stored together with the chunk
+                chunks[0] = PlannedChunk(span, "missing", ("kv",))
             break
         kv = (own if first and own is not None else lookup)(span.chunk.token_ids)
-        if kv is None and begins and own is not None:
-            own_missing = (span.chunk,)
-            if first and (reuse == "prefix" or lookup(span.chunk.token_ids) is not None):
-                continue
+        lacks: tuple[Lack, ...] = ()
         if kv is None:
-            missing.append(span.chunk)
+            lacks = ("own_kv",) if begins and own is not None else ("kv",)
+            if "own_kv" in lacks and not (first and (reuse == "prefix" or lookup(span.chunk.token_ids) is not None)):
+                lacks = ("kv", "own_kv")
+            chunks[index] = PlannedChunk(span, "missing", lacks)
         elif first and span.end < num_tokens:
             exact.append(StoredSpan(span.start, span.end, kv, span.chunk))
+            chunks[index] = PlannedChunk(span, "exact")
         else:
             stale.append(StoredSpan(span.start, span.end, kv, span.chunk))
+            chunks[index] = PlannedChunk(span, "reused")
     found = len(stale) + sum(s.chunk is not None for s in exact)
-    reason = (f"stored KV for {found} of " if found else "no stored KV for any of the ") + f"{len(prompt.spans)} chunks"
-    if own_missing and own_missing[0] not in missing:
+    reason = (f"stored KV for {found} of " if found else "no stored KV for any of the ") + f"{len(chunks)} chunks"
+    if chunks[0].lacks == ("own_kv",):
         reason += "; the first was computed, since the model's own KV of it was not stored yet"
     used = exact if found else ()  # the header alone saves too little
-    return BlendPlan(num_tokens, tuple(used), tuple(stale), tuple(missing), reason, own_missing=own_missing)
+    return BlendPlan(num_tokens, tuple(used), tuple(stale), reason, tuple(chunks))
 
 
 def _why_not_looked_up(prompt: TokenizedPrompt, header: int | None, reuse: Reuse, longest: int | None) -> str | None:

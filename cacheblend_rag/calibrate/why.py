@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from cacheblend_rag.blending.fusor import FuseResult, fuse, kv_deviation
+from cacheblend_rag.blending.outcome import ChunkOutcome
 from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.calibrate.compared import fresh_and_stale, planner_of
 from cacheblend_rag.engines.base import BlendEngine
@@ -18,7 +19,6 @@ from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.chunk import Chunk, encoder_for
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
-from cacheblend_rag.rag.fates import ChunkFate
 from cacheblend_rag.retrieval.index import Hit
 
 
@@ -85,7 +85,7 @@ def shown_deviations(
     prompt: TokenizedPrompt,
     settings: BlendSettings,
     hits: Iterable[Hit],
-    chunk_fates: Iterable[ChunkFate] = (),
+    chunks: Iterable[ChunkOutcome] = (),
 ) -> str:
     """Return the prompt's chunks as HTML: five shades by deviation, recomputed tokens underlined.
 
@@ -95,7 +95,7 @@ def shown_deviations(
     """
     deviations, recomputed = _measured(engine, prompt, settings)
     shades = _shades(deviations)
-    fates = {fate.id: fate.fate for fate in chunk_fates}
+    fates = {chunk.id: chunk.fate for chunk in chunks}
     sources = {source.id: (number, source) for number, source in enumerate(hits, 1)}
     parts = [_legend(len(recomputed))]
     for span in prompt.spans:

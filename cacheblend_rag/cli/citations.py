@@ -11,6 +11,7 @@ from cacheblend_rag.printable import in_one_line
 from cacheblend_rag.retrieval.passages import sentences, words
 
 if TYPE_CHECKING:
+    from cacheblend_rag.blending.outcome import ChunkLoad, ChunkOutcome
     from cacheblend_rag.engines.results import Generation
     from cacheblend_rag.rag.results import RagAnswer
     from cacheblend_rag.retrieval.index import Hit
@@ -79,24 +80,20 @@ def reuse_line(answer: RagAnswer) -> str:
         )
     else:
         line = f"prefill ({generation.reason}): {usage.computed_tokens:,} tokens computed; first token {ttft}"
-    lacked = len(generation.missing) + len(generation.unranked)
+    lacked = sum(not {"kv", "static"}.isdisjoint(chunk.lacks) for chunk in generation.chunks)
     return f"{line}; {counted(lacked, 'chunk')} not ready before: the next answer may differ" if lacked else line
 
 
 def explain_lines(answer: RagAnswer) -> list[str]:
     """Return where each chunk's KV came from, how long the prompt waited for stored KV, and the reason."""
     generation = answer.generation
-    loads = {load.chunk_id: load for load in generation.loads}
+    documents = {source.id: Path(source.path).name for source in answer.sources}
     rows = [["chunk", "document", "KV from", "read", "reading took"]]
-    for chunk_id in (*([""] if "" in loads else []), *(source.id for source in answer.sources)):
-        load = loads.get(chunk_id)
-        document = next((Path(s.path).name for s in answer.sources if s.id == chunk_id), "-")
-        row = [chunk_id[:12] or "(header)", document]
-        if load is None:
-            row += [_why_not_loaded(answer, chunk_id), "-", "-"]
-        else:
-            row += [load.tier, size(load.nbytes), seconds(load.seconds) if load.seconds else "-"]
-        rows.append(row)
+    if generation.header is not None:
+        rows.append(["(header)", "-", *_load_cells(generation.header)])
+    for chunk in generation.chunks:
+        cells = [_without_load(chunk), "-", "-"] if chunk.load is None else _load_cells(chunk.load)
+        rows.append([chunk.id[:12], documents.get(chunk.id, "-"), *cells])
     lines = [table(rows), "", f"waited for stored KV: {seconds(generation.load_s)}"]
     lines.append(f"why: {generation.reason}")
     if generation.ratio is not None:
@@ -108,12 +105,14 @@ def explain_lines(answer: RagAnswer) -> list[str]:
     return lines
 
 
-def _why_not_loaded(answer: RagAnswer, chunk_id: str) -> str:
-    generation = answer.generation
-    if chunk_id in generation.missing:
+def _load_cells(load: ChunkLoad) -> list[str]:
+    return [load.tier, size(load.nbytes), seconds(load.seconds) if load.seconds else "-"]
+
+
+def _without_load(chunk: ChunkOutcome) -> str:
+    """Return where the KV of a chunk came from whose stored KV was not read."""
+    if chunk.fate in ("exact", "reused"):
+        return "prefix cache"
+    if "kv" in chunk.lacks:
         return "none, computed"
-    if chunk_id in generation.own_missing:
-        return "computed, the first time that it comes first"
-    if chunk_id in generation.in_place:
-        return "computed, which is sooner"
-    return "-" if generation.mode == "blend" else "computed"
+    return "computed, the first time that it comes first" if chunk.lacks else "computed"

@@ -121,10 +121,10 @@ class Entries:
         """
         own = None if self.writer is None else partial(look, self.by(None))
         plan = make_plan(prompt, self.header_ids, partial(look, self), reuse, longest, own, agree)
-        if reuse != "prefix" or all(agree(span.kv.exact) for span in (*plan.exact, *plan.stale)):
+        if reuse != "prefix" or all(agree(span.kv.exact) for span in plan.spans):
             return plan
         why = f"what is stored of the prompt's beginning has been kept in {LOSSY}, which is not exact"
-        return BlendPlan(plan.num_tokens, (), (), (), why)
+        return plan.without(plan.spans, why)
 
     def wanted(self, prompt: TokenizedPrompt) -> list[tuple[Entries, tuple[int, ...]]]:
         """Return everything that a plan for ``prompt`` may look up: the header's entry and each chunk's entry."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from cacheblend_rag import spans
-from cacheblend_rag.blending.outcome import PromptOutcome
+from cacheblend_rag.blending.outcome import Fate, PromptOutcome
 from cacheblend_rag.blending.trace import DECODE, PLAN, PREFILL, REST, Trace, TraceEvent
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def reuse_attributes(outcome: PromptOutcome) -> dict[str, Any]:
         value = getattr(outcome, each.name)
         if isinstance(value, (str, int, float)):
             found[f"cacheblend.{each.name}"] = value
-        elif isinstance(value, tuple) and each.name != "loads":  # reported by tier, below
-            found[f"cacheblend.chunks.{each.name}"] = len(value)
+    for fate in get_args(Fate):
+        found[f"cacheblend.chunks.{fate}"] = sum(chunk.fate == fate for chunk in outcome.chunks)
     for load in outcome.loads:
         name = f"cacheblend.tier.{load.tier}.bytes"
         found[name] = found.get(name, 0) + load.nbytes

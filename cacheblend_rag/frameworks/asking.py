@@ -157,7 +157,7 @@ class Asked:
         """Return an answer's metadata on KV and retrieved texts; raise InputError if the engine replaced ``policy``."""
         if self.policy is not None and done.policy not in (None, self.policy):
             raise InputError(f"{done.reason}. Leave the policy open, or set on_miss='warn'.")
-        retrieved = self.retrieved.answered(done, self.request.prompt.spans)
+        retrieved = self.retrieved.answered(done)
         return {**done.facts, "retrieved": retrieved, "timings": dict(vars(done.timings))}
 
     def logprobs(self, done: Generation) -> dict[str, Any]:

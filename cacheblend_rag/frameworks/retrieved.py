@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from cacheblend_rag.blending.outcome import ChunkOutcome
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.results import Generation
 from cacheblend_rag.errors import AlteredChunkError, InputError
 from cacheblend_rag.frameworks.uses import json_forms, uses_of
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
 from cacheblend_rag.prompts.placing import text_of
-from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, ChunkSpan
+from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef
 
 Retrieved = tuple[str, ...]
 """Forms of one retrieved text: first the form that the prompt is expected to have, then other acceptable forms."""
@@ -119,17 +120,14 @@ class RetrievalReport:
         """Return the ids of the retrieved chunks that stand in no chunk of the prompt."""
         return [name for name, place in self.places.items() if place is None]
 
-    def answered(self, done: Generation, spans: Sequence[ChunkSpan] = ()) -> dict[str, Any]:
+    def answered(self, done: Generation) -> dict[str, Any]:
         """Return the report in the form that answers carry: counts, and the status of each retrieved chunk.
-
-        ``spans`` are the chunks of the prompt, because a prompt that is not blended may reuse chunks by the engine's
-        prefix cache.
 
         The status is ``"reused"``, ``"not_stored"`` (the chunk's KV was not stored, and was computed in place) or
         ``"not_reused"``.
         """
-        kept = {span.chunk.id for span in spans if span.end <= done.usage.kept_tokens}
-        chunks = [{"id": name, "status": _status(place, done, kept)} for name, place in self.places.items()]
+        found = {chunk.id: chunk for chunk in done.chunks}
+        chunks = [{"id": name, "status": _status(found.get(place or ""))} for name, place in self.places.items()]
         reused, new = (sum(each["status"] == status for each in chunks) for status in ("reused", "not_stored"))
         summary = f"{reused} of {len(chunks)} retrieved chunks reused" if chunks else ""
         if new:
@@ -137,11 +135,10 @@ class RetrievalReport:
         return {"summary": summary, "retrieved": len(chunks), "reused": reused, "chunks": chunks}
 
 
-def _status(place: str | None, done: Generation, kept: set[str]) -> str:
-    if place in done.missing:
-        return "not_stored"
-    blended = done.mode == "blend" and place not in done.in_place
-    return "reused" if place is not None and (blended or place in kept) else "not_reused"
+def _status(chunk: ChunkOutcome | None) -> str:
+    if chunk is not None and chunk.fate in ("exact", "reused"):
+        return "reused"
+    return "not_stored" if chunk is not None and "kv" in chunk.lacks else "not_reused"
 
 
 def find_retrieved(

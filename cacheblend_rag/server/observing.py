@@ -108,7 +108,7 @@ class ReuseMetrics:
         read_s = sum(load.seconds for load in outcome.loads)
         for load in outcome.loads:
             self._tier_waits.labels(load.tier).inc(outcome.load_s * load.seconds / read_s if read_s else 0.0)
-            self._tier_chunks.labels(tenant, load.tier).inc(bool(load.chunk_id))
+            self._tier_chunks.labels(tenant, load.tier).inc(load is not outcome.header)
             self._tier_bytes.labels(tenant, load.tier).inc(load.nbytes)
             self._tier_seconds.labels(tenant, load.tier).inc(load.seconds)
         self._blend.observe(outcome.blend_s)

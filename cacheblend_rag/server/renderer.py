@@ -346,7 +346,7 @@ class BlendRenderer:
         if prompt_tokens + wanted > window:
             raise VLLMValidationError(
                 f"The prompt has {prompt_tokens} tokens; with {wanted} to generate that exceeds the context window of {window}.",
-                parameter="max_tokens",
+                parameter="input_tokens",
             )
 
 

@@ -69,7 +69,6 @@ class AnswerPanel:
     def compare(self, number: int | None, tab: str) -> Iterator[str]:
         """Answer the prompt of the shown answer by every method, one after another."""
         from cacheblend_rag.demo.methods import METHODS, answer_by_each_method
-        from cacheblend_rag.rag.fates import prompt_fate
 
         try:
             exchange = self._exchange(number, tab)
@@ -79,7 +78,7 @@ class AnswerPanel:
             rows: list[Any] = []
             yield render.comparison(rows, len(METHODS))
             for name, done in answer_by_each_method(engine, prompt, self._workspace.choices.sampling):
-                rows.append((name, done, prompt_fate(engine, prompt, done, METHODS[name])))
+                rows.append((name, done))
                 yield render.comparison(rows, len(METHODS))
         except Exception as error:  # shown where the user looks
             yield render.error(explain(error))
@@ -88,8 +87,8 @@ class AnswerPanel:
         """Return the chunks of the shown answer's prompt, with coloured tokens."""
         try:
             exchange = self._exchange(number, tab)
-            choices, fate = self._workspace.choices, exchange.fate
-            chunks = () if fate is None else fate.chunks
+            choices, done = self._workspace.choices, exchange.generation
+            chunks = () if done is None else done.chunks
             return choices.why(exchange.engine, exchange.prompt, exchange.settings, exchange.hits, chunks)
         except Exception as error:
             return render.error(explain(error))

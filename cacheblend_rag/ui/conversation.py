@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
     from cacheblend_rag.engines.results import Generation
     from cacheblend_rag.prompts.prompt import TokenizedPrompt
-    from cacheblend_rag.rag.fates import PromptFate
     from cacheblend_rag.rag.results import Turn
     from cacheblend_rag.retrieval.index import Hit
     from cacheblend_rag.retrieval.passages import Saying
@@ -34,7 +33,7 @@ class Exchange:
 
     ``settings`` control the reuse of stored KV. Retrieval fills in ``prompt``, ``hits`` and ``passage``: start and end
     of the first hit's sentence that is nearest to the question. The answer's end fills in the engine's ``generation``,
-    ``notes`` for the user, the ``fate`` of the prompt's tokens, the ``marked`` text with source numbers, and
+    ``notes`` for the user, the ``marked`` text with source numbers, and
     ``sayings``: the source sentences that support the answer.
     """
 
@@ -49,7 +48,6 @@ class Exchange:
     prompt: TokenizedPrompt | None = None
     engine: BlendEngine | None = None
     generation: Generation | None = None
-    fate: PromptFate | None = None
     retrieve_s: float = 0.0
     notes: tuple[str, ...] = ()
 
@@ -99,11 +97,10 @@ class Conversation:
     def _answer(
         self, exchange: Exchange, collection: Collection, choices: Choices, turns: list[Turn]
     ) -> Iterator[Exchange]:
-        from cacheblend_rag.rag.fates import prompt_fate
         from cacheblend_rag.retrieval.passages import nearest_sentence, with_marks
 
         pipeline = collection.pipeline
-        engine = exchange.engine = pipeline.engine
+        exchange.engine = pipeline.engine
         if not pipeline.chunks.count():
             raise InputError("Nothing is indexed yet. Drop files under “Documents” first.")
         stream = pipeline.stream(exchange.question, choices.sampling, exchange.settings, turns)
@@ -124,7 +121,6 @@ class Conversation:
                     yield exchange
         assert exchange.prompt is not None
         assert exchange.generation is not None
-        exchange.fate = prompt_fate(engine, exchange.prompt, exchange.generation, exchange.settings)
         texts = [hit.text for hit in exchange.hits]
         exchange.marked, exchange.sayings = with_marks(exchange.text.strip(), exchange.question, texts)
         exchange.outcome = "done"

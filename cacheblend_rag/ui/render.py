@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.console.output import counted, seconds
 
 if TYPE_CHECKING:
+    from cacheblend_rag.blending.outcome import ChunkOutcome, PromptOutcome
     from cacheblend_rag.engines.results import Generation
-    from cacheblend_rag.rag.fates import ChunkFate, PromptFate
     from cacheblend_rag.retrieval.index import Hit, IndexedDocument
     from cacheblend_rag.ui.collection import FileState
     from cacheblend_rag.ui.conversation import Exchange
@@ -64,11 +64,12 @@ def answer(exchange: Exchange | None) -> str:
     if not exchange.hits:
         return hint("This answer has no sources." if exchange.outcome != "answering" else "Looking for sources…")
     parts = [_passages(exchange), numbers_and_bar(exchange)]
-    if exchange.outcome == "stopped" and exchange.fate is None:
+    if exchange.outcome == "stopped" and exchange.generation is None:
         parts.append(hint("Stopped before its end, so the engine reports no numbers."))
     parts += [hint(note) for note in exchange.notes]
-    fates = {} if exchange.fate is None else {fate.id: fate for fate in exchange.fate.chunks}
-    cards = [_card(number, source, fates.get(source.id)) for number, source in enumerate(exchange.hits, 1)]
+    done = exchange.generation
+    chunks = {} if done is None else {chunk.id: chunk for chunk in done.chunks}
+    cards = [_card(number, source, chunks.get(source.id)) for number, source in enumerate(exchange.hits, 1)]
     if exchange.sayings:
         parts.append(
             hint("A number in the answer names the source that shares most words with the sentence before it.")
@@ -106,11 +107,11 @@ def _passage(source: Hit, number: int, start: int, end: int, around: int, what: 
 
 def numbers_and_bar(exchange: Exchange) -> str:
     """Return the gain of an answer from reuse, and the fate of its prompt; an empty string before the answer's end."""
-    if exchange.generation is None or exchange.fate is None:
+    if exchange.generation is None:
         return ""
-    numbers = _numbers(exchange.generation, exchange.retrieve_s) + _legend(exchange.fate)
+    numbers = _numbers(exchange.generation, exchange.retrieve_s) + _legend(exchange.generation)
     return (
-        f'<p class="cb-gain">{_gain(exchange.generation)}</p>{bar(exchange.fate)}'
+        f'<p class="cb-gain">{_gain(exchange.generation)}</p>{bar(exchange.generation)}'
         f'<details class="cb-more"><summary>Numbers</summary>{numbers}</details>'
     )
 
@@ -145,9 +146,9 @@ def _numbers(done: Generation, retrieve_s: float) -> str:
     return f'<dl class="cb-numbers">{cells}</dl>'
 
 
-def bar(fate: PromptFate) -> str:
+def bar(outcome: PromptOutcome) -> str:
     """Return a bar of the prompt's tokens by fate."""
-    there = _counts(fate)
+    there = _counts(outcome)
     total = sum(there.values()) or 1
     said = ", ".join(f"{name} {count:,}" for name, count in there.items())
     pieces = "".join(
@@ -157,24 +158,24 @@ def bar(fate: PromptFate) -> str:
     return f'<div class="cb-bar" role="img" aria-label="Prompt tokens: {said}">{pieces}</div>'
 
 
-def _legend(fate: PromptFate) -> str:
+def _legend(outcome: PromptOutcome) -> str:
     """Return the numbers of the bar as a list."""
     lines = "".join(
         f'<li><i class="cb-{name}"></i><b>{count:,}</b> {name} <small>{_FATES[name]}</small></li>'
-        for name, count in _counts(fate).items()
+        for name, count in _counts(outcome).items()
     )
     return f'<ul class="cb-legend">{lines}</ul>'
 
 
-def _counts(fate: PromptFate) -> dict[str, int]:
-    return {name: count for name in _FATES if (count := getattr(fate, name)) > 0}
+def _counts(outcome: PromptOutcome) -> dict[str, int]:
+    return {name: count for name, count in outcome.tokens_by_fate.items() if count > 0}
 
 
-def _card(number: int, source: Hit, fate: ChunkFate | None) -> str:
+def _card(number: int, source: Hit, chunk: ChunkOutcome | None) -> str:
     said = ""
-    if fate is not None:
-        said = f'<span class="cb-tag cb-{fate.fate}">{fate.fate}</span>'
-        said += f"<small>{fate.tokens:,} tokens</small>"
+    if chunk is not None:
+        said = f'<span class="cb-tag cb-{chunk.fate}">{chunk.fate}</span>'
+        said += f"<small>{chunk.tokens:,} tokens</small>"
     name = escape(Path(source.path).name)
     return (
         f'<details class="cb-card"><summary><b>{number}</b> {name} <small>{source.place}, {source.relevance}</small> '
@@ -182,22 +183,22 @@ def _card(number: int, source: Hit, fate: ChunkFate | None) -> str:
     )
 
 
-def comparison(rows: Sequence[tuple[str, Generation, PromptFate]], of: int) -> str:
+def comparison(rows: Sequence[tuple[str, Generation]], of: int) -> str:
     """Return the methods' answers to one question side by side; ``of`` is the number of methods."""
     if not rows:
         return hint("Answering by full recompute…")
     full = rows[0][1]
     whole_s = full.timings.ttft_s
-    slowest = max(done.timings.ttft_s for _, done, _ in rows) or 1
+    slowest = max(done.timings.ttft_s for _, done in rows) or 1
     lines = []
-    for name, done, fate in rows:
+    for name, done in rows:
         same = "" if done is full else "same answer" if done.text.strip() == full.text.strip() else "another answer"
         mark = f'<span class="cb-{"same" if same == "same answer" else "other"}">{same}</span>' if same else ""
         lines.append(
             f'<section class="cb-method"><h4>{escape(name)} {mark}</h4><p class="cb-text">{escape(done.text.strip())}</p>'
             f'<div class="cb-time"><span style="width:{100 * done.timings.ttft_s / slowest:.1f}%"></span></div>'
             f"<small>first token {seconds(done.timings.ttft_s)}{_times(whole_s, done)}, {done.usage.computed_tokens:,} of "
-            f"{done.usage.prompt_tokens:,} tokens computed</small>{bar(fate)}</section>"
+            f"{done.usage.prompt_tokens:,} tokens computed</small>{bar(done)}</section>"
         )
     waiting = "" if len(rows) == of else hint(f"{len(rows)} of {of} methods have answered…")
     return f'<div class="cb-methods">{"".join(lines)}</div>{waiting}'

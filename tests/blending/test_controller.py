@@ -232,7 +232,7 @@ def planned(*parts: tuple[str, int | None]) -> BlendPlan:
     made = [Chunk(str(i), "", tuple(range(i, i + 100))) for i in range(len(parts))]
     kv = [Ranked(tier, 100, deviate) for tier, deviate in parts]
     spans = tuple(StoredSpan(100 * i, 100 * i + 100, kv[i], chunk) for i, chunk in enumerate(made))
-    return BlendPlan(100 * len(parts) + 10, (), spans, (), "")
+    return BlendPlan(100 * len(parts) + 10, (), spans, "")
 
 
 def auto(named: str = "static") -> ResolvedSettings:

@@ -13,13 +13,14 @@ import torch
 from cacheblend_rag.blending.bulk import StoredLayers
 from cacheblend_rag.blending.fusor import FuseResult, OtherRankError, fuse, fuse_stepwise
 from cacheblend_rag.blending.loader import LayerLoader
-from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
+from cacheblend_rag.blending.plan import BlendPlan, PlannedChunk, StoredSpan
 from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
 from cacheblend_rag.blending.reads import NotYetError, UnusableSpanError
 from cacheblend_rag.blending.rope import Move, Rope, moved
 from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.prompt import ChunkSpan
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 
 LAYERS, HEADS, DIM = 4, 2, 8
@@ -58,7 +59,11 @@ def plan(static: torch.Tensor | None = STATIC, **changes: Any) -> BlendPlan:
     """Header and first chunk exact, then text, a chunk that was computed behind the header, and the question."""
     exact = (StoredSpan(0, 2, stored(1, 2, 0)), StoredSpan(2, 6, stored(2, 4, 2), Chunk("a", "a", (1,) * 4)))
     stale = (StoredSpan(8, 18, stored(3, 10, 2, static), Chunk("b", "b", (2,) * 10)),)
-    return BlendPlan(20, exact, stale, (), "", **changes)
+    chunks = [
+        PlannedChunk(ChunkSpan(span.chunk, span.start, span.end), fate)
+        for fate, span in (("exact", exact[1]), ("reused", stale[0]))
+    ]
+    return BlendPlan(20, exact, stale, "", tuple(chunks), **changes)
 
 
 class Target:
@@ -213,7 +218,12 @@ def test_where_another_rank_has_no_ranking_none_uses_its_own() -> None:
     votes = iter([False, *[True] * 20])
     done = blended(Target(votes=votes), "static", 0.3)
     assert done.outcome.policy != "static"
-    assert done.outcome.unranked == ("b",)
+    first, second = done.outcome.chunks
+    assert (first.fate, first.computed) == ("exact", 0)
+    assert first.load is not None
+    assert first.load.tier == "ram"
+    assert (second.fate, second.computed) == ("reused", len(done.recomputed))
+    assert done.outcome.lacking("static") == ("b",)
 
 
 def test_where_another_rank_cannot_place_a_layer_none_goes_on() -> None:

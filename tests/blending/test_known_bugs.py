@@ -251,7 +251,7 @@ def test_7_all_tensor_parallel_ranks_choose_the_same_tokens(bug: bool) -> None:
 
     def run(rank: Rank) -> None:
         shard = ChunkKV([LayerKV(x.k[rank.own], x.v[rank.own]) for x in stale], 0)
-        plan = BlendPlan(chunk + 2, (), (StoredSpan(0, chunk, shard),), (), "")
+        plan = BlendPlan(chunk + 2, (), (StoredSpan(0, chunk, shard),), "")
         fuse(plan, rank, FuseOptions(policy("hkvd"), 0.2))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]

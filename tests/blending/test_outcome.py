@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections import Counter
+from typing import Any, get_args
 
 import pytest
 
-from cacheblend_rag.blending.outcome import PromptOutcome
+from cacheblend_rag.blending.outcome import Fate, PromptOutcome
 from cacheblend_rag.engines.results import Generation, Timings
 from cacheblend_rag.engines.spans import reuse_attributes
 from cacheblend_rag.errors import InputError
@@ -33,9 +34,10 @@ def test_a_span_tells_every_number_and_word_but_no_id_of_a_chunk() -> None:
     for name, fact in outcome.facts.items():
         if isinstance(fact, (str, int, float)):
             assert told[f"cacheblend.{name}"] == fact
-        elif isinstance(fact, list) and name != "loads":
-            assert told[f"cacheblend.chunks.{name}"] == len(fact)
-    assert sorted(told.values(), key=str).count(0) == 0
+    fates = Counter(chunk.fate for chunk in outcome.chunks)
+    assert {name: told[f"cacheblend.chunks.{name}"] for name in get_args(Fate)} == {
+        name: fates[name] for name in get_args(Fate)
+    }
     assert set(outcome.facts["usage"].values()) <= set(told.values())
     assert (told["cacheblend.tier.disk.bytes"], told["cacheblend.tier.ram.bytes"]) == (10, 3)
     assert "chunk" not in str(list(told.values()))
@@ -48,7 +50,7 @@ def test_a_span_tells_every_number_and_word_but_no_id_of_a_chunk() -> None:
         ({"ratio": "a tenth"}, "ratio"),
         ({"mode": "guess"}, "mode"),
         ({"reused_tokens": None}, "reused_tokens"),
-        ({"loads": [{"chunk_id": "a"}]}, r"loads\.0\.tier"),
+        ({"chunks": [{"id": "a"}]}, r"chunks\.0\.start"),
     ],
 )
 def test_a_report_that_cannot_be_read_is_refused_by_the_name_of_its_fact(wrong: dict[str, Any], why: str) -> None:

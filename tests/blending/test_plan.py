@@ -169,9 +169,9 @@ def test_of_a_first_chunk_that_a_kv_writer_alone_has_written_the_models_own_kv_i
     header = Chunk("", "", ())
     stored = [header, *stored]
     plan = planned(IDS[:HEADER], first, second, QUESTION, stored=stored, reuse=reuse, own=lambda _: None)
-    assert (places(plan.exact), places(plan.stale), plan.missing) == (exact, stale, tuple(missing))
-    assert plan.own_missing == (first,)
-    assert plan.outcome().own_missing == (first.id,)
+    assert (places(plan.exact), places(plan.stale), plan.lacking("kv")) == (exact, stale, tuple(missing))
+    assert plan.lacking("own_kv") == (first,)
+    assert plan.outcome().lacking("own_kv") == (first.id,)
     assert ("the model's own KV of it was not stored" in plan.reason) == (first not in missing)
 
 
@@ -180,16 +180,16 @@ def test_a_first_chunk_whose_own_kv_came_too_late_is_stored_already() -> None:
     stored = [Chunk("", "", ()), second]
     plan = planned(IDS[:HEADER], first, second, QUESTION, stored=stored, own=lambda _: None)
     late = plan.after_late({first.token_ids})
-    assert (plan.own_missing, late.own_missing) == ((first,), ())
-    assert (late.missing, late.in_place) == ((), (first,))
+    assert (plan.lacking("own_kv"), late.lacking("own_kv")) == ((first,), ())
+    assert (late.lacking("kv"), late.outcome().in_place) == ((), (first.id,))
 
 
 def test_only_behind_the_header_the_models_own_kv_is_wanted() -> None:
     first, second, _ = CHUNKS
     for pieces in ((IDS[:HEADER], TEXT, first, second, QUESTION), ((7, 8), first, second, QUESTION)):
         plan = planned(*pieces, own=lambda _: None)
-        assert (len(plan.stale), plan.missing, plan.own_missing) == (2, (), ())
-    assert planned(IDS[:HEADER], first, second, QUESTION, stored=[]).own_missing == (), "there is no KV writer"
+        assert (len(plan.stale), plan.lacking("kv"), plan.lacking("own_kv")) == (2, (), ())
+    assert planned(IDS[:HEADER], first, second, QUESTION, stored=[]).lacking("own_kv") == (), "there is no KV writer"
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -213,10 +213,10 @@ def test_prefix_caching_takes_what_is_exact_alone() -> None:
 def test_prefix_caching_misses_a_first_chunk_whose_header_is_not_stored(stored: list[Chunk]) -> None:
     first, second, _ = CHUNKS
     plan = planned(IDS[:HEADER], first, second, QUESTION, stored=stored, reuse="prefix")
-    assert (plan.uses_stored_kv, plan.missing) == (False, (first,))
+    assert (plan.uses_stored_kv, plan.lacking("kv")) == (False, (first,))
     for pieces in ((IDS[:HEADER], TEXT, first, QUESTION), ((7, 8), first, QUESTION)):
         plan = planned(*pieces, stored=stored, reuse="prefix")
-        assert plan.missing == ()
+        assert plan.lacking("kv") == ()
         assert plan.reason == "exact reuse takes a chunk right behind the header, and none stands there"
 
 
@@ -240,3 +240,42 @@ def test_a_part_of_a_plan_reads_the_tokens_at_its_positions() -> None:
         assert part.layer(1).k[0, :, 0].tolist() == part.layer(0).v[0, :, 0].tolist() == want
         static = part.static_deviation()
         assert static is not None and static.tolist() == want
+
+
+def fates(plan: BlendPlan, *, recomputed: Sequence[int] = ()) -> list[tuple[str, int]]:
+    return [(chunk.fate, chunk.computed) for chunk in plan.outcome(recomputed=recomputed).chunks]
+
+
+def test_each_chunk_has_a_record_of_what_becomes_of_it() -> None:
+    first, second, third = CHUNKS
+    plan = planned(IDS[:HEADER], first, second, TEXT, third, QUESTION, stored=[Chunk("", "", ()), first, second])
+    (a, b, c) = plan.outcome(recomputed=[6, 9, 12]).chunks
+    assert [(each.id, each.start, each.tokens) for each in (a, b, c)] == [
+        (first.id, 2, 4),
+        (second.id, 6, 4),
+        (third.id, 10 + len(TEXT), len(third.token_ids)),
+    ]
+    assert [(each.fate, each.computed, each.lacks) for each in (a, b, c)] == [
+        ("exact", 0, ()),
+        ("reused", 2, ()),
+        ("missing", c.tokens, ("kv",)),
+    ]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_chunks_in_the_prefix_cache_are_as_exact_as_the_cached_kv(exact: bool) -> None:
+    first, second, third = CHUNKS
+    stored = [Chunk("", "", ()), first, second]
+    plan = planned(IDS[:HEADER], first, second, third, QUESTION, stored=stored).behind_kept(8, exact)
+    assert fates(plan) == [("exact" if exact else "reused", 0), ("reused", 0), ("missing", len(third.token_ids))]
+    assert plan.outcome().usage.exact_tokens == 8 * exact
+    assert fates(plan.behind_kept(12, exact))[2] == ("missing", len(third.token_ids) - 2)
+    unused = plan.without(plan.stale, "computed")
+    assert fates(unused)[1] == ("recomputed", 2), "of a chunk that begins in the prefix cache"
+
+
+@pytest.mark.parametrize(("reuse", "kinds"), [("off", {"recomputed"}), ("prefix", {"exact", "recomputed"})])
+def test_chunks_that_are_not_looked_up_are_recomputed(reuse: Any, kinds: set[str]) -> None:
+    plan = planned(IDS[:HEADER], *CHUNKS, QUESTION, reuse=reuse)
+    assert {fate for fate, _ in fates(plan)} == kinds
+    assert not any(chunk.lacks for chunk in plan.outcome().chunks)

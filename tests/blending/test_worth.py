@@ -44,7 +44,7 @@ def plan(front: int, chunks: int, tokens: int, question: int) -> BlendPlan:
         kv.num_tokens, kv.stored_nbytes = tokens, tokens
         start = front + number * tokens
         spans.append(StoredSpan(start, start + tokens, kv, Chunk(str(number), "", (number,) * tokens)))
-    return BlendPlan(front + chunks * tokens + question, (), tuple(spans), (), "stored")
+    return BlendPlan(front + chunks * tokens + question, (), tuple(spans), "stored")
 
 
 def behind(front: int, scene: Scene) -> tuple[TokenizedPrompt, list[Part]]:

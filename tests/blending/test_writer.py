@@ -182,7 +182,7 @@ def test_what_a_prompt_leaves_of_its_first_chunk_is_as_exact_as_the_header_it_st
     store = f"ram://16MiB?codec={codec},file://{tmp_path}/kv"
     with engine_for(model, SCENE, writer=tmp_path, store=store) as engine:
         engine.precompute(SCENE.chunks)
-        assert engine.generate(SCENE.prompt, SamplingParams(max_tokens=1), BlendSettings(0.3)).own_missing
+        assert engine.generate(SCENE.prompt, SamplingParams(max_tokens=1), BlendSettings(0.3)).lacking("own_kv")
         disk, key = engine.store.tiers[1], engine.entries.by(None).own_key(SCENE.chunks[0].token_ids)
         engine.flush()
         assert disk.get(key).exact is (codec == "none")

@@ -64,7 +64,7 @@ def test_what_only_the_first_prompt_computes_is_not_timed(
     monkeypatch.setattr(pipeline.engine, "generate", lambda *of: answers.append(generate(*of)) or answers[-1])
     assert spot_check(pipeline, tokens=1000, seconds=0.1) is not None
     assert [each.mode for each in answers[::2]] == ["blend"] * 4
-    assert not any(each.own_missing for each in answers)
+    assert not any(each.lacking("own_kv") for each in answers)
 
 
 def test_nothing_is_asked_where_there_is_nothing_to_find_out_or_no_time(

@@ -15,6 +15,7 @@ from cacheblend_rag.cli import app
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.store.opening import parse_size
 from tests.command_line import DOCUMENTS, as_json, spend_less
+from tests.outcomes import missing_in
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +64,7 @@ def test_indexing_again_stores_the_kv_that_the_store_has_lost(run, model_dir, in
     again = as_json(run(*command))
     assert len(again["changed"]) == 2 and again["tokens"] > 0
     answer = as_json(run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 2, "--json"))
-    assert (answer["mode"], answer["missing"]) == ("blend", [])
+    assert (answer["mode"], missing_in(answer)) == ("blend", [])
     assert len(as_json(run(*command))["unchanged"]) == 2
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from cacheblend_rag.store import Keyring, open_store, record_tiers, recorded_tiers
 from tests.command_line import as_json
+from tests.outcomes import loads_in
 from tests.store.samples import key_of, kv_of
 from tests.store.test_plugged_in import EXAMPLE, install
 
@@ -35,8 +36,8 @@ def test_what_index_was_told_holds_for_later_commands(run, model_dir, store, red
     assert len(list(open_store(redis_url).entries())) > 1
     common = ("--store", store, "--model", model_dir, "--max-tokens", 2)
     found = as_json(run("ask", QUESTION, *common, "--json"))
-    assert (found["mode"], {load["tier"] for load in found["loads"]}) == ("blend", {"redis"})
-    assert all(load["nbytes"] > 0 for load in found["loads"])
+    assert (found["mode"], {load["tier"] for load in loads_in(found)}) == ("blend", {"redis"})
+    assert all(load["nbytes"] > 0 for load in loads_in(found))
 
     explained = run("ask", QUESTION, *common, "--explain").stdout
     assert "KV from" in explained
@@ -67,7 +68,7 @@ def test_a_codec_is_noted_shown_and_read_back(run, model_dir, documents, tmp_pat
     tiers = as_json(run("store", "stats", "--store", tmp_path / "store", "--json"))["kv"]["tiers"]
     assert [(tier["tier"], tier["codec"]) for tier in tiers] == [("disk", "int8")]
     answer = as_json(run("ask", QUESTION, *common, "--max-tokens", 2, "--json"))
-    assert (answer["mode"], {load["tier"] for load in answer["loads"]}) == ("blend", {"disk"})
+    assert (answer["mode"], {load["tier"] for load in loads_in(answer)}) == ("blend", {"disk"})
     assert "int8" in run("store", "stats", "--store", tmp_path / "store").stdout.split("disk")[1].splitlines()[0]
 
 

@@ -78,7 +78,7 @@ def plan(chunk: int = CHUNK) -> BlendPlan:
         return ChunkKV(layers, 0, static=torch.rand(chunk, generator=generator))
 
     spans = (StoredSpan(0, chunk, kv()), StoredSpan(chunk + 2, 2 * chunk + 2, kv()))
-    return BlendPlan(2 * chunk + 6, (), spans, (), "")
+    return BlendPlan(2 * chunk + 6, (), spans, "")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_blend_in_a_transformers_model_waits_for_its_selection_alone(sim: str,
     rope = subject.detect_rope()
     kv = ChunkKV(cut(subject.full_prefill(ids[:CHUNK])[1], 0, CHUNK).layers, 0, static=torch.rand(CHUNK))
     spans = (StoredSpan(0, CHUNK, kv), StoredSpan(CHUNK + 2, 2 * CHUNK + 2, kv))
-    plan = BlendPlan(len(ids), (), spans, (), "")
+    plan = BlendPlan(len(ids), (), spans, "")
     fuse(
         plan, TransformersTarget(runner, rope, ids), FuseOptions(policy(name), 0.25)
     )  # a model's first looks at its tables

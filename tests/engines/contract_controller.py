@@ -69,7 +69,7 @@ class ControllerContract:
         assert done.mode == "blend"
         assert "computed in place, which is sooner than loading them" in done.reason
         assert 0 < len(done.in_place) < 4
-        assert {load.chunk_id for load in done.loads} - {""} == {c.id for c in chunks} - set(done.in_place)
+        assert {chunk.id for chunk in done.chunks if chunk.load} == {c.id for c in chunks} - set(done.in_place)
         engine.forget(done.in_place)
         missing = engine.generate(prompt, SHORT, BlendSettings(done.ratio, "hkvd", (1,)))
         assert set(missing.missing) == set(done.in_place)

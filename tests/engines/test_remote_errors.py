@@ -47,8 +47,8 @@ def connect(fake: FakeServer, **options: Any) -> RemoteEngine:
     return RemoteEngine(fake.url, **given)
 
 
-def refusal(status: int, message: str, kind: str = "x") -> Response:
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+def refusal(status: int, message: str, kind: str = "x", param: str | None = None) -> Response:
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": status}}, status)
 
 
 def test_no_server_says_how_to_start_one() -> None:
@@ -172,14 +172,15 @@ async def test_async_answers_end_badly_the_same_way(fake) -> None:
         (413, "too large for me", ServerError, "413: too large for me"),
         (422, "texts.0: empty", ServerError, "422: texts.0: empty"),
         (503, "overloaded", ServerError, "503: overloaded"),
-        (400, "This model's maximum context length is 5 tokens", PromptTooLongError, "context length"),
+        (400, "shorter, please", PromptTooLongError, "length: shorter"),
         (404, "No chunk has the id 'x'.", UnknownChunkError, "'x'"),
         (404, "No chunk has the id 'x'.", ServerError, "'x'"),
         (400, "something else", ServerError, "something else"),
     ],
 )
 def test_refusals_keep_their_status_and_message(fake, status, message, kind, match) -> None:
-    fake.handle = lambda _: refusal(status, message, kind.__name__)
+    param = "input_tokens" if kind is PromptTooLongError else None
+    fake.handle = lambda _: refusal(status, message, kind.__name__, param)
     with pytest.raises(kind, match=match) as error:
         connect(fake).generate(BlendPrompt(("Who?",)), SHORT)
     assert getattr(error.value, "status", None) == (status if kind is ServerError else None)

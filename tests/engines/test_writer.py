@@ -174,7 +174,7 @@ def test_chunks_that_a_prompt_found_missing_are_written_back_by_the_writer(direc
     with engine_for(model, SCENE, writer=directory) as engine:
         assert engine.generate(SCENE.prompt, ONE).mode == "prefill"
         again = engine.generate(SCENE.prompt, ONE, BlendSettings(ratio=0.5))
-        assert (again.mode, again.missing, again.own_missing) == ("blend", (), ())
+        assert (again.mode, again.missing, again.lacking("own_kv")) == ("blend", (), ())
         assert stored_by(engine) == ([True] * 4, [True, False, False, False])
 
 
@@ -186,7 +186,7 @@ def test_a_chunk_that_a_prompt_has_twice_says_nothing_of_who_wrote_the_store(dir
     ]
     with engine_for(model, SCENE, writer=directory) as engine:
         done = engine.generate(TokenizedPrompt((*header, *chunk.token_ids * 2, 7), tuple(twice)), ONE)
-        assert (set(done.missing), done.own_missing) == ({chunk.id}, (chunk.id,))
+        assert (set(done.missing), done.lacking("own_kv")) == ({chunk.id}, (chunk.id,))
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -201,7 +201,7 @@ def test_what_is_forgotten_while_its_prompt_runs_is_not_stored_behind_it(
         next(stream)
         engine.forget(SCENE.chunks[:2])
         *_, last = stream
-        assert last.generation.own_missing == (SCENE.chunks[0].id,)
+        assert last.generation.lacking("own_kv") == (SCENE.chunks[0].id,)
         assert stored_by(engine) == ([False, False, True, True], [False] * 4)
         assert {chunk.id for chunk in engine.registry} == {chunk.id for chunk in SCENE.chunks[2:]}
         assert engine.generate(SCENE.prompt, ONE).usage.kept_tokens == 0
@@ -256,10 +256,10 @@ def test_the_models_own_kv_of_a_chunk_is_stored_with_the_first_prompt_that_begin
         engine.precompute(SCENE.chunks)
         assert stored_by(engine) == ([True] * 4, [False] * 4), "indexing takes the disk of one hand"
         before = engine.generate(SCENE.prompt, ONE, settings)
-        assert (before.mode, before.missing, before.own_missing) == ("blend", (), (first.id,))
+        assert (before.mode, before.missing, before.lacking("own_kv")) == ("blend", (), (first.id,))
         assert stored_by(engine) == ([True] * 4, [write_back, False, False, False])
         after = engine.generate(SCENE.prompt, ONE, settings)
-        assert after.own_missing == (() if write_back else (first.id,))
+        assert after.lacking("own_kv") == (() if write_back else (first.id,))
         assert before.usage.computed_tokens - after.usage.computed_tokens == (len(first.token_ids) if write_back else 0)
         assert engine.forget(SCENE.chunks) == 4 + write_back
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.blending.outcome import ChunkOutcome, Fate, Lack, PromptOutcome, Usage
 from cacheblend_rag.engines.results import Generation, Timings
 from cacheblend_rag.errors import AlteredChunkError
 from cacheblend_rag.frameworks import retrieved
 from cacheblend_rag.frameworks.retrieved import OnMiss, RetrievalLog, RetrievalReport, find_retrieved
 from cacheblend_rag.frameworks.uses import json_forms, uses_of
 from cacheblend_rag.prompts.chunk import Chunk, chunk_id
-from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkSpan, text_prompt
+from cacheblend_rag.prompts.prompt import BlendPrompt, text_prompt
 from tests.fake_engine import FakeEngine
 
 BELL = (
@@ -145,26 +145,27 @@ def test_one_warning_or_error_says_how_many_are_not_reused(
 
 
 def test_an_answer_says_what_became_of_each_chunk() -> None:
-    def told(mode: Literal["blend", "prefill"], kept: int = 0, **more: Any) -> list[Any]:
-        outcome = PromptOutcome(mode, "", Usage(9, kept, 0, 9 - kept, kept_tokens=kept), **more)
-        spans = [ChunkSpan(Chunk(name, name, (1,)), at, at + 2) for name, at in (("a", 1), ("b in JSON", 4))]
+    def told(a: Fate, b: Fate, lacks: tuple[Lack, ...] = ()) -> list[Any]:
+        chunks = (ChunkOutcome("a", 1, 2, a), ChunkOutcome("b in JSON", 4, 2, b, lacks=lacks))
+        outcome = PromptOutcome("blend", "", Usage(9, 0, 0, 9), chunks=chunks)
         report = RetrievalReport({"a": "a", "b": "b in JSON", "c": None})
-        said = report.answered(Generation.of(outcome, "", (), "stop", Timings(0.0, 0.0)), spans)
+        said = report.answered(Generation.of(outcome, "", (), "stop", Timings(0.0, 0.0)))
         assert (said["retrieved"], [each["id"] for each in said["chunks"]]) == (3, ["a", "b", "c"])
         return [said["summary"], said["reused"], *(each["status"] for each in said["chunks"])]
 
     lost = "not_reused"
-    assert told("blend") == ["2 of 3 retrieved chunks reused", 2, "reused", "reused", lost]
-    assert told("blend", missing=("b in JSON",)) == [
+    assert told("exact", "reused") == ["2 of 3 retrieved chunks reused", 2, "reused", "reused", lost]
+    assert told("reused", "missing", ("kv",)) == [
         "1 of 3 retrieved chunks reused, 1 not stored yet",
         1,
         "reused",
         "not_stored",
         lost,
     ]
-    assert told("blend", in_place=("a",)) == ["1 of 3 retrieved chunks reused", 1, lost, "reused", lost]
-    assert told("prefill") == ["0 of 3 retrieved chunks reused", 0, lost, lost, lost]
-    assert told("prefill", kept=5) == ["1 of 3 retrieved chunks reused", 1, "reused", lost, lost]
+    assert told("recomputed", "reused") == ["1 of 3 retrieved chunks reused", 1, lost, "reused", lost]
+    assert told("recomputed", "recomputed") == ["0 of 3 retrieved chunks reused", 0, lost, lost, lost]
+    # The prefix cache had the chunk's KV, which the store lacks.
+    assert told("recomputed", "exact", ("kv",)) == ["1 of 3 retrieved chunks reused", 1, lost, "reused", lost]
     nothing = Generation.of(PromptOutcome("blend", "", Usage(9, 0, 0, 9)), "", (), "stop", Timings(0.0, 0.0))
     assert RetrievalReport().answered(nothing) == {"summary": "", "retrieved": 0, "reused": 0, "chunks": []}
 

@@ -1,4 +1,4 @@
-"""Tests that what a prompt's tokens are said to have gone through is what the engine did with them."""
+"""Tests that an outcome's account of each chunk says what the engine did with the chunk's tokens."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.blending.costs import Costs, TierCost
+from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.settings import BLEND, FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings
 from cacheblend_rag.calibrate.why import PromptInspector
 from cacheblend_rag.demo.bundle import bundled_corpus, bundled_questions
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
-from cacheblend_rag.rag.fates import PromptFate, prompt_fate
 from cacheblend_rag.rag.pipeline import RagPipeline
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
@@ -40,11 +40,20 @@ def prompt(engine: TransformersEngine, tmp_path_factory: pytest.TempPathFactory)
         return pipeline.prompt(question, pipeline.retrieve(question).hits)[0]
 
 
-def fate_of(engine: TransformersEngine, prompt: TokenizedPrompt, settings: BlendSettings) -> PromptFate:
-    fate = prompt_fate(engine, prompt, engine.generate(prompt, ONE, settings), settings)
-    assert fate.exact + fate.reused + fate.recomputed + fate.missing + fate.text == len(prompt.token_ids)
-    assert min(fate.exact, fate.reused, fate.recomputed, fate.missing, fate.text) >= 0
-    return fate
+def outcome_of(engine: TransformersEngine, prompt: TokenizedPrompt, settings: BlendSettings) -> PromptOutcome:
+    return checked(engine.generate(prompt, ONE, settings), prompt)
+
+
+def checked(outcome: PromptOutcome, prompt: TokenizedPrompt) -> PromptOutcome:
+    """Check that each token of the prompt is counted once."""
+    tokens = outcome.tokens_by_fate
+    assert sum(tokens.values()) == len(prompt.token_ids)
+    assert min(tokens.values()) >= 0
+    assert [(chunk.id, chunk.start, chunk.start + chunk.tokens) for chunk in outcome.chunks] == [
+        (span.chunk.id, span.start, span.end) for span in prompt.spans
+    ]
+    assert all(0 <= chunk.computed <= chunk.tokens for chunk in outcome.chunks)
+    return outcome
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.4])
@@ -52,15 +61,16 @@ def test_as_many_tokens_of_static_are_recomputed_as_the_fusor_recomputes(
     engine: TransformersEngine, prompt: TokenizedPrompt, ratio: float
 ) -> None:
     settings = BlendSettings(ratio=ratio, policy="static")
-    fate = fate_of(engine, prompt, settings)
-    assert [chunk.fate for chunk in fate.chunks] == ["exact", "reused", "reused", "reused"]
+    found = outcome_of(engine, prompt, settings)
+    assert [chunk.fate for chunk in found.chunks] == ["exact", "reused", "reused", "reused"]
     assert (
         len(PromptInspector(engine, prompt).recomputed(settings))
-        == fate.recomputed
+        == found.tokens_by_fate["recomputed"]
         == round(ratio * sum(s.end - s.start for s in prompt.spans[1:]))
     )
-    assert fate.exact == prompt.spans[0].end
-    assert fate.text == len(prompt.token_ids) - sum(s.end - s.start for s in prompt.spans) - len(engine.header_ids)
+    assert found.tokens_by_fate["exact"] == prompt.spans[0].end
+    in_chunks = sum(s.end - s.start for s in prompt.spans)
+    assert found.tokens_by_fate["text"] == len(prompt.token_ids) - in_chunks - len(engine.header_ids)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +84,9 @@ def test_as_many_tokens_of_static_are_recomputed_as_the_fusor_recomputes(
 def test_every_method_says_what_it_does_with_stored_kv(
     engine: TransformersEngine, prompt: TokenizedPrompt, settings: BlendSettings, first: str, others: str
 ) -> None:
-    fate = fate_of(engine, prompt, settings)
-    assert [chunk.fate for chunk in fate.chunks] == [first, *[others] * 3]
-    assert (fate.recomputed > 0) == (settings is not FULL_REUSE)
+    found = outcome_of(engine, prompt, settings)
+    assert [chunk.fate for chunk in found.chunks] == [first, *[others] * 3]
+    assert (found.tokens_by_fate["recomputed"] > 0) == (settings is not FULL_REUSE)
 
 
 @pytest.mark.parametrize("which", [0, 2])
@@ -85,19 +95,19 @@ def test_a_chunk_without_stored_kv_is_missing_and_is_there_the_next_time(
 ) -> None:
     gone = prompt.spans[which]
     assert engine.entries.delete(gone.chunk.token_ids)
-    fate = fate_of(engine, prompt, BLEND)
-    assert [chunk.fate == "missing" for chunk in fate.chunks] == [n == which for n in range(4)]
-    assert fate.missing == gone.end - gone.start
-    assert fate.exact == (len(engine.header_ids) if which == 0 else prompt.spans[0].end)
-    assert fate_of(engine, prompt, BLEND).missing == 0
+    found = outcome_of(engine, prompt, BLEND)
+    assert [chunk.fate == "missing" for chunk in found.chunks] == [n == which for n in range(4)]
+    assert found.tokens_by_fate["missing"] == gone.end - gone.start
+    assert found.tokens_by_fate["exact"] == (len(engine.header_ids) if which == 0 else prompt.spans[0].end)
+    assert outcome_of(engine, prompt, BLEND).tokens_by_fate["missing"] == 0
 
 
 def test_a_prompt_of_nothing_stored_is_missing_whole(engine: TransformersEngine, prompt: TokenizedPrompt) -> None:
     for span in prompt.spans:
         engine.entries.delete(span.chunk.token_ids)
-    fate = fate_of(engine, prompt, BLEND)
-    assert {chunk.fate for chunk in fate.chunks} == {"missing"}
-    assert fate.recomputed == fate.reused == 0
+    found = outcome_of(engine, prompt, BLEND)
+    assert {chunk.fate for chunk in found.chunks} == {"missing"}
+    assert found.tokens_by_fate["recomputed"] == found.tokens_by_fate["reused"] == 0
 
 
 def test_a_first_chunk_that_stands_in_the_prompt_again_has_a_fate_at_each_of_its_places(tmp_path: Path) -> None:
@@ -114,11 +124,11 @@ def test_a_first_chunk_that_stands_in_the_prompt_again_has_a_fate_at_each_of_its
         for own, again in (("missing", "reused"), ("exact", "reused"), ("exact", "missing")):
             if again == "missing":  # the writer's alone is evicted
                 engine.store.delete(engine.entries.own_key(first.token_ids))
-            fate = fate_of(engine, prompt, BlendSettings(ratio=0.3))
-            assert [chunk.fate for chunk in fate.chunks] == [own, "reused", again]
-            assert fate.missing == tokens * (own, again).count("missing")
-            assert fate.text == 3 * 2 + len(scene.question)
-            assert fate.exact == len(scene.header) + tokens * (own == "exact")
+            found = outcome_of(engine, prompt, BlendSettings(ratio=0.3))
+            assert [chunk.fate for chunk in found.chunks] == [own, "reused", again]
+            assert found.tokens_by_fate["missing"] == tokens * (own, again).count("missing")
+            assert found.tokens_by_fate["text"] == 3 * 2 + len(scene.question)
+            assert found.tokens_by_fate["exact"] == len(scene.header) + tokens * (own == "exact")
 
 
 def test_a_chunk_that_was_sooner_computed_than_loaded_is_recomputed_whole() -> None:
@@ -126,11 +136,24 @@ def test_a_chunk_that_was_sooner_computed_than_loaded_is_recomputed_whole() -> N
     engine.costs = Costs(1000, COMPUTE, {"device": TierCost(0.0, chunk_bytes(engine) / 0.1)})
     prompt = Scene().prompt
     done = engine.generate(prompt, ONE, AUTO)
-    fate = prompt_fate(engine, prompt, done, BLEND)
+    tokens = checked(done, prompt).tokens_by_fate
     assert 0 < len(done.in_place) < 4
-    assert {chunk.id for chunk in fate.chunks if chunk.fate == "recomputed"} == set(done.in_place)
-    in_place = sum(chunk.tokens for chunk in fate.chunks if chunk.fate == "recomputed")
-    assert fate.recomputed == in_place + done.usage.recomputed_tokens
-    text = len(prompt.token_ids) - sum(chunk.tokens for chunk in fate.chunks)
-    assert text - len(engine.header_ids) <= fate.text <= text
-    assert fate.exact + fate.reused + fate.recomputed + fate.missing + fate.text == len(prompt.token_ids)
+    in_place = sum(chunk.tokens for chunk in done.chunks if chunk.fate == "recomputed")
+    assert tokens["recomputed"] == in_place + done.usage.recomputed_tokens
+    text = len(prompt.token_ids) - sum(chunk.tokens for chunk in done.chunks)
+    assert text - len(engine.header_ids) <= tokens["text"] <= text
+
+
+def test_a_chunk_from_the_prefix_cache_is_exact_only_where_it_was_computed_exactly() -> None:
+    scene, llama = Scene(), BLENDED["llama"]
+    with engine_for(make_model(llama()), scene, prefix_cache=1 << 30) as engine:
+        engine.precompute(scene.chunks)
+        for settings, fates in ((PREFIX_CACHING, {"exact"}), (FULL_REUSE, {"exact", "reused"})):
+            engine.reset_prefix_cache()
+            first, again = (outcome_of(engine, scene.prompt, settings) for _ in range(2))
+            assert {chunk.fate for chunk in again.chunks} <= fates
+            assert again.usage.kept_tokens == len(scene.prompt.token_ids) - 1
+            assert not any(chunk.computed for chunk in again.chunks)
+            assert again.tokens_by_fate["text"] == 1
+            assert first.usage.kept_tokens == 0
+        assert again.chunks[-1].fate == "reused"

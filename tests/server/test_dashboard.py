@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
 from cacheblend_rag.server.observing import ReuseMetrics
+from tests.outcomes import lacking
 from tests.server.running import BODY_LIMIT, RunningServer
 from tests.server.test_server import PLAIN, chat, register
 
@@ -51,7 +52,7 @@ def test_every_metric_and_label_of_the_dashboard_is_one_of_a_running_server(serv
 
 def test_panels_show_a_tenant_that_has_only_asked_and_chunks_of_which_none_was_ever_found() -> None:
     registry = CollectorRegistry()
-    asked = PromptOutcome("prefill", "no stored KV for any of the 1 chunks", Usage(70, 0, 0, 70), missing=("a",))
+    asked = PromptOutcome("prefill", "no stored KV for any of the 1 chunks", Usage(70, 0, 0, 70), chunks=lacking("a"))
     ReuseMetrics(registry).finished(asked, "acme")
     said = {sample.name for family in registry.collect() for sample in family.samples}
     for title, legend in (("Tokens computed by tenant", "{{tenant}}: prompts"), ("Where chunks were found", "nowhere")):

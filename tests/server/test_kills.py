@@ -20,6 +20,7 @@ import pytest
 
 from cacheblend_rag.store import DiskStore
 from tests.engines.contract import TEXTS
+from tests.outcomes import missing_in
 from tests.server.running import RunningServer
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
@@ -64,7 +65,7 @@ class Load:
     def _step(self, chance: random.Random) -> None:
         order, blend = chance.choice(ORDERS), chance.choice(BLENDS)
         tokens, report = ask(self.server, order, blend)
-        if report["missing"] or report["mode"] != "blend":
+        if missing_in(report) or report["mode"] != "blend":
             self.wrong.append(f"what was stored is lost: {report}")
         if tokens != self.want[order, blend["ratio"]]:
             self.wrong.append(f"{tokens} over {order} at {blend}")

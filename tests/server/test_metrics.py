@@ -7,9 +7,10 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from cacheblend_rag.blending.outcome import ChunkLoad, PromptOutcome, Usage
+from cacheblend_rag.blending.outcome import ChunkLoad, ChunkOutcome, PromptOutcome, Usage
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.server.observing import ReuseMetrics, reason_label
+from tests.outcomes import in_place
 
 
 def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
@@ -19,11 +20,15 @@ def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
         mode="blend",
         reason="stored KV for 3 of 6 chunks",
         usage=Usage(1100, 850, 150, 250),
-        missing=("a",),
         load_s=0.002,
         blend_s=0.2,
         loaded_bytes=4096,
-        loads=(ChunkLoad("a", "redis", 3000, 0.5), ChunkLoad("b", "redis", 1000, 0.25), ChunkLoad("", "ram", 96, 0.0)),
+        chunks=(
+            ChunkOutcome("a", 10, 500, "reused", 150, load=ChunkLoad("redis", 3000, 0.5)),
+            ChunkOutcome("b", 510, 500, "reused", load=ChunkLoad("redis", 1000, 0.25)),
+            ChunkOutcome("c", 1010, 80, "missing", 80, ("kv",)),
+        ),
+        header=ChunkLoad("ram", 96, 0.0),
     )
     metrics.finished(blend, "default")
     metrics.finished(blend, "default")
@@ -64,14 +69,14 @@ def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
 def test_what_the_controller_decided_is_counted_and_held_against_what_it_took() -> None:
     registry = CollectorRegistry()
     metrics = ReuseMetrics(registry)
-    for mode, in_place, expected, took in (
+    for mode, computed, expected, took in (
         ("blend", (), 0.25, 0.5),
         ("blend", ("a",), 0.25, 0.5),
         ("blend", ("a", "b"), 0.5, None),  # without statistics nothing is compared
         ("prefill", ("a", "b"), 1.0, 1.5),
         ("prefill", (), None, 9.0),  # nothing was decided
     ):
-        report = PromptOutcome(mode, "", Usage(70, 0, 0, 70), in_place=in_place, expected_s=expected)  # type: ignore[arg-type]
+        report = PromptOutcome(mode, "", Usage(70, 0, 0, 70), chunks=in_place(*computed), expected_s=expected)  # type: ignore[arg-type]
         metrics.finished(report, "acme", took)
 
     def value(name: str, **labels: str) -> float | None:

@@ -17,6 +17,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.server.observing import share_logging
 from cacheblend_rag.server.tenants import Caller, calling
 from tests.engines.contract import TEXTS
+from tests.outcomes import loads_in
 from tests.recorded_spans import exporter
 from tests.server.running import KEY, RunningServer
 from tests.server.test_middleware import App
@@ -70,7 +71,7 @@ def test_a_request_is_one_trace_from_the_clients_span_to_vllms(server: RunningSe
     said = attributes(spans[request])
     assert said["cacheblend.tokens.reused"] == report["reused_tokens"]
     assert said["cacheblend.tokens.recomputed"] == report["recomputed_tokens"]
-    assert said["cacheblend.tier.disk.bytes"] == sum(load["nbytes"] for load in report["loads"])
+    assert said["cacheblend.tier.disk.bytes"] == sum(load["nbytes"] for load in loads_in(report))
     assert attributes(spans["POST /v1/chat/completions"])["http.response.status_code"] == 200
 
 

@@ -21,7 +21,7 @@ import torch
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.blending.outcome import Lack, PromptOutcome, Usage
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.results import PrecomputeReport
@@ -40,6 +40,7 @@ from cacheblend_rag.store.files import DEFAULT, Namespace
 from cacheblend_rag.store.kv import ChunkKV, LayerKV, ModelFingerprint
 from cacheblend_rag.store.kvfile import EntryFormat
 from tests.conftest import tokenizer_named
+from tests.outcomes import lacking
 from tests.store.samples import sample_keys
 
 MODEL = ModelFingerprint("a" * 32, "one")
@@ -497,8 +498,8 @@ def test_a_client_is_refused_within_a_namespace_without_a_key() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lacking", ["missing", "own_missing"])
-async def test_what_is_deleted_while_it_is_written_back_stays_deleted(server: Server, lacking: str) -> None:
+@pytest.mark.parametrize("what", ["kv", "own_kv"])
+async def test_what_is_deleted_while_it_is_written_back_stays_deleted(server: Server, what: Lack) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     await server.register({"text": TEXTS[0], "id": "gone"}, {"text": TEXTS[1], "id": "kept"})
     server.client.entries.delete(server.registry.get("kept").token_ids)  # type: ignore[union-attr]
@@ -511,8 +512,7 @@ async def test_what_is_deleted_while_it_is_written_back_stays_deleted(server: Se
     client.store_own = slowly
     from cacheblend_rag.engines.vllm.messages import FinishReport
 
-    lacked: Any = {lacking: ("gone", "kept")}
-    outcome = PromptOutcome("blend", "", Usage(9, 0, 0, 9), **lacked)
+    outcome = PromptOutcome("blend", "", Usage(9, 0, 0, 9), chunks=lacking("gone", "kept", what=what))
     client.finished(FinishReport(outcome))
     await client.drain()
     assert server.registry.get("gone") is None

@@ -27,7 +27,7 @@ from cacheblend_rag.server.served_engine import ServedEngine, Ticket, reported, 
 from cacheblend_rag.server.tenants import Caller, Served, ServedTenants, calling
 from cacheblend_rag.store.files import DEFAULT
 from cacheblend_rag.store.kv import ModelFingerprint
-from tests.outcomes import filled
+from tests.outcomes import filled, lacking
 
 ATTACK = {"kv_transfer_params": {"cacheblend": {"start": 0}}, "session_id": "s"}
 
@@ -72,7 +72,7 @@ class Client:
         assert params == {"a": 1}
         if asked:
             usage = Usage(prompt, 6, 3, 4, completion)
-            return FinishReport(PromptOutcome("blend", "stored KV", usage, missing=("m",)))
+            return FinishReport(PromptOutcome("blend", "stored KV", usage, chunks=lacking("m")))
         usage = Usage(prompt, cached, 0, prompt - cached, completion)
         return FinishReport(PromptOutcome("prefill", "no known chunk in the prompt", usage))
 

@@ -20,6 +20,7 @@ from cacheblend_rag.errors import ServerError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef
 from tests.engines.contract import TEXTS
+from tests.outcomes import missing_in
 from tests.server.running import RunningServer
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
@@ -159,7 +160,7 @@ def test_a_text_that_another_tenant_stored_is_new_to_a_tenant(tenants: Tenants) 
     first = tenants.register("acme", *TEXTS)
     assert first["report"]["computed"] == len(TEXTS)
     blended = tenants.reuse("acme", PLAIN)
-    assert (blended["mode"], blended["missing"]) == ("blend", [])
+    assert (blended["mode"], missing_in(blended)) == ("blend", [])
     assert tenants.request("operator", "POST", "/reset_prefix_cache").json()["success"]
     assert tenants.reuse("globex", PLAIN) == never
     again = tenants.register("globex", *TEXTS)
@@ -229,7 +230,7 @@ def test_a_shared_tenants_chunks_are_blended_for_those_who_read_it_and_changed_b
     ids = [chunk["id"] for chunk in tenants.register("public", *TEXTS)["data"]]
     for reader in ("acme", "initech"):
         report = tenants.reuse(reader, PLAIN, cacheblend={"ratio": 0.3})
-        assert (report["mode"], report["missing"]) == ("blend", [])
+        assert (report["mode"], missing_in(report)) == ("blend", [])
         named = tenants.reuse(reader, "Who?", chunk_ids=ids[:2], cacheblend={"ratio": 0.0})
         assert named["mode"] == "blend"
     assert tenants.reuse("globex", PLAIN)["reason"] == "no known chunk in the prompt"
@@ -238,7 +239,7 @@ def test_a_shared_tenants_chunks_are_blended_for_those_who_read_it_and_changed_b
     private = tenants.register("acme", PRIVATE)["report"]
     assert private["computed"] == 1
     both = tenants.reuse("acme", f"{PRIVATE}\n\n{PLAIN}", cacheblend={"ratio": 0.3})
-    assert (both["reason"], both["missing"]) == (f"stored KV for {len(TEXTS) + 1} of {len(TEXTS) + 1} chunks", [])
+    assert (both["reason"], missing_in(both)) == (f"stored KV for {len(TEXTS) + 1} of {len(TEXTS) + 1} chunks", [])
 
 
 def test_ratio_1_over_own_and_shared_chunks_is_the_full_prefill(tenants: Tenants) -> None:

@@ -61,9 +61,9 @@ def test_a_failed_answer_is_no_turn_and_a_stopped_one_is(collection: Collection,
     for exchange in ask(conversation, "Two?", collection, choices):
         if "word2" in exchange.text:
             conversation.stop()
-    assert exchange.outcome == "stopped" and exchange.text.endswith("word2") and exchange.fate is None
+    assert exchange.outcome == "stopped" and exchange.text.endswith("word2") and exchange.generation is None
     done = list(ask(conversation, "Three?", collection, choices))[-1]
-    assert done.outcome == "done" and done.fate is not None
+    assert done.outcome == "done" and done.generation is not None
     assert [turn.question for turn in conversation.turns()] == ["Two?", "Three?"]
 
 
@@ -124,10 +124,10 @@ def test_enter_pressed_twice_asks_once_though_no_model_is_loaded_yet(choices: Ch
 def test_nothing_from_documents_models_or_files_is_html_of_its_own(collection: Collection, choices: Choices) -> None:
     conversation = Conversation()
     done = list(ask(conversation, "<i>Who?", collection, choices))[-1]
-    assert done.generation is not None and done.fate is not None
+    assert done.generation is not None
     shown = (
         render.answer(done)
-        + render.comparison([("<u>", done.generation, done.fate)], 1)
+        + render.comparison([("<u>", done.generation)], 1)
         + render.files([FileState("<b>x", "skipped", "<b>")])
         + render.error("<b>")
         + render.status("<b>", True)

@@ -99,6 +99,10 @@ def batches(items: Iterable[T], weigh: Callable[[T], int], most: int = _BATCH_BY
         yield batch
 
 
+TOO_LONG = ("input_tokens", "input_text")
+"""Parameters that vLLM's error names if a prompt is too long."""
+
+
 class ServerAnswer:
     """Collects one answer: :meth:`push` takes every piece of the stream, then :meth:`end` returns the last event."""
 
@@ -259,16 +263,15 @@ class Wire:
                 "PORT`, or check the address."
             )
         if isinstance(error, APIStatusError):
-            return self._refused(error.status_code, _message(error), error.type)
+            return self._refused(error.status_code, _message(error), error.type, error.param)
         return ServerError(f"The server at {self.url} ended the answer with an error: {_message(error)}")
 
-    def _refused(self, status: int, message: str, kind: str | None) -> CacheBlendError:
-        lowered = message.lower()
+    def _refused(self, status: int, message: str, kind: str | None, param: str | None) -> CacheBlendError:
         if status == 401:
             return ServerError(
                 f"The server at {self.url} refuses the API key. Give api_key=, or set CACHEBLEND_API_KEY.", 401
             )
-        if status == 400 and ("context length" in lowered or "context window" in lowered or "max_model_len" in lowered):
+        if status == 400 and param in TOO_LONG:
             return PromptTooLongError(f"The server at {self.url} refuses the prompt's length: {message}")
         if kind == UNKNOWN_CHUNK:
             return UnknownChunkError(f"The server at {self.url}: {message}")

@@ -16,7 +16,7 @@ from cacheblend_rag.blending.controller import Choice, choose, controlled
 from cacheblend_rag.blending.costs import Computed, MeasuredCost
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.outcome import PromptOutcome
-from cacheblend_rag.blending.plan import BlendPlan, origins
+from cacheblend_rag.blending.plan import BlendPlan, PlannedChunk, origins
 from cacheblend_rag.blending.reads import UnusableSpanError
 from cacheblend_rag.blending.settings import BlendSettings, blend_terms
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, computing
@@ -75,7 +75,7 @@ class PromptRun:
             return
         key, cache, self.cache = self._key, self.cache, None
         gone = self._model.registry.unknown(self._known)  # chunks forgotten meanwhile: none of their KV may stay
-        own, missing = ([c for c in each if c.id not in gone] for each in (self.plan.own_missing, self.plan.missing))
+        own, missing = ([c for c in self.plan.lacking(what) if c.id not in gone] for what in ("own_kv", "kv"))
         if own and self._kept.exact and isinstance(cache, PositionedCache):
             (chunk,), begin = own, self._request.prompt.spans[0].start
             layers = [cache.view(n, 0, begin, begin + len(chunk.token_ids)) for n in range(self._model.num_layers)]
@@ -86,9 +86,9 @@ class PromptRun:
             if cache.length == len(tokens):  # false if a token was interrupted
                 self._model.prefixes.keep(PromptKey(tokens, () if exact else key.origins, key.namespace), cache)
         del cache
-        for span in (*self.plan.exact, *self.plan.stale):
+        for span in self.plan.spans:
             span.kv.finish()
-        lacking = set(self.outcome.unranked) - gone
+        lacking = set(self.outcome.lacking("static")) - gone
         unranked = [span.chunk for span in self.plan.stale if span.chunk and span.chunk.id in lacking]
         self._model.write_back(missing, unranked, self._known)
 
@@ -128,7 +128,7 @@ class PromptRun:
         cache = model.runner.prompt_cache(len(prompt.token_ids)) if model.gate.passed else ModelsOwnCache()
         if self._key is not None and isinstance(cache, PositionedCache):
             self._kept = model.prefixes.begin(self._key, cache)
-        plan = whole.behind_kept(self._kept.tokens) if self._kept.tokens else whole
+        plan = whole.behind_kept(self._kept.tokens, self._kept.exact) if self._kept.tokens else whole
         choice = self._choose(plan)
         self.plan = plan = plan if choice is None else choice.applied_to(plan)
         self._began = time.perf_counter()  # after the look-ups, whose waiting is not computation
@@ -259,10 +259,10 @@ def planned(model: ModelOwner, request: Request, unusable: Collection[tuple[int,
         return entries.plan(request.prompt, lookup, reuse, runner.longest)
     why = f"this model is not blended: {model.gate.reason}"
     if snapshots is None:
-        return BlendPlan(len(request.prompt.token_ids), (), (), (), why)
+        return BlendPlan(len(request.prompt.token_ids), (), (), why, tuple(map(PlannedChunk, request.prompt.spans)))
     plan = entries.plan(request.prompt, lookup, "off" if reuse == "off" else "prefix")
     # A chunk that ends the prompt is not reused: KV could be cut before the last token, a recurrent state cannot.
-    return replace(plan, stale=(), reason=f"{plan.reason}; {why}")
+    return replace(plan.without(plan.stale, f"{plan.reason}; {why}"), exact=plan.exact)
 
 
 class TransformersEngine(ModelOwner):

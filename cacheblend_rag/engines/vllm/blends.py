@@ -253,7 +253,7 @@ class _Blend:
     def _fuse(self, plan: BlendPlan) -> Generator[Segment, int | None, FuseResult]:
         load, options = self.load, replace(self.load.options, trace=self.trace, whole=self._streams)
         assert isinstance(load.job, BlendJob)
-        part = plan.within(load.start, load.end)
+        part = plan.within(load.start, load.end, load.start_exact)
         part = replace(part, behind=max(0, part.behind - load.job.unasked))
         return fuse_stepwise(part, self._target(), options)
 
@@ -332,4 +332,4 @@ class _Written(_Blend):
         whole = load.token_ids[: job.written]
         if job.start < job.written:
             self._writer.save([Save(load.request_id, whole, load.pages, job.start, job.written, job)])
-        self.result = BlendPlan(len(whole), (), (), (), "written by the KV writer").outcome(load.end - load.start)
+        self.result = BlendPlan(len(whole), (), (), "written by the KV writer").outcome(load.end - load.start)

@@ -189,7 +189,7 @@ class BlendClient:
         report = read_report(params)
         if report is None:
             why = "the request ended before its prompt was planned"
-            report = FinishReport(BlendPlan(prompt_tokens, (), (), (), why, start=cached_tokens).outcome())
+            report = FinishReport(BlendPlan(prompt_tokens, (), (), why, start=cached_tokens).outcome())
         outcome, usage = report.outcome, report.outcome.usage
         reason = outcome.reason if asked else "no known chunk in the prompt"
         if not self.gate.passed:
@@ -205,6 +205,7 @@ class BlendClient:
                 computed_tokens=prompt_tokens - reused,
                 completion_tokens=completion_tokens,
                 kept_tokens=kept,
+                exact_tokens=min(reused, usage.exact_tokens),
             ),
             prefill_s=None
             if self.costs is None
@@ -305,13 +306,19 @@ class BlendClient:
         """
         if self.costs is not None:
             self.costs = self.costs.after(report.cost)
-        missing, own = (self._chunks(each, prompt) for each in (report.outcome.missing, report.outcome.own_missing))
+        missing, own = (
+            self._chunks(each, prompt) for each in (report.outcome.missing, report.outcome.lacking("own_kv"))
+        )
         if missing and self.writer is not None:
             self._in_background(asyncio.to_thread(self._notice.look, self.entries, missing))
         for store, chunks in ((self.store_kv if prompt is None else self.register, missing), (self.store_own, own)):
             if self._write_back and chunks:
                 self._in_background(self._write_back_known(store, chunks) if prompt is None else store(chunks))
-        if self._write_back and self.ranking != "off" and (unranked := self._chunks(report.outcome.unranked, prompt)):
+        if (
+            self._write_back
+            and self.ranking != "off"
+            and (unranked := self._chunks(report.outcome.lacking("static"), prompt))
+        ):
             self._in_background(self._precompute.run(self.entries, unranked, None, ranking=True))
 
     async def _write_back_known(

@@ -173,6 +173,7 @@ class LoadOrder:
     """Orders a blend of the positions ``start`` to ``end`` of a request's pages; ``token_ids`` is the whole prompt.
 
     The KV writer computes the positions of a :class:`SaveJob`. All ranks follow the loading controller's ``choice``.
+    ``start_exact`` says whether the KV before ``start`` was computed in exactly this context.
     """
 
     request_id: str
@@ -182,6 +183,7 @@ class LoadOrder:
     pages: tuple[tuple[int, ...], ...]
     job: BlendJob | SaveJob
     choice: Choice | None = None
+    start_exact: bool = True
 
     @property
     def options(self) -> FuseOptions:

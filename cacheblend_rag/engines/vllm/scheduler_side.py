@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.blending.controller import Choice, choose, needs_static
 from cacheblend_rag.blending.costs import Computed
 from cacheblend_rag.blending.outcome import PromptOutcome
-from cacheblend_rag.blending.plan import BlendPlan
+from cacheblend_rag.blending.plan import BlendPlan, Origin
 from cacheblend_rag.blending.trace import Trace
 from cacheblend_rag.engines.entries import Entries, SideBySide
 from cacheblend_rag.engines.vllm.messages import (
@@ -112,22 +112,29 @@ class _Tracked:
         self.plan: BlendPlan | None = None
         self.choice: Choice | None = None
         self.chosen_behind, self.blend_s = -1, 0.0
+        self.blended_from: int | None = None  # first position whose KV may be approximate, in vLLM's prefix cache, too
         self.failed = False
         self.blended: PromptOutcome | None = None
         self.end = 0
         self.waited = 0
         self.saved = job.start if isinstance(job, SaveJob) else 0  # end of the part copied out
 
+    def exact_behind(self, kept: int) -> bool:
+        """Return whether vLLM's prefix cache holds exact KV of the first ``kept`` tokens."""
+        return self.blended_from is None or kept <= self.blended_from
+
     def outcome(self, prompt_tokens: int) -> PromptOutcome:
         """Return the prompt's outcome at its end, without the tokens that vLLM's prefix cache held behind the plan."""
-        plan = self.plan or BlendPlan(prompt_tokens, (), (), (), self.reason)
-        found = self.blended or plan.outcome()
+        plan = self.plan or BlendPlan(prompt_tokens, (), (), self.reason)
+        if self.failed:
+            plan = plan.without(plan.spans, self.reason)
         # Without a plan, all tokens that vLLM finds in its prefix cache count as prefix cache tokens, however many.
         kept = self.chosen_behind if self.chosen_behind >= 0 else prompt_tokens
+        found = self.blended or plan.behind_kept(kept, self.exact_behind(kept)).outcome()
         decided = self.choice if not self.failed else None
         return replace(
             found,
-            mode="blend" if plan.uses_stored_kv and not self.failed else "prefill",
+            mode="blend" if plan.uses_stored_kv else "prefill",
             reason=self.reason,
             usage=replace(found.usage, kept_tokens=kept),
             expected_s=None if decided is None else decided.expected_s,
@@ -180,6 +187,7 @@ class SchedulerSide:
             return
         if job is None:
             return
+        found: tuple[Origin, ...] = ()
         if isinstance(job, BlendJob):
             # Blended KV is approximate: vLLM's prefix cache may serve it only to prompts that are blended alike so far.
             found = job.origins(tuple(request.prompt_token_ids or ()), len(self._entries.header_ids))
@@ -189,6 +197,7 @@ class SchedulerSide:
                 )
                 return
         tracked = self._tracked[request.request_id] = _Tracked(job)
+        tracked.blended_from = found[0].start if found else None
         if isinstance(job, SaveJob) and job.written:
             # A KV writer's KV must serve no prompt from vLLM's prefix cache. Where layers lose pages, the KV must serve
             # no other request at all: some pages would be missing.
@@ -220,10 +229,9 @@ class SchedulerSide:
         if tracked.chosen_behind != computed:
             self._choose(tracked, tracked.found, tracked.job, computed)
         assert tracked.plan is not None
-        spans = (*tracked.plan.exact, *tracked.plan.stale)
         # vLLM computes the last token itself, also in front of an answer to be scored, since vLLM needs its logits.
         asked = request.num_prompt_tokens - tracked.job.unasked
-        tracked.end = min(max((span.end for span in spans), default=0), asked - 1)
+        tracked.end = min(max((span.end for span in tracked.plan.spans), default=0), asked - 1)
         return self._behind(tracked, computed, request.num_prompt_tokens)
 
     def _behind(self, tracked: _Tracked, computed: int, prompt_tokens: int) -> tuple[int | None, bool]:
@@ -250,6 +258,9 @@ class SchedulerSide:
             tracked.reason = (
                 "the beginning of the prompt was in vLLM's prefix cache; the rest was computed, behind its windows"
             )
+            if (plan := tracked.plan) is not None:
+                behind = [span for span in plan.spans if span.end > start]
+                tracked.plan = plan.without(behind, tracked.reason)
             return False
         reason = self._lender.never(start, tracked.end, prompt_tokens)
         if reason is None:
@@ -297,9 +308,8 @@ class SchedulerSide:
         elif external > 0 and tracked.job is not None:
             ids, start = tuple(request.prompt_token_ids or ()), tracked.end - external
             pages = self._lender.complete(request.request_id, blocks.get_block_ids(), start)
-            self._loads.append(
-                LoadOrder(request.request_id, ids, start, tracked.end, pages, tracked.job, tracked.choice)
-            )
+            exact, name = tracked.exact_behind(start), request.request_id
+            self._loads.append(LoadOrder(name, ids, start, tracked.end, pages, tracked.job, tracked.choice, exact))
             self._deferred[tracked.job.namespace.name] += external
             if tracked.choice is not None:
                 self._under_way[request.request_id] = tracked.blend_s

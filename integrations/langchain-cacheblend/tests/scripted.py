@@ -24,6 +24,7 @@ from cacheblend_rag import (
     Usage,
     text_prompt,
 )
+from cacheblend_rag.blending.outcome import ChunkOutcome
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.frameworks import ChunkRegistry, Request
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
@@ -117,7 +118,12 @@ class ScriptedEngine(BlendEngine):
             reason="scripted",
             usage=Usage(size, reused, 0, size - reused, len(text)),
             timings=Timings(0.1, 0.2),
-            missing=missing,
+            chunks=tuple(
+                ChunkOutcome(span.chunk.id, span.start, span.end - span.start, "missing", lacks=("kv",))
+                if span.chunk.id in missing
+                else ChunkOutcome(span.chunk.id, span.start, span.end - span.start, "reused")
+                for span in tokens.spans
+            ),
         )
         try:
             for at in range(0, len(text), 7):

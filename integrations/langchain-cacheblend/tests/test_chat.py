@@ -32,6 +32,7 @@ from cacheblend_rag import (
     chunk_id,
     make_chunk,
 )
+from cacheblend_rag.blending.outcome import ChunkOutcome
 from cacheblend_rag.errors import PromptTooLongError, UnknownChunkError
 from cacheblend_rag.store.kv import ModelFingerprint
 from langchain_cacheblend import CacheBlendLLM, ChatCacheBlend
@@ -151,12 +152,18 @@ class TestAnswers:
         assert "no known chunk" in plain.response_metadata["cacheblend"]["reason"]
 
     def test_metadata_tell_every_fact_of_the_outcome(self, engine, monkeypatch) -> None:
-        told = {"in_place": ("a", "b"), "expected_s": 0.5, "policy": "static", "load_s": 0.25, "loaded_bytes": 7}
+        told = {
+            "chunks": (ChunkOutcome("a", 1, 2, "exact"),),
+            "expected_s": 0.5,
+            "policy": "static",
+            "load_s": 0.25,
+            "loaded_bytes": 7,
+        }
         done = replace(engine.generate("Who?"), **told)
         monkeypatch.setattr(engine, "generate", lambda *_: done)
         answer = ChatCacheBlend(engine=engine, max_tokens=2).invoke("Who?")
         report = answer.response_metadata["cacheblend"]
-        assert (report["in_place"], report["expected_s"]) == (["a", "b"], 0.5)
+        assert (report["chunks"][0]["fate"], report["expected_s"]) == ("exact", 0.5)
         assert {name: report[name] for name in done.facts} == done.facts
 
     async def test_invoke_stream_batch_and_their_async_twins_agree(self, engine: TransformersEngine) -> None:

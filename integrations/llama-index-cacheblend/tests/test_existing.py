@@ -52,7 +52,7 @@ def test_an_index_from_before_is_computed_once_found_and_deleted_with_its_docume
     assert stored(engine) == list(range(len(TEXTS)))
     assert store.precompute_existing().present == len(TEXTS)
     raw = CacheBlendLLM(engine=engine, max_tokens=1, ratio=0.0).complete(f"Notes:\n{FORMS[3]}\n\n{FORMS[5]}\n").raw
-    assert (raw["mode"], raw["missing"]) == ("blend", [])
+    assert (raw["mode"], [chunk["lacks"] for chunk in raw["chunks"] if chunk["lacks"]]) == ("blend", [])
     index.delete_ref_doc("3", delete_from_docstore=True)
     assert stored(engine) == [n for n in range(len(TEXTS)) if n != 3]
 

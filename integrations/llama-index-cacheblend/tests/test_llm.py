@@ -20,6 +20,7 @@ from llama_index.core.utils import get_tokenizer
 from scripted import ScriptedEngine
 
 from cacheblend_rag import InputError, TransformersEngine, make_chunk
+from cacheblend_rag.blending.outcome import ChunkOutcome
 from llama_index_cacheblend import CacheBlendLLM, node_text, register_nodes
 
 FIRST = "The Marlow observatory was founded in 1911."
@@ -182,11 +183,16 @@ def test_a_model_is_never_pickled(engine: TransformersEngine) -> None:
 
 
 def test_an_answer_tells_every_fact_of_the_outcome(engine: TransformersEngine, monkeypatch: Any) -> None:
-    told: dict[str, Any] = {"in_place": ("a", "b"), "expected_s": 0.5, "policy": "static", "load_s": 0.25}
+    told: dict[str, Any] = {
+        "chunks": (ChunkOutcome("a", 1, 2, "exact"),),
+        "expected_s": 0.5,
+        "policy": "static",
+        "load_s": 0.25,
+    }
     done = replace(engine.generate("Who?"), **told)
     monkeypatch.setattr(engine, "generate", lambda *_: done)
     raw = CacheBlendLLM(engine=engine, max_tokens=2).chat(user("Who?")).raw
-    assert (raw["in_place"], raw["expected_s"]) == (["a", "b"], 0.5)
+    assert (raw["chunks"][0]["fate"], raw["expected_s"]) == ("exact", 0.5)
     assert {name: raw[name] for name in done.facts} == {**done.facts, "usage": raw["usage"]}
     assert done.facts["usage"].items() <= raw["usage"].items()
 
@@ -201,8 +207,8 @@ def test_usage_says_what_was_reused_recomputed_and_missing(engine: TransformersE
     first = llm.chat(prompt).raw
     engine.reset_prefix_cache()  # which has all of the first, exactly
     second = llm.chat(prompt).raw
-    assert (first["mode"], len(first["missing"]), first["usage"]["reused_tokens"]) == ("prefill", 1, 0)
-    assert (second["mode"], second["missing"]) == ("blend", [])
+    assert (first["mode"], first["chunks"][0]["fate"], first["usage"]["reused_tokens"]) == ("prefill", "missing", 0)
+    assert (second["mode"], second["chunks"][0]["lacks"]) == ("blend", [])
     usage = second["usage"]
     assert usage["reused_tokens"] + usage["recomputed_tokens"] == size
     assert usage["recomputed_tokens"] == round(0.5 * size)

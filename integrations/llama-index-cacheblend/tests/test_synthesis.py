@@ -131,7 +131,7 @@ class TestEngines:
         note = Document(text="Ilva Tornbeck keeps the keys of the old mill, and nobody else does.")
         made = CacheBlendQueryEngine.from_documents([note], engine=engine, embed_model=embedding, precompute=False)
         first, second = (made.query("Who keeps the keys?").metadata["cacheblend"][0] for _ in range(2))
-        assert (len(first["missing"]), second["missing"]) == (1, [])
+        assert [["kv" in chunk["lacks"] for chunk in each["chunks"]] for each in (first, second)] == [[True], [False]]
         assert second["usage"]["reused_tokens"] > 0
 
     def test_nothing_to_index_is_an_error(self, scripted: ScriptedEngine) -> None:

@@ -14,8 +14,11 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.params import TokenizeParams
 
 import cacheblend_rag.engines.vllm as package
+from cacheblend_rag.engines.remote.wire import TOO_LONG
 from cacheblend_rag.engines.vllm import versions
 from cacheblend_rag.engines.vllm.connector import BlendConnector
 from cacheblend_rag.engines.vllm.messages import StepMeta, WorkerMeta
@@ -171,3 +174,9 @@ def test_the_engine_steps_through_the_worker() -> None:
     text = {file.name: file.read_text(encoding="utf-8") for file in executors.glob("*.py")}
     direct = {name for name, source in text.items() if "model_runner.sample_tokens(" in source}
     assert direct <= {"ray_utils.py"}  # see BlendConnector.start_load_kv
+
+
+def test_vllm_names_the_parameter_by_which_clients_know_that_a_prompt_is_too_long() -> None:
+    with pytest.raises(VLLMValidationError) as error:
+        TokenizeParams(max_total_tokens=4)._token_len_check(None, [1] * 5)
+    assert error.value.parameter in TOO_LONG

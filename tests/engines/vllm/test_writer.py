@@ -184,7 +184,7 @@ def test_the_models_own_kv_of_a_chunk_is_stored_with_the_first_prompt_that_begin
             assert own.contains(first.token_ids) == (not lacking)
             torch.testing.assert_close(first_logprobs(engine, SCENE.prompt, settings), want, atol=1e-4, rtol=0)
             answer = engine.generate(SCENE.prompt, SamplingParams(max_tokens=1), settings)
-            assert (answer.mode, answer.missing, answer.own_missing) == ("blend", (), lacking)
+            assert (answer.mode, answer.missing, answer.lacking("own_kv")) == ("blend", (), lacking)
             engine.flush()
             engine.reset_prefix_cache()
         for key in own.written_keys(first.token_ids):
