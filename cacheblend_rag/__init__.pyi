@@ -1,5 +1,6 @@
 """The public names: the one list of them, which type checkers and editors read, and `__init__.py` when it is imported."""
 
+from cacheblend_rag.blending.outcome import ChunkLoad as ChunkLoad
 from cacheblend_rag.blending.outcome import ChunkOutcome as ChunkOutcome
 from cacheblend_rag.blending.outcome import PromptOutcome as PromptOutcome
 from cacheblend_rag.blending.outcome import Usage as Usage

@@ -16,6 +16,7 @@ from cacheblend_rag import (
     BlendPrompt,
     BlendSettings,
     Chunk,
+    ChunkOutcome,
     Generation,
     PrecomputeReport,
     SamplingParams,
@@ -24,7 +25,6 @@ from cacheblend_rag import (
     Usage,
     text_prompt,
 )
-from cacheblend_rag.blending.outcome import ChunkOutcome
 from cacheblend_rag.blending.profile import ModelProfile
 from cacheblend_rag.frameworks import ChunkRegistry, Request
 from cacheblend_rag.prompts.prompt import TokenizedPrompt

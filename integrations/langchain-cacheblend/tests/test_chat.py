@@ -27,12 +27,12 @@ from pydantic import BaseModel, Field
 from cacheblend_rag import (
     BlendEngine,
     Chunk,
+    ChunkOutcome,
     InputError,
     TransformersEngine,
     chunk_id,
     make_chunk,
 )
-from cacheblend_rag.blending.outcome import ChunkOutcome
 from cacheblend_rag.errors import PromptTooLongError, UnknownChunkError
 from cacheblend_rag.store.kv import ModelFingerprint
 from langchain_cacheblend import CacheBlendLLM, ChatCacheBlend

@@ -19,8 +19,7 @@ from llama_index.core.schema import BaseNode, TextNode
 from llama_index.core.utils import get_tokenizer
 from scripted import ScriptedEngine
 
-from cacheblend_rag import InputError, TransformersEngine, make_chunk
-from cacheblend_rag.blending.outcome import ChunkOutcome
+from cacheblend_rag import ChunkOutcome, InputError, TransformersEngine, make_chunk
 from llama_index_cacheblend import CacheBlendLLM, node_text, register_nodes
 
 FIRST = "The Marlow observatory was founded in 1911."
