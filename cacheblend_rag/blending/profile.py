@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.policies import policy
@@ -29,6 +28,7 @@ from cacheblend_rag.blending.settings import (
     TextRatio,
 )
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.homes import user_folder, write_json
 from cacheblend_rag.store.identity import WrittenBy
 
 _FILE = "cacheblend.json"
@@ -225,32 +225,3 @@ def _costs_file(digest: str, device: str, engine: str) -> Path:
     numbered = "cuda:0" if device == "cuda" else device  # vLLM reports the device without a number
     ran_by = "" if engine == EMBEDDED else f"-{engine}"
     return user_folder("data") / "costs" / f"{digest}-{numbered.replace(':', '-')}{ran_by}.json"
-
-
-def user_folder(kind: Literal["cache", "data"]) -> Path:
-    """Return the folder of this user's files: CACHEBLEND_HOME, else the system's cache or data folder of the user.
-
-    Raises:
-        InputError: The user has no home directory, and CACHEBLEND_HOME is not set.
-    """
-    if home := os.environ.get("CACHEBLEND_HOME"):
-        return Path(home)
-    try:
-        try:
-            from platformdirs import user_cache_path, user_data_path
-        except ImportError:  # an image with only torch and transformers, which is always Linux
-            return Path.home() / (".cache" if kind == "cache" else ".local/share") / "cacheblend"
-        return (user_cache_path if kind == "cache" else user_data_path)("cacheblend")
-    except RuntimeError as error:  # in a container whose user has no account
-        raise InputError(
-            "This user has no home directory, where what is kept for them would lie. Set HOME, or CACHEBLEND_HOME to a "
-            "directory for it."
-        ) from error
-
-
-def write_json(file: Path, data: dict[str, Any]) -> None:
-    """Write a JSON file of the user as a whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(file)

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cacheblend_rag.blending.profile import ModelProfile, save_profile, user_folder
+from cacheblend_rag.blending.profile import ModelProfile, save_profile
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.settings import BlendSchedule, TextRange
 from cacheblend_rag.calibrate.candidates import RATIOS, Candidate, LayerFinding, examine_layers, list_candidates
@@ -44,6 +44,7 @@ from cacheblend_rag.calibrate.standard import Bounds, Standard
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.target import TransformersSubject
 from cacheblend_rag.errors import InputError
+from cacheblend_rag.homes import user_folder
 from cacheblend_rag.prompts.prompt import TokenizedPrompt
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store import open_store

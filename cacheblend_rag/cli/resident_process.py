@@ -164,8 +164,8 @@ class Answers:
 
 def state_of(held: Held, pipeline: RagPipeline) -> tuple[object, ...]:
     """Return the states of all loaded files and the index's configuration; a change means that a command would load anew."""
-    from cacheblend_rag.blending.profile import user_folder
     from cacheblend_rag.engines.models import SMOLLM2, smollm2_file
+    from cacheblend_rag.homes import user_folder
     from cacheblend_rag.retrieval.documents import INDEX_FILE
     from cacheblend_rag.store.opening import RECORD
 

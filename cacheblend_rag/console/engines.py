@@ -35,7 +35,7 @@ def store_directory(given: Path | None) -> Path:
     """Return the store's directory: ``given``, else a directory in the user's cache (or ``CACHEBLEND_HOME``)."""
     if given is not None:
         return from_home(given)
-    from cacheblend_rag.blending.profile import user_folder
+    from cacheblend_rag.homes import user_folder
 
     return user_folder("cache") / "store"
 

@@ -15,6 +15,7 @@ import xxhash
 from filelock import FileLock
 
 from cacheblend_rag.errors import ModelError, first_line
+from cacheblend_rag.homes import remembered_sum
 from cacheblend_rag.printable import size
 
 _log = logging.getLogger(__name__)
@@ -45,8 +46,11 @@ def made_of_gguf(file: Path, cache: Path) -> Path:
 
 
 def _sum(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, xxhash.xxh3_128).hexdigest()
+    def read() -> str:
+        with file.open("rb") as handle:
+            return hashlib.file_digest(handle, xxhash.xxh3_128).hexdigest()
+
+    return remembered_sum([file], read)
 
 
 def _is_whole(made: Path) -> bool:

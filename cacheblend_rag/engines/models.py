@@ -69,8 +69,8 @@ def model_directory(model: str | Path | None, **hub: str | None) -> Path:
     name = str(model)
     file = smollm2_file() if name == SMOLLM2 else from_home(name)
     if file is not None and file.suffix == ".gguf" and file.is_file():
-        from cacheblend_rag.blending.profile import user_folder
         from cacheblend_rag.engines.gguf import made_of_gguf
+        from cacheblend_rag.homes import user_folder
 
         return made_of_gguf(file, user_folder("cache") / "models")
     if name == SMOLLM2:

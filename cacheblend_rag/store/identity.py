@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
+
+from cacheblend_rag.homes import remembered_sum
 
 if TYPE_CHECKING:
     import torch
@@ -45,15 +47,9 @@ class ModelFingerprint:
     def digests(directory: Path, dtypes: Sequence[torch.dtype]) -> list[str]:
         """Return the digest of a model directory in each of several dtypes."""
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        state = xxhash.xxh3_128()
-        weights = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
-        block = bytearray(_READ_BLOCK)
-        for file in weights:
-            state.update(file.name.encode())
-            with file.open("rb", buffering=0) as handle:
-                while size := handle.readinto(block):
-                    state.update(memoryview(block)[:size])
-        return [_digest(config, state.hexdigest(), dtype) for dtype in dtypes]
+        files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
+        weights = remembered_sum(files, lambda: _sum(files))
+        return [_digest(config, weights, dtype) for dtype in dtypes]
 
     @classmethod
     def from_module(
@@ -67,6 +63,17 @@ class ModelFingerprint:
             state.update(key.encode())
             state.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         return cls(_digest(config, state.hexdigest(), dtype), name)
+
+
+def _sum(files: Iterable[Path]) -> str:
+    """Return the sum of the names and contents of ``files``."""
+    state, block = xxhash.xxh3_128(), bytearray(_READ_BLOCK)
+    for file in files:
+        state.update(file.name.encode())
+        with file.open("rb", buffering=0) as handle:
+            while size := handle.readinto(block):
+                state.update(memoryview(block)[:size])
+    return state.hexdigest()
 
 
 def _digest(config: Mapping[str, Any], weights: str, dtype: torch.dtype) -> str:
