@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
@@ -63,6 +64,8 @@ def _is_whole(made: Path) -> bool:
 
 def _make(file: Path, made: Path) -> None:
     _log.warning("Converting %s (%s) for transformers, once; this may take minutes.", file, size(file.stat().st_size))
+    for left in made.parent.glob(f"{glob.escape(made.name)}.*/"):  # by a conversion that was killed: the lock is ours
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=made.parent, prefix=f"{made.name}.") as scratch:
         folder = Path(scratch) / "model"
         _convert(file, folder)

@@ -104,6 +104,17 @@ def test_a_conversion_that_fails_leaves_nothing_behind(
     assert [each.suffix for each in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+def test_a_conversion_deletes_what_a_killed_one_has_left(file: Path, conversions: list[Path], tmp_path: Path) -> None:
+    made = made_of_gguf(file, tmp_path / "cache")
+    shutil.rmtree(made)
+    left = made.with_name(f"{made.name}.killed")
+    (left / "model").mkdir(parents=True)
+    other = made.with_name("other.killed")
+    other.mkdir()
+    made_of_gguf(file, tmp_path / "cache")
+    assert (made.exists(), left.exists(), other.exists()) == (True, False, True)
+
+
 def test_without_the_extra_the_error_says_what_to_install(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
