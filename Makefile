@@ -55,6 +55,8 @@ quick: setup       ## Run the fast tests of what serves
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(addprefix --ignore=,$(LEFT_OUT))
 
 # A test that hangs says where and fails: it would take the whole run's time. The longest is a minute.
+# Without bf16 instructions, so that a model runs in the same dtype on every machine.
+test: export ONEDNN_MAX_CPU_ISA = AVX2
 test: export PYTEST_ADDOPTS += -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 test: setup browser ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cacheblend_rag.engines.precision import cpu_name
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -75,7 +75,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return a description of the machine and the libraries, without host or user name."""
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpus": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": torch.get_num_threads(),
@@ -91,11 +91,3 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         except PackageNotFoundError:  # the library is not installed, such as this package in a bare checkout
             continue
     return found
-
-
-def _cpu_name() -> str:
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or "unknown"

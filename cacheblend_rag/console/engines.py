@@ -14,8 +14,9 @@ from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOptions
 from cacheblend_rag.console.output import echo, status
 from cacheblend_rag.engines.models import BUNDLED_MODEL, NO_WRITER, SMOLLM2, is_named
-from cacheblend_rag.errors import InputError, StoreError
+from cacheblend_rag.errors import CacheBlendError, InputError, StoreError
 from cacheblend_rag.homes import from_home
+from cacheblend_rag.store.identity import ModelFingerprint
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
@@ -222,12 +223,29 @@ def _about_smollm2() -> str:
 def _as_indexed(chosen: _Options, made: IndexConfig) -> _Options:
     """Return options with the model and the KV writer of an index, where the options name none."""
     model = chosen.model or made.model.name
+    if chosen.dtype is None:
+        chosen = replace(chosen, dtype=dtype_of(made.model, found_anywhere(model)))
     if chosen.writer is not None or found_anywhere(model) != made.model.name:
         return replace(chosen, model=model)
     if made.writer is None:
         return replace(chosen, model=model, writer=NO_WRITER)
     # If the writer's directory is gone, the model's own writer may be the same.
     return replace(chosen, model=model, writer=made.writer.directory if Path(made.writer.directory).is_dir() else None)
+
+
+def dtype_of(indexed: ModelFingerprint, model: str | None) -> str | None:
+    """Return the dtype in which ``model`` has the fingerprint ``indexed``; None if the model's files do not say so."""
+    import torch
+
+    from cacheblend_rag.engines.models import model_directory
+
+    every = (torch.float32, torch.bfloat16, torch.float16)
+    try:
+        digests = ModelFingerprint.digests(model_directory(model), every)
+    except (OSError, ValueError, CacheBlendError):  # reported when the model is loaded
+        return None
+    found = dict(zip(digests, every, strict=True)).get(indexed.digest)
+    return None if found is None else str(found).removeprefix("torch.")
 
 
 def model_for(files: Iterable[Path]) -> str:

@@ -73,11 +73,12 @@ def machine() -> tuple[int, DType, str]:
     """Return the bytes of memory for a model on this machine, the dtype that it runs in, and the kind of memory in words."""
     import torch
 
+    from cacheblend_rag.engines.precision import is_faster_in_bf16
     from cacheblend_rag.store.opening import memory_bytes
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory, "bfloat16", "GPU"
-    return memory_bytes(), "float32", "CPU"
+    return memory_bytes(), "bfloat16" if is_faster_in_bf16() else "float32", "CPU"
 
 
 def next_larger(memory: int, dtype: DType) -> KnownModel | None:

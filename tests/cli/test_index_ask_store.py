@@ -58,6 +58,18 @@ def test_indexing_again_does_nothing_and_a_changed_file_alone_is_redone(run, mod
     assert changed["tokens"] > 0
 
 
+def test_a_store_is_opened_in_the_dtype_that_it_was_made_in(run, model_dir, documents, tmp_path):
+    store = tmp_path / "own"
+    command = ["index", documents, "--store", store, "--json"]
+    as_json(run(*command, "--model", model_dir, "--chunk-tokens", 40, "--dtype", "bfloat16"))
+    assert len(as_json(run(*command))["unchanged"]) == 2
+    ask = ["ask", QUESTION, "--store", store, "--max-tokens", 2, "--json"]
+    answer = as_json(run(*ask))
+    assert (answer["mode"], missing_in(answer)) == ("blend", [])
+    other = run(*ask, "--dtype", "float32")
+    assert (other.exit_code, "or in another dtype" in other.stderr) == (3, True)
+
+
 def test_indexing_again_stores_the_kv_that_the_store_has_lost(run, model_dir, indexed, store):
     shutil.rmtree(store / "kv")
     command = ["index", indexed / "docs", "--store", store, "--model", model_dir, "--json"]

@@ -15,6 +15,7 @@ import torch
 
 from cacheblend_rag.blending.profile import ModelProfile, load_profile
 from cacheblend_rag.engines.models import BUNDLED_MODEL, dtype_named, is_bundled, model_directory, writer_of
+from cacheblend_rag.engines.precision import cpu_dtype
 from cacheblend_rag.engines.vllm.starting import keep_what_is_compiled
 from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, ModelError
@@ -212,8 +213,9 @@ def _dtype(given: str | torch.dtype | None, config: dict[str, Any]) -> torch.dty
         return given
     if given in {None, "auto"}:
         # The transformers engine chooses the same dtype, so that both engines read the same stores.
-        stated = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        given = "float32" if current_platform.is_cpu() else str(stated)
+        if current_platform.is_cpu():
+            return cpu_dtype(config)
+        given = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     return dtype_named(str(given))
 
 

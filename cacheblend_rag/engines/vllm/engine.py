@@ -93,7 +93,7 @@ class VLLMEngine(BlendClient, BlendEngine):
             header: Text or tokens in front of the first chunk of your prompts; None takes the header of
                 :func:`rag_header`.
             ratio: Default recompute ratio; None takes the ratio of the model's profile.
-            dtype: Dtype of the model; None takes fp32 on a CPU and the model's own dtype elsewhere.
+            dtype: Dtype of the model; None means the model's own dtype, but fp32 on a CPU that is not faster in bf16.
             write_back: Whether to precompute, after an answer, the chunks of its prompt that the store lacked.
             ranking: When to measure static deviations, as for :class:`TransformersEngine`.
             ram_budget: Bytes of KV that each worker holds in RAM in front of the disk; None for the worker's share of a

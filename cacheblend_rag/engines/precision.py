@@ -1,0 +1,77 @@
+"""Chooses the dtype in which a CPU runs a model, by a race of two matrix products, run once on each machine."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from cacheblend_rag.errors import InputError
+from cacheblend_rag.homes import user_folder, write_json
+
+_ROWS, _INNER, _OUTER = 256, 1024, 4096  # a part of a prompt, through one matrix of a model of 1B parameters
+_HEATS: Final = 5
+_LOST: Final = 2.0  # without bf16 instructions a product takes several times as long
+_GAIN: Final = 1.2
+"""How many times as fast bf16 must be: below, its rounding is not worth the change."""
+
+
+def cpu_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype for a model with this ``config.json`` on this CPU.
+
+    The dtype is bf16 if the model's own dtype is bf16 and this CPU multiplies at least 1.2 times as fast in bf16; else
+    fp32. A CPU without bf16 instructions is slower and less exact in bf16.
+    """
+    own = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    return torch.bfloat16 if own == "bfloat16" and is_faster_in_bf16() else torch.float32
+
+
+def is_faster_in_bf16() -> bool:
+    """Return whether this CPU multiplies faster in bf16; the answer of the first call on a machine is remembered.
+
+    Another CPU, number of threads or version of torch has an answer of its own.
+    """
+    machine = json.dumps([cpu_name(), torch.get_num_threads(), torch.__version__])
+    try:
+        kept = user_folder("cache") / "precision" / f"{xxhash.xxh3_64(machine.encode()).hexdigest()}.json"
+    except InputError:  # a user without a home directory
+        return _race()
+    with suppress(OSError, ValueError):
+        if isinstance(known := json.loads(kept.read_text(encoding="utf-8")), bool):
+            return known
+    found = _race()
+    with suppress(OSError):
+        write_json(kept, found)
+    return found
+
+
+def _race() -> bool:
+    """Return whether the fastest product in bf16 is fast enough against the fastest product in fp32."""
+    best = dict.fromkeys((torch.float32, torch.bfloat16), float("inf"))
+    pairs = {dtype: (torch.ones(_ROWS, _INNER, dtype=dtype), torch.ones(_OUTER, _INNER, dtype=dtype)) for dtype in best}
+    with torch.inference_mode():
+        for _ in range(_HEATS + 1):  # in turns, because the machine may be busy for a while
+            for dtype, (x, weight) in pairs.items():
+                begin = time.perf_counter()
+                torch.nn.functional.linear(x, weight)
+                best[dtype] = min(best[dtype], time.perf_counter() - begin)
+            if best[torch.bfloat16] > _LOST * best[torch.float32]:
+                return False
+    return best[torch.float32] >= _GAIN * best[torch.bfloat16]
+
+
+def cpu_name() -> str:
+    """Return the name of this machine's CPU, or ``"unknown"``."""
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or "unknown"

@@ -1,0 +1,74 @@
+"""Tests that a model runs in bf16 on a CPU where both the model and the CPU ask for bf16."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag.engines import precision
+from cacheblend_rag.engines.precision import cpu_dtype, is_faster_in_bf16
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
+
+
+class Clock:
+    """Stands for a CPU on which products take the given seconds; counts the products."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float | Iterator[float]):
+        self.now, self.products, self._seconds = 0.0, 0, seconds
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(torch.nn.functional, "linear", self._multiply)
+
+    def _multiply(self, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        took = self._seconds[str(x.dtype).removeprefix("torch.")]
+        self.now += took if isinstance(took, float) else next(took)
+        self.products += 1
+        return x
+
+
+@pytest.mark.parametrize(("bf16", "wins"), [(0.2, True), (0.83, True), (0.84, False), (1.5, False), (9.0, False)])
+def test_bf16_must_win_clearly(monkeypatch: pytest.MonkeyPatch, bf16: float, wins: bool) -> None:
+    Clock(monkeypatch, float32=1.0, bfloat16=bf16)
+    assert is_faster_in_bf16() == wins
+    assert cpu_dtype({"dtype": "bfloat16"}) == (torch.bfloat16 if wins else torch.float32)
+
+
+@pytest.mark.parametrize("config", [{"dtype": "float32"}, {"torch_dtype": "float16"}, {}])
+def test_a_model_of_another_dtype_runs_in_fp32(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]) -> None:
+    Clock(monkeypatch, float32=1.0, bfloat16=0.1)
+    assert cpu_dtype(config) == torch.float32
+    assert cpu_dtype({"torch_dtype": torch.bfloat16}) == torch.bfloat16
+
+
+def test_a_machine_that_is_busy_for_a_while_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, float32=iter([1.0] * 9), bfloat16=iter([1.9, 1.9, 0.4, 1.9, 1.9, 1.9]))
+    assert is_faster_in_bf16()
+
+
+def test_the_race_is_run_once_on_each_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock = Clock(monkeypatch, float32=1.0, bfloat16=0.5)
+    assert [is_faster_in_bf16() for _ in range(3)] == [True] * 3
+    once = clock.products
+    monkeypatch.setattr(precision, "cpu_name", lambda: "another CPU")
+    is_faster_in_bf16()
+    assert clock.products == 2 * once
+    for file in (tmp_path / "home" / "precision").iterdir():
+        file.write_text("[")
+    assert is_faster_in_bf16()
+    assert clock.products == 3 * once
+
+
+def test_without_a_folder_to_remember_in_the_race_is_run_each_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "home").write_text("a file")
+    Clock(monkeypatch, float32=1.0, bfloat16=0.5)
+    assert [is_faster_in_bf16(), is_faster_in_bf16()] == [True, True]
