@@ -124,7 +124,7 @@ class Contents:
         """
         first, *rest = skeleton.split(_PROBE)
         pieces: list[Piece] = []
-        end, seen = 0, set()
+        end = 0
         if rendered.startswith(first):
             pieces, end = [first], len(first)
             for part in rest:
@@ -135,12 +135,10 @@ class Contents:
                 found = self._standing(rendered, end, number, literal, registry)
                 if found is None:
                     break
-                seen.add(number)
                 pieces += [*found, literal]
                 end += sum(map(len, map(text_of, found))) + len(literal)
-        left = [pieces for number, pieces in enumerate(self._contents) if number not in seen]
-        pieces += _located(rendered[end:], [p for content in left for p in content if isinstance(p, Chunk)], encoder)
-        return _joined(pieces)
+        chunks = ChunkRegistry(piece for content in self._contents for piece in content if isinstance(piece, Chunk))
+        return _joined([*pieces, *search_rendered(rendered[end:], chunks, (), encoder)])
 
     def _standing(
         self, rendered: str, at: int, number: int, literal: str, registry: ChunkRegistry
@@ -210,9 +208,9 @@ def _short_over(text: str, named: Iterable[Chunk], markers: Sequence[Range]) -> 
             at = text.find(body, at + 1)
 
 
-def _first_free(text: str, body: str, taken: Sequence[Range], start: int = 0) -> int:
-    """Return the first place of ``body`` from ``start`` on outside of ``taken`` (ascending, disjoint); -1 if none."""
-    at = text.find(body, start)
+def _first_free(text: str, body: str, taken: Sequence[Range]) -> int:
+    """Return the first place of ``body`` outside of ``taken`` (ascending, disjoint); -1 if none."""
+    at = text.find(body)
     while at >= 0 and (over := _over(taken, at, at + len(body))):
         at = text.find(body, over[1])  # every earlier position overlaps the range, too
     return at
@@ -256,19 +254,6 @@ def _cut(pieces: Sequence[Piece], part: Range) -> Iterator[Piece]:
             yield piece
         elif kept:
             yield PlainText(kept) if isinstance(piece, PlainText) else kept
-
-
-def _located(text: str, chunks: Iterable[Chunk], encoder: TextEncoder) -> Iterator[Piece]:
-    """Find ``chunks`` in order in a rendered text; chunks that the template has rewritten stay text."""
-    chunks = list(chunks)
-    markers = encoder.markers(text) if chunks else []
-    end = 0
-    for chunk in chunks:
-        at = _first_free(text, chunk.text, markers, end)
-        if at >= 0:
-            yield from (text[end:at], chunk)
-            end = at + len(chunk.text)
-    yield text[end:]
 
 
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:
