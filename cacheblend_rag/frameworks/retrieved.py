@@ -163,8 +163,10 @@ def find_retrieved(
     known = [texts for texts in items if any(chunk_id(text) in engine.registry for text in texts)]
     new = [form for texts in known for form in _forms(texts) if form in plain and chunk_id(form) not in engine.registry]
     if uses_of(engine).register(engine, new):
+        # A second rendering, once for each form: the first showed which forms the template and the chain have written.
         prompt = build()
-    places = {chunk_id(texts[0]): _place(texts, prompt) for texts in items}
+    chunks = sorted((part for part in prompt.segments if isinstance(part, Chunk)), key=lambda chunk: len(chunk.text))
+    places = {chunk_id(texts[0]): _place(texts, chunks) for texts in items}
     if not retrieved:
         places = {name: place for name, place in places.items() if place is not None}
     report = RetrievalReport(places)
@@ -186,9 +188,8 @@ def _forms(texts: Retrieved) -> list[str]:
     return [*texts, *(form for text in texts for form in json_forms(text))]
 
 
-def _place(texts: Retrieved, prompt: BlendPrompt) -> str | None:
-    """Return the id of the shortest chunk in the prompt that holds one of the forms, or None."""
-    chunks = sorted((part for part in prompt.segments if isinstance(part, Chunk)), key=lambda chunk: len(chunk.text))
+def _place(texts: Retrieved, chunks: Sequence[Chunk]) -> str | None:
+    """Return the id of the first of ``chunks`` that holds one of the forms, or None."""
     return next((chunk.id for form in _forms(texts) for chunk in chunks if form in chunk.text), None)
 
 

@@ -1,10 +1,12 @@
 """Locates known chunks in a rendered prompt: in the text of users and documents, never in the template's text.
 
-The search runs on each message's content before rendering. To find the places of the contents, the messages are
-rendered a second time with a probe in place of each content. Text between the probes is the template's text, and the
-text in place of a probe is the content, unless the template has rewritten the content. Some templates write a content
-inside a JSON string, as Llama 3's templates do with the result of a tool. Then the chunk is the registered chunk of the
-escaped text, if there is one.
+The search runs on each message's content before rendering. In most prompts, the contents with chunks can stand in one
+way only in the rendered text, which the text itself shows. In the other prompts, a template has rewritten a content or
+may itself have written the same text, or a chunk spells special tokens. Then the messages are rendered a second time
+with a probe in place of each content. Text between the probes is the template's text, and the text in place of a probe
+is the content, unless the template has rewritten the content. Some templates write a content inside a JSON string, as
+Llama 3's templates do with the result of a tool. Then the chunk is the registered chunk of the escaped text, if there
+is one.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from cacheblend_rag.prompts.templates import PROBE
 
 Piece = str | PlainText | Chunk
 
+_position: Callable[[tuple[int, Piece]], int] = itemgetter(0)
 _begin: Callable[[Range], int] = itemgetter(0)
 _end: Callable[[Range], int] = itemgetter(1)
 _PROBE = f"{PROBE}-{token_hex(8)}-"  # random in each process, so that no document can contain the probe
@@ -33,8 +36,7 @@ def search_content(text: str, registry: ChunkRegistry, named: Sequence[Chunk], e
     A known chunk's text is data, even if another chunk overlaps it. If a chunk takes a part of the text, the rest
     becomes :class:`~cacheblend_rag.prompts.chunk.PlainText` where it spells special tokens.
     """
-    places = _named_places(text, named, [])
-    places = sorted([*places, *registry.places(text, _ranges(places))], key=lambda place: place[0])
+    places = _places(text, registry, named, [])
     gaps = _gaps(places, len(text))
     markers = [(begin + a, begin + b) for begin, end in gaps for a, b in encoder.markers(text[begin:end])]
     data: list[Range] = []
@@ -51,17 +53,14 @@ def search_content(text: str, registry: ChunkRegistry, named: Sequence[Chunk], e
             pieces += [(at, text[at:start]), (start, PlainText(text[start:stop]))]
             at = stop
         pieces.append((at, text[at:end]))
-    return _joined(piece for _, piece in sorted(pieces, key=lambda each: each[0]))
+    return _joined(piece for _, piece in sorted(pieces, key=_position))
 
 
 def search_rendered(text: str, registry: ChunkRegistry, named: Sequence[Chunk], encoder: TextEncoder) -> list[Piece]:
     """Split a rendered text as :func:`search_content` splits a content, but find no chunk over special tokens."""
-    markers = encoder.markers(text)
-    places = _named_places(text, named, markers)
-    places += registry.places(text, sorted([*_ranges(places), *markers]))
-    places.sort(key=lambda place: place[0])
+    places = _places(text, registry, named, encoder.markers(text))
     pieces: list[tuple[int, Piece]] = [*places, *((begin, text[begin:end]) for begin, end in _gaps(places, len(text)))]
-    return _joined(piece for _, piece in sorted(pieces, key=lambda each: each[0]))
+    return _joined(piece for _, piece in sorted(pieces, key=_position))
 
 
 class Contents:
@@ -88,6 +87,35 @@ class Contents:
         known = (text_of(piece) for pieces in self._contents for piece in pieces if not isinstance(piece, str))
         return any(map(encoder.markers, known))
 
+    def found_in(self, rendered: str, encoder: TextEncoder) -> list[Piece] | None:
+        """Return the pieces of the ``rendered`` messages if the text alone shows for certain where the chunks stand.
+
+        The result is None if the contents with chunks do not stand in the text in order, or could stand in several
+        ways, or if a chunk would lie over a special token, which the template may have written.
+        """
+        known = [
+            (list(_cut(pieces, inner)), text[slice(*inner)])
+            for pieces, text, inner in zip(self._contents, self.texts, self._inner, strict=True)
+            if any(not isinstance(piece, str) for piece in pieces)
+        ]
+        begins, end = [], 0
+        for _, body in known:
+            begins.append(rendered.find(body, end))
+            if begins[-1] < 0:
+                return None
+            end = begins[-1] + len(body)
+        markers, found, end = encoder.markers(rendered), list[Piece](), 0
+        for (pieces, body), begin, behind in zip(known, begins, [*begins, len(rendered)][1:], strict=True):
+            if rendered.find(body, begin + 1, behind) >= 0:
+                return None
+            found += [rendered[end:begin], *pieces]
+            end = begin
+            for piece in pieces:
+                end += len(text_of(piece))
+                if not isinstance(piece, str) and _over(markers, end - len(piece.text), end):
+                    return None
+        return _joined([*found, rendered[end:]])
+
     def placed(self, rendered: str, skeleton: str, registry: ChunkRegistry, encoder: TextEncoder) -> list[Piece]:
         """Return the pieces of the ``rendered`` messages, whose ``skeleton`` is rendered with the probes.
 
@@ -96,7 +124,7 @@ class Contents:
         """
         first, *rest = skeleton.split(_PROBE)
         pieces: list[Piece] = []
-        end, seen = 0, set()
+        end = 0
         if rendered.startswith(first):
             pieces, end = [first], len(first)
             for part in rest:
@@ -107,12 +135,10 @@ class Contents:
                 found = self._standing(rendered, end, number, literal, registry)
                 if found is None:
                     break
-                seen.add(number)
                 pieces += [*found, literal]
                 end += sum(map(len, map(text_of, found))) + len(literal)
-        left = [pieces for number, pieces in enumerate(self._contents) if number not in seen]
-        pieces += _located(rendered[end:], [p for content in left for p in content if isinstance(p, Chunk)], encoder)
-        return _joined(pieces)
+        chunks = ChunkRegistry(piece for content in self._contents for piece in content if isinstance(piece, Chunk))
+        return _joined([*pieces, *search_rendered(rendered[end:], chunks, (), encoder)])
 
     def _standing(
         self, rendered: str, at: int, number: int, literal: str, registry: ChunkRegistry
@@ -147,6 +173,14 @@ def _written(piece: Piece, write: Callable[[str], str], registry: ChunkRegistry)
     return known if known is not None and known.text == text else PlainText(text)
 
 
+def _places(
+    text: str, registry: ChunkRegistry, named: Sequence[Chunk], barred: Sequence[Range]
+) -> list[tuple[int, Chunk]]:
+    """Return the ascending places of the named and the registered chunks, none of which overlaps a ``barred`` range."""
+    places = _named_places(text, named, barred)
+    return sorted([*places, *registry.places(text, sorted([*_ranges(places), *barred]))], key=_position)
+
+
 def _named_places(text: str, named: Sequence[Chunk], barred: Sequence[Range]) -> list[tuple[int, Chunk]]:
     """Return each named chunk's first place that overlaps neither an earlier named chunk nor a ``barred`` range."""
     found: list[tuple[int, Chunk]] = []
@@ -169,21 +203,23 @@ def _short_over(text: str, named: Iterable[Chunk], markers: Sequence[Range]) -> 
     for body in {chunk.text for chunk in named if len(chunk.text) < MATCH_WINDOW}:
         at = text.find(body)
         while at >= 0:
-            behind = bisect_right(markers, at, key=_end)
-            if behind < len(markers) and markers[behind][0] < at + len(body):
+            if _over(markers, at, at + len(body)):
                 yield at, at + len(body)
             at = text.find(body, at + 1)
 
 
-def _first_free(text: str, body: str, taken: Sequence[Range], start: int = 0) -> int:
-    """Return the first place of ``body`` from ``start`` on outside of ``taken`` (ascending, disjoint); -1 if none."""
-    at = text.find(body, start)
-    while at >= 0:
-        behind = bisect_right(taken, at, key=_end)
-        if behind == len(taken) or taken[behind][0] >= at + len(body):
-            return at
-        at = text.find(body, taken[behind][1])  # every earlier position overlaps the range, too
+def _first_free(text: str, body: str, taken: Sequence[Range]) -> int:
+    """Return the first place of ``body`` outside of ``taken`` (ascending, disjoint); -1 if none."""
+    at = text.find(body)
+    while at >= 0 and (over := _over(taken, at, at + len(body))):
+        at = text.find(body, over[1])  # every earlier position overlaps the range, too
     return at
+
+
+def _over(ranges: Sequence[Range], begin: int, end: int) -> Range | None:
+    """Return the first of ``ranges`` (ascending, disjoint) that overlaps the range ``begin`` to ``end``, or None."""
+    behind = bisect_right(ranges, begin, key=_end)
+    return ranges[behind] if behind < len(ranges) and ranges[behind][0] < end else None
 
 
 def _merged(ranges: Iterable[Range]) -> list[Range]:
@@ -218,19 +254,6 @@ def _cut(pieces: Sequence[Piece], part: Range) -> Iterator[Piece]:
             yield piece
         elif kept:
             yield PlainText(kept) if isinstance(piece, PlainText) else kept
-
-
-def _located(text: str, chunks: Iterable[Chunk], encoder: TextEncoder) -> Iterator[Piece]:
-    """Find ``chunks`` in order in a rendered text; chunks that the template has rewritten stay text."""
-    chunks = list(chunks)
-    markers = encoder.markers(text) if chunks else []
-    end = 0
-    for chunk in chunks:
-        at = _first_free(text, chunk.text, markers, end)
-        if at >= 0:
-            yield from (text[end:at], chunk)
-            end = at + len(chunk.text)
-    yield text[end:]
 
 
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:

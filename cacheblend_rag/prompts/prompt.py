@@ -10,7 +10,7 @@ from cacheblend_rag.errors import InputError, UnknownChunkError
 from cacheblend_rag.prompts.chunk import EDGE, Chunk, PlainText, TextEncoder, chunk_id, encoder_for, make_chunk
 from cacheblend_rag.prompts.placing import Contents, Piece, search_content, search_rendered, text_of
 from cacheblend_rag.prompts.registry import ChunkRegistry
-from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, at_once, render, render_probes
+from cacheblend_rag.prompts.templates import PROBE, SEPARATOR, at_once, render
 
 DEFAULT_INSTRUCTION = "Answer from the notes."
 
@@ -165,9 +165,11 @@ def rag_prompt(
     """
     messages = _rag_messages(instruction, chunks, question, history)
     prompt = _rendered(tokenizer, messages, ChunkRegistry(), variables=at_once(tokenizer))
-    header = rag_header(tokenizer, instruction)
+    if chunks and chunks[0] in prompt.segments[:2]:
+        return prompt
+    header = rag_header(tokenizer, instruction)  # a second rendering: no chunk shows where the header ends
     first, *rest = prompt.segments
-    if isinstance(first, str) and first != header and first.startswith(header):
+    if isinstance(first, str) and first.startswith(header):
         # The header is always a separate segment, so that its tokens are the tokens behind which the KV was computed.
         return BlendPrompt((header, first[len(header) :], *rest))
     return prompt
@@ -305,8 +307,14 @@ def _rendered(
     rendered = render(tokenizer, _saying(messages, contents.texts), tools, variables)
     if all(isinstance(piece, str) for message in messages for piece in message["content"]):
         return BlendPrompt((rendered,) if rendered else ())
-    skeleton = render_probes(tokenizer, _saying(messages, contents.probes), tools, variables)
-    return BlendPrompt(tuple(contents.placed(rendered, skeleton, registry, encoder_for(tokenizer))))
+    encoder = encoder_for(tokenizer)
+    if (pieces := contents.found_in(rendered, encoder)) is None:
+        try:
+            skeleton = render(tokenizer, _saying(messages, contents.probes), tools, variables)
+        except InputError:  # the template depends on the texts
+            skeleton = ""
+        pieces = contents.placed(rendered, skeleton, registry, encoder)
+    return BlendPrompt(tuple(pieces))
 
 
 def _saying(messages: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[dict[str, Any]]:

@@ -38,9 +38,6 @@ _THINKING: Final = "enable_thinking"
 _REFUSALS = (TemplateError, TypeError)
 """Exceptions of a template for messages that it cannot render: Jinja's, and TypeError for unsuitable types."""
 
-_KEPT = 64
-_probed: PerTokenizer[dict[str, str]] = PerTokenizer(lambda tokenizer: {})
-
 
 def render(
     tokenizer: Any,
@@ -66,29 +63,6 @@ def render(
         except _REFUSALS as error:
             refusal = error
     raise InputError(f"The model's chat template refuses these messages: {refusal}.") from refusal
-
-
-def render_probes(
-    tokenizer: Any,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
-) -> str:
-    """Render messages with probes as contents; return an empty text if the template refuses the probes.
-
-    Rendered texts are cached per tokenizer, because the next question of a chain differs in its contents only.
-    """
-    known, key = _probed(tokenizer), repr((messages, tools, variables))
-    found = known.get(key)
-    if found is None:
-        try:
-            found = render(tokenizer, messages, tools, variables)
-        except InputError:
-            found = ""
-        if len(known) >= _KEPT:
-            known.clear()
-        known[key] = found
-    return found
 
 
 @lru_cache(maxsize=16)

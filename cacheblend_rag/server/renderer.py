@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 class BlendRenderer:
     """Replaces vLLM's ``OnlineRenderer``, and delegates all other attributes to it.
 
-    Searching and tokenising long prompts takes milliseconds, so both run off the event loop, which streams other answers. To
-    find where vLLM's template puts a request's texts, the request is rendered once more with stand-ins for the texts
-    (:mod:`cacheblend_rag.prompts.placing`).
+    Searching and tokenising long prompts takes milliseconds, so both run off the event loop, which streams other answers. If
+    the rendered text does not show where vLLM's template has put the chunks, the request is rendered once more with stand-ins
+    for its texts (:mod:`cacheblend_rag.prompts.placing`).
     """
 
     use_harmony = False  # otherwise vLLM would render batches for gpt-oss without this class
@@ -199,11 +199,14 @@ class BlendRenderer:
                     "they would steer the model: leave out the chunk, or what is not text."
                 )
             return nothing
-        try:
-            probing = await asyncio.to_thread(read, await skeleton(probed) or {})
-        except (ValueError, VLLMValidationError):  # the template depends on the texts
-            probing = None
-        return [await asyncio.to_thread(contents.placed, rendered, probing or "", registry, encoder)]
+        pieces = await asyncio.to_thread(contents.found_in, rendered, encoder)
+        if pieces is None:
+            try:
+                probing = await asyncio.to_thread(read, await skeleton(probed) or {})
+            except (ValueError, VLLMValidationError):  # the template depends on the texts
+                probing = None
+            pieces = await asyncio.to_thread(contents.placed, rendered, probing or "", registry, encoder)
+        return [pieces]
 
     def _found_in_texts(
         self, request: CompletionLike, inputs: Sequence[Any], options: RequestOptions, leads: Sequence[Sequence[Chunk]]

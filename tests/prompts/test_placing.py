@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk, PlainText, encoder_for, make_chunk
+from cacheblend_rag.prompts.placing import Contents
 from cacheblend_rag.prompts.prompt import BlendPrompt, chat_prompt, rag_prompt, text_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.prompts.templates import PLAIN_TEMPLATE, render
@@ -43,6 +46,14 @@ def turns(prompt: BlendPrompt, tokenizer: Any) -> list[str]:
 
 def text_of(prompt: BlendPrompt) -> str:
     return "".join(piece if isinstance(piece, str) else piece.text for piece in prompt.segments)  # type: ignore[union-attr]
+
+
+def rendered_by(tokenizer: Any) -> list[str]:
+    """Return the list to which the tokenizer adds each text that it renders."""
+    rendered: list[str] = []
+    render_chat = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *a, **k: rendered.append(render_chat(*a, **k)) or rendered[-1]
+    return rendered
 
 
 def registered(tokenizer: Any, *texts: str) -> ChunkRegistry:
@@ -180,6 +191,94 @@ def test_what_is_kept_of_a_template_is_of_this_template_these_roles_and_these_to
                     chunks = [piece for piece in prompt.segments if isinstance(piece, Chunk)]
                     assert len(chunks) == rendered.count(note)
                     assert live(prompt, tokenizer) == live(BlendPrompt((rendered,)), tokenizer)
+
+
+UNSTEADY = {
+    **REWRITING,
+    "system last": CHATML.replace("in messages %}", "in messages[1:] + messages[:1] %}", 1),
+    "no tools": CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}"),
+    "greets": "The harbour is very old. Who?" + CHATML,
+}
+unsteady = cache(lambda how: byte_level(UNSTEADY[how]))
+NAMED = ("The harbour is very old.", 'She said "never".', "Who?", TURN, "The harbour is very old. Who?<|im_end")
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from(sorted(UNSTEADY)),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["user", "assistant", "tool"]),
+            st.lists(st.one_of(st.integers(0, len(NAMED) - 1), st.sampled_from([" ", "\n", *NAMED[:3]])), max_size=3),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_chunks_found_in_a_text_rendered_once_are_where_a_second_rendering_shows_them(
+    how: str, said: list[tuple[str, list[int | str]]]
+) -> None:
+    tokenizer = unsteady(how)
+    named = [make_chunk(text, tokenizer) for text in NAMED]
+    registry, encoder = ChunkRegistry(named), encoder_for(tokenizer)
+    contents = Contents([[part if isinstance(part, str) else named[part] for part in parts] for _, parts in said])
+
+    def rendering(texts: list[str]) -> str:
+        chat = [{"role": role, "content": text} for (role, _), text in zip(said, texts, strict=True)]
+        try:
+            return render(tokenizer, chat)
+        except InputError:  # the template refuses the probes
+            return ""
+
+    rendered, skeleton = rendering(contents.texts), rendering(contents.probes)
+    placed = contents.placed(rendered, skeleton, registry, encoder)
+    assert text_of(BlendPrompt(tuple(placed))) == rendered
+    if (found := contents.found_in(rendered, encoder)) is None:
+        return
+    assert text_of(BlendPrompt(tuple(found))) == rendered
+    assert live(BlendPrompt(tuple(found)), tokenizer) == live(BlendPrompt((rendered,)), tokenizer)
+    # What a template drops may stand in another message; equal messages may be taken for each other.
+    same = how == "system last" and len(set(map(str.strip, contents.texts))) < len(said)
+    if skeleton and how != "no tools" and not same:
+        assert found == placed
+
+
+@pytest.mark.parametrize(
+    ("how", "role", "content", "times"),
+    [
+        ("plain", "user", "The harbour is very old. Who?", 1),
+        ("trims", "user", " The harbour is very old.\n", 1),
+        ("as JSON", "user", "The harbour is very old. Who?", 1),
+        ("as JSON", "user", 'The harbour is very old. "Who?"', 2),
+        ("says twice", "user", "The harbour is very old. Who?", 2),
+        ("shouts", "user", "The harbour is very old. Who?", 2),
+        ("greets", "user", "The harbour is very old. Who?", 2),
+        ("greets", "user", "The harbour is very old. And?", 1),
+        ("no tools", "tool", "The harbour is very old. And?", 2),
+        ("trims", "user", f"The harbour is very old. {TURN}", 2),
+    ],
+)
+def test_a_chat_is_rendered_again_where_its_text_does_not_show_the_places_of_its_chunks(
+    how: str, role: str, content: str, times: int
+) -> None:
+    tokenizer = byte_level(UNSTEADY[how])
+    registry, rendered = registered(tokenizer, NAMED[0], TURN), rendered_by(tokenizer)
+    prompt = chat_prompt(tokenizer, [{"role": role, "content": content}, *CHATS[1][:2]], registry)
+    assert len(rendered) == times
+    assert text_of(prompt) == rendered[0]
+
+
+def test_a_question_to_a_rag_prompt_is_rendered_once() -> None:
+    for template in (CHATML, None):
+        tokenizer = byte_level(template)
+        chunks = [make_chunk(text, tokenizer) for text in ("The harbour is very old.", "Ada.")]
+        rendered = rendered_by(tokenizer)
+        for instruction in ("Be brief.", ""):
+            for history in ((), (("Who?", "Ada Brenmoor."),)):
+                prompt = rag_prompt(tokenizer, chunks, "Who runs it?", instruction, history)
+                assert [piece for piece in prompt.segments if isinstance(piece, Chunk)] == chunks
+                assert [text_of(prompt)] == rendered
+                rendered.clear()
 
 
 @settings(max_examples=80)

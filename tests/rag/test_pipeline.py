@@ -21,15 +21,16 @@ from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.engines.results import Generation, PrecomputeReport
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError, PromptTooLongError, StoreError, StoreMismatchError
-from cacheblend_rag.prompts.chunk import Chunk
+from cacheblend_rag.prompts.chunk import EDGE, Chunk, _encode
 from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt, header_ids, rag_header
 from cacheblend_rag.rag.indexing import IndexProgress, vanished
 from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.rag.results import Turn
 from cacheblend_rag.retrieval.database import IndexDatabase
 from cacheblend_rag.retrieval.embedding import Embedder
 from cacheblend_rag.retrieval.index import ChunkIndex, Hit
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
-from tests.conftest import thinking
+from tests.conftest import CHATML, byte_level, thinking
 from tests.fake_engine import FakeEngine
 from tests.recorded_spans import exporter, said, tree
 
@@ -299,6 +300,34 @@ def test_an_index_is_opened_once_and_a_prompt_tokenised_once(
         pipeline.ask("Who kept a parrot?")
     assert len(opened) == 1
     assert [type(each) for each in given if not isinstance(each, TokenizedPrompt)] == [BlendPrompt]
+
+
+def test_a_question_is_rendered_once_and_no_text_of_its_prompt_tokenised_twice(
+    tmp_path: Path, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine(tokenizer=byte_level(CHATML))
+    render, rendered, encoded = engine.tokenizer.apply_chat_template, [], []
+    with RagPipeline(engine, tmp_path / "store", chunk_tokens=24) as pipeline:
+        pipeline.index([docs])
+        pipeline.ask("Who sells bread?")  # what the template does with thoughts is looked up for the first question
+        monkeypatch.setattr(
+            engine.tokenizer, "apply_chat_template", lambda *a, **k: rendered.append(a) or render(*a, **k)
+        )
+        monkeypatch.setattr(
+            "cacheblend_rag.prompts.chunk._encode",
+            lambda by, text, *how: encoded.append(text) or _encode(by, text, *how),
+        )
+        for history in ([], [Turn("Who sells bread?", "The bakery.", ())]):
+            for _ in range(2):  # the end of each chunk is looked at for the first question that has the chunk
+                rendered.clear()
+                encoded.clear()
+                pipeline.ask("Who kept a parrot?", history=history)
+                assert len(rendered) == 1
+            spans = engine.prompts[-1].spans
+            assert spans
+            assert len(encoded) == len(set(encoded)) == len(spans) + 1  # the texts around the chunks
+            long = [span.chunk.text for span in spans if len(span.chunk.text) > EDGE]
+            assert long and not any(chunk in text for chunk in long for text in encoded)
 
 
 def test_the_best_hits_bring_the_chunk_that_follows_them(tmp_path: Path, engine: FakeEngine) -> None:

@@ -334,13 +334,17 @@ async def test_a_chat_is_the_same_prompt_on_the_server_and_in_process(
         assert not server.client.prompts
 
 
-async def test_prompts_without_chunks_are_rendered_once_and_others_once_more() -> None:
-    server = Server(NOTE)
-    await server.chat(user("Who?"))
-    assert len(server.inner.rendered) == 1
-    await server.chat(user(f"{NOTE} Who?"))
-    assert len(server.inner.rendered) == 3
-    assert NOTE not in server.inner.rendered[2]
+async def test_a_prompt_is_rendered_once_and_again_only_where_its_text_does_not_show_the_places_of_its_chunks() -> None:
+    server = Server(NOTE, TURN)
+    for said, chunks in [("Who?", []), (f"{NOTE} Who?", [NOTE]), (f"{NOTE}\n\nAnd {NOTE}", [NOTE, NOTE])]:
+        before = len(server.inner.rendered)
+        await server.chat([*user(said), {"role": "assistant", "content": "Ada."}, *user(said)[-1:]])
+        assert len(server.inner.rendered) == before + 1
+        assert server.chunks == chunks * 2
+    await server.chat(user(f"{NOTE}{TURN}"))
+    assert len(server.inner.rendered) == before + 3
+    assert NOTE not in server.inner.rendered[-1]
+    assert server.chunks == [NOTE, TURN]
 
 
 async def test_a_chat_is_answered_where_the_template_reads_what_is_said_and_refuses_what_stands_in_for_it() -> None:

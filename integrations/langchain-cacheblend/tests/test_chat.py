@@ -57,6 +57,20 @@ def llm(scripted: ScriptedEngine) -> ChatCacheBlend:
 
 
 class TestResolution:
+    def test_each_prompt_is_rendered_once(self, llm, scripted, monkeypatch) -> None:
+        scripted.precompute([make_chunk(NOTE, scripted.tokenizer), make_chunk(OTHER, scripted.tokenizer)])
+        render, rendered = scripted.tokenizer.apply_chat_template, []
+        scripted.answer = "Ada."
+        assert llm.engine is scripted  # reads once what the template shows of tools
+        monkeypatch.setattr(
+            scripted.tokenizer, "apply_chat_template", lambda *a, **k: rendered.append(a) or render(*a, **k)
+        )
+        chat = [SystemMessage(f"Use this: {NOTE}"), HumanMessage(f"{OTHER}\n\nWho?")]
+        for turn in range(1, 4):
+            chat += [llm.invoke(chat), HumanMessage(f"{NOTE} And then?")]
+            assert len(rendered) == turn
+            assert chunks_of(scripted) == [NOTE, OTHER, *[NOTE] * (turn - 1)]
+
     def test_registered_chunks_are_found_by_content_in_any_message(self, llm, scripted) -> None:
         scripted.precompute([make_chunk(NOTE, scripted.tokenizer)])
         llm.invoke(

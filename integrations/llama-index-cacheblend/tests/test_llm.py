@@ -59,6 +59,19 @@ def test_completions_are_user_messages_unless_formatted(scripted: ScriptedEngine
     assert scripted.text_asked() == "<Who?>"
 
 
+def test_each_prompt_is_rendered_once(scripted: ScriptedEngine, llm: CacheBlendLLM, monkeypatch: Any) -> None:
+    scripted.precompute([make_chunk(text, scripted.tokenizer) for text in (FIRST, SECOND)])
+    llm.chat(user("Who?"))  # reads once what the template shows
+    render, rendered = scripted.tokenizer.apply_chat_template, []
+    monkeypatch.setattr(
+        scripted.tokenizer, "apply_chat_template", lambda *a, **k: rendered.append(a) or render(*a, **k)
+    )
+    llm.chat([ChatMessage(role="system", content=FIRST), *user(f"{BOTH}\n\nWho?")])
+    assert (len(rendered), scripted.chunks_asked()) == (1, [FIRST, FIRST, SECOND])
+    llm.complete(f"{BOTH}\n\nWho?")
+    assert (len(rendered), scripted.chunks_asked()) == (2, [FIRST, SECOND])
+
+
 def test_without_a_chat_template_a_completion_is_taken_as_it_is(engine: TransformersEngine) -> None:
     tokenizer = copy.deepcopy(engine.tokenizer)
     tokenizer.chat_template = None
