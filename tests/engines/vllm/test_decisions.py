@@ -240,7 +240,7 @@ def test_every_fact_of_a_blend_reaches_the_client(tmp_path: Path) -> None:
     assert (counts.prompt_tokens, counts.completion_tokens, counts.kept_tokens) == (208, 5, 0)
     assert counts.reused_tokens == 200 - known.computed_tokens == 208 - counts.computed_tokens
     assert (counts.recomputed_tokens, counts.selection_tokens) == (known.recomputed_tokens, known.selection_tokens)
-    assert client.report(None, 208, 7, 5, asked=False).outcome.usage == Usage(208, 7, 0, 201, 5, 0.0, 7)
+    assert client.report(None, 208, 7, 5, asked=False).outcome.usage == Usage(208, 7, 0, 201, 5, 0.0, 7, 7)
 
 
 def test_of_a_blend_that_failed_nothing_was_decided(tmp_path: Path) -> None:
