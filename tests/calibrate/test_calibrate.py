@@ -90,6 +90,13 @@ def test_recomputing_everything_has_no_divergence(measurement):
     assert kl(measurement, FuseOptions(policy("full-reuse"), 0.0)) > 1e-3
 
 
+def test_calibration_needs_no_policy_of_another_package(model, monkeypatch):
+    monkeypatch.setattr("cacheblend_rag.blending.policies._installed", list)
+    measured = measured_by(model, prompt(0))
+    monkeypatch.undo()
+    assert kl(measured, FuseOptions(policy("full-recompute"), 1.0)) == pytest.approx(0, abs=1e-9)
+
+
 def test_deviation_is_that_of_the_tokens_behind_the_exact_prefix(measurement):
     deviation, _ = measurement.deviation()
     assert deviation.shape == (LAYERS, 2 * 20)  # the first chunk stands right behind the header
