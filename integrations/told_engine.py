@@ -31,9 +31,10 @@ class ToldEngine(TransformersEngine):
         gone: Event | None = None,
     ) -> Iterator[StreamEvent]:
         """Run the prompt as far as its first token."""
-        sampling, tokens = sampling or SamplingParams(), self.tokenize(prompt)
-        text = self.say(self.tokenizer.decode(tokens.token_ids), sampling)
-        *_, last = super()._begun(tokens, replace(sampling, max_tokens=1, json_schema=None), settings, gone)
+        asked = self.request(prompt, sampling, settings)
+        text = self.say(self.tokenizer.decode(asked.prompt.token_ids), asked.sampling)
+        short = replace(asked.sampling, max_tokens=1, json_schema=None)
+        *_, last = super()._begun(replace(asked, sampling=short), None, None, gone)
         assert last.generation is not None
         half = len(text) // 2
         yield StreamEvent(text[:half])

@@ -13,8 +13,8 @@ from itertools import product
 
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan, joined_static
-from cacheblend_rag.blending.policies import SelectionPolicy, policy, possible
-from cacheblend_rag.blending.settings import FuseOptions, ResolvedSettings, TextRatio, raised
+from cacheblend_rag.blending.policies import SelectionPolicy, possible
+from cacheblend_rag.blending.settings import FuseOptions, TextRatio
 
 SPENT = 0.05
 """Share of extra time to first token allowed in exchange for more recomputed tokens; users do not notice 5%."""
@@ -108,10 +108,6 @@ class Choice:
         """Return the plan that follows the decision and states it in its reason."""
         unused = [span for span in _chunks_of(plan) if span.end in self.in_place]
         return plan.without(unused, plan.reason + self.words)
-
-    def limits(self, options: FuseOptions) -> FuseOptions:
-        """Return ``options`` with the ratio raised to the decision's and with its longest wait."""
-        return replace(options, ratio=raised(options.ratio, self.ratio), most_wait_s=self.most_wait_s)
 
 
 class Decision:
@@ -231,46 +227,39 @@ def _load_s(spans: Sequence[Located], costs: Costs, layers: int) -> float:
     return total
 
 
-def controlled(costs: Costs | None, settings: ResolvedSettings) -> Costs | None:
-    """Return the costs by which to :func:`choose` for a prompt with ``settings``.
+def controlled(costs: Costs | None, options: FuseOptions) -> Costs | None:
+    """Return the costs by which to :func:`choose` for a prompt with ``options``.
 
-    Return None where the controller decides nothing: the settings say how to blend, or the costs are unknown.
+    Return None where the controller decides nothing: the request says how to blend, or the costs are unknown.
     """
-    if costs is not None and (costs.calibrated if settings.ratio == "auto" else settings.quality in ("high", "fast")):
+    if costs is not None and (costs.calibrated if options.auto else options.quality in ("high", "fast")):
         return costs
     return None
 
 
-def needs_static(settings: ResolvedSettings, ratio: float | TextRatio) -> bool:
+def needs_static(options: FuseOptions) -> bool:
     """Return whether :func:`choose` needs the chunks' static deviations."""
-    return settings.ratio == "auto" and (policy(settings.policy).needs_static or isinstance(ratio, TextRatio))
+    return options.auto and (options.policy.needs_static or isinstance(options.ratio, TextRatio))
 
 
-def choose(
-    plan: BlendPlan, costs: Costs, settings: ResolvedSettings, ratio: float | TextRatio, waits_s: float = 0.0
-) -> Choice:
+def choose(plan: BlendPlan, costs: Costs, options: FuseOptions, waits_s: float = 0.0) -> Choice:
     """Return which stored KV of ``plan`` to use, and the lowest ratio to blend by.
 
-    Positions before the plan's start cost nothing. For a ratio of ``"auto"``, the choice is the one of the soonest first
-    token; for a quality, to use all stored chunks or the exact prefix alone.
+    Positions before the plan's start cost nothing. If the controller may choose the ratio, the choice is the one of the
+    soonest first token; for a quality, to use all stored chunks or the exact prefix alone.
 
     Args:
         plan: Plan of the prompt.
         costs: Result of :func:`controlled`.
-        settings: How the prompt is blended.
-        ratio: Lowest ratio that the model needs, or the rule that computes it from the used chunks.
+        options: Decisions about the prompt's blend; a rule for the ratio computes the ratio from the used chunks.
         waits_s: See :class:`Load`.
     """
-    if settings.ratio == "auto":
-        return _soonest(plan, costs, settings, ratio, waits_s)
-    return _blend_or_not(plan, costs, settings, settings.ratio, waits_s)
+    return (_soonest if options.auto else _blend_or_not)(plan, costs, options, waits_s)
 
 
-def _soonest(
-    plan: BlendPlan, costs: Costs, settings: ResolvedSettings, ratio: float | TextRatio, waits_s: float
-) -> Choice:
-    spans, wanted = _chunks_of(plan), policy(settings.policy)
-    ranked = plan.candidates if needs_static(settings, ratio) else ()
+def _soonest(plan: BlendPlan, costs: Costs, options: FuseOptions, waits_s: float) -> Choice:
+    spans, wanted, ratio = _chunks_of(plan), options.policy, options.ratio
+    ranked = plan.candidates if needs_static(options) else ()
     static = {span.start: span.static_deviation() for span in ranked}
     chosen = possible(wanted, all(each is not None for each in static.values()), True)
     more = chosen.effort / wanted.effort
@@ -282,7 +271,7 @@ def _soonest(
         # If a chunk has no static deviation, the blend cannot compute the ratio from the text either.
         return min(1.0, more * (ratio.least if (joined := joined_static(kept)) is None else ratio.choose(joined)))
 
-    load = _load(plan, costs, settings, chosen, least([True] * len(spans)), waits_s)
+    load = _load(plan, costs, options, chosen, least([True] * len(spans)), waits_s)
     found = decide(load, costs)
     while (needed := least(found.used)) > found.ratio:  # the remaining chunks may need a higher ratio
         load = replace(load, least=needed)
@@ -299,13 +288,15 @@ def _soonest(
     return Choice(in_place, found.ratio / more, words, found.seconds, most_wait_s)
 
 
-def _blend_or_not(plan: BlendPlan, costs: Costs, settings: ResolvedSettings, ratio: float, waits_s: float) -> Choice:
-    """Return whether to blend all stored chunks by ``ratio``, or to use the exact prefix alone and compute the rest.
+def _blend_or_not(plan: BlendPlan, costs: Costs, options: FuseOptions, waits_s: float) -> Choice:
+    """Return whether to blend all stored chunks, or to use the exact prefix alone and compute the rest.
 
     Blend only if the blend is expected to be faster by the factor :data:`GAIN`: a blend costs accuracy, the exact
     prefix does not.
     """
-    load = _load(plan, costs, settings, policy(settings.policy), ratio, waits_s)
+    ratio = options.ratio
+    assert not isinstance(ratio, TextRatio)  # only the controller computes a ratio by a rule
+    load = _load(plan, costs, options, options.policy, ratio, waits_s)
     seconds = Decision(load, costs, [True] * len(load.spans), ratio).seconds
     without_s = Decision(load, costs, [span.exact for span in load.spans], ratio).seconds
     if not plan.stale or GAIN * seconds <= without_s:
@@ -317,7 +308,7 @@ def _blend_or_not(plan: BlendPlan, costs: Costs, settings: ResolvedSettings, rat
 
 
 def _load(
-    plan: BlendPlan, costs: Costs, settings: ResolvedSettings, chosen: SelectionPolicy, least: float, waits_s: float
+    plan: BlendPlan, costs: Costs, options: FuseOptions, chosen: SelectionPolicy, least: float, waits_s: float
 ) -> Load:
     """Return a plan as the controller sees it if the policy ``chosen`` selects."""
     spans = _chunks_of(plan)
@@ -325,7 +316,7 @@ def _load(
         [_located(span, span in plan.exact) for span in spans],
         plan.num_tokens - plan.start - plan.stored_tokens,
         least,
-        settings.check_layers[0] / costs.layers if chosen.needs_deviation else 0.0,
+        options.check_layers[0] / costs.layers if chosen.needs_deviation else 0.0,
         plan.behind if chosen.needs_attention else None,
         plan.start,
         waits_s,

@@ -17,16 +17,16 @@ import logging
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Unpack
 
 import torch
 
-from cacheblend_rag.blending.loader import LayerLoader
+from cacheblend_rag.blending.loader import LayerLoader, LoadOptions
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan, counted
 from cacheblend_rag.blending.policies import Candidates, fallback_reason, possible
 from cacheblend_rag.blending.reads import UnusableSpanError
-from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions, TextRatio
+from cacheblend_rag.blending.settings import FuseOptions, TextRatio
 from cacheblend_rag.blending.target import BlendTarget
 from cacheblend_rag.blending.trace import Trace, computing
 from cacheblend_rag.blending.transfer import Fetch, sent
@@ -87,9 +87,9 @@ class FuseResult:
     watched: int
 
 
-def fuse(plan: BlendPlan, target: BlendTarget, options: FuseOptions) -> FuseResult:
+def fuse(plan: BlendPlan, target: BlendTarget, options: FuseOptions, **loads: Unpack[LoadOptions]) -> FuseResult:
     """Run all steps of :func:`fuse_stepwise` at once."""
-    steps = fuse_stepwise(plan, target, options)
+    steps = fuse_stepwise(plan, target, options, **loads)
     while True:
         try:
             next(steps)
@@ -99,7 +99,7 @@ def fuse(plan: BlendPlan, target: BlendTarget, options: FuseOptions) -> FuseResu
 
 
 def fuse_stepwise(
-    plan: BlendPlan, target: BlendTarget, options: FuseOptions
+    plan: BlendPlan, target: BlendTarget, options: FuseOptions, **loads: Unpack[LoadOptions]
 ) -> Generator[Segment, int | None, FuseResult]:
     """Build the KV cache of a prompt in ``target`` by ``plan``, which uses stored KV, up to the last position's logits.
 
@@ -112,10 +112,10 @@ def fuse_stepwise(
         OtherRankError: Loading or placing KV failed on another tensor-parallel rank.
         InputError: A check layer lies outside the model.
     """
-    fusor = _Fusor(plan, target, options)
+    fusor = _Fusor(plan, target, options, loads)
     with fusor.loader:
         try:
-            if options.whole:
+            if loads.get("whole"):
                 yield Segment("load", awaited=fusor.loader)
             yield from fusor.compute_front()
             yield from fusor.watch_question()
@@ -130,9 +130,9 @@ def fuse_stepwise(
 class _Fusor:
     """Does one blend, step by step. ``_keep`` says for each candidate whether it is still to be recomputed."""
 
-    def __init__(self, plan: BlendPlan, target: BlendTarget, options: FuseOptions):
-        self._plan, self._began = plan, time.perf_counter()
-        policy, ratio, trace = options.policy, options.ratio, options.trace
+    def __init__(self, plan: BlendPlan, target: BlendTarget, options: FuseOptions, loads: LoadOptions):
+        self._plan, self._began, self._trace = plan, time.perf_counter(), loads.get("trace")
+        policy, ratio = options.policy, options.ratio
         watched = target.shows_attention
         wants_static = possible(policy, True, watched).needs_static or isinstance(ratio, TextRatio)
         self._candidates = _candidates(plan, plan.static_deviation() if wants_static else None)
@@ -154,7 +154,7 @@ class _Fusor:
         self._count = round(ratio * total)
         undecided = 0 < self._count < total
         self._watches = policy.needs_attention and undecided
-        self.checks = _checks(options.schedule, target.num_layers) if policy.needs_deviation and undecided else []
+        self.checks = _checks(options, target.num_layers) if policy.needs_deviation and undecided else []
         measures = self._watches or bool(self.checks)
         first = int(self._candidates.positions[0]) if measures else 0
         self._front, self._forced = self._forced[self._forced < first], self._forced[self._forced >= first]
@@ -170,14 +170,11 @@ class _Fusor:
             target.device,
             # Below the first check layer the dense pass computes every token; the question's pass reads all layers.
             stale_from_layer=self.checks[0][0] if self.checks and not self._watches else 0,
-            trace=trace,
-            whole=options.whole,
-            most_wait_s=options.most_wait_s,
+            **loads,
         )
         if self.checks and not self._watches:
             self.loader.expect_rest(self.checks[-1][0] + 1)
-        self.placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, trace)
-        self._trace = trace
+        self.placer = _Placer(self.loader, target, {layer for layer, _ in self.checks}, self._trace)
         self._selection, self._passes, self._watched = 0.0, 0.0, 0
 
     def _select(self, candidates: Candidates, count: int) -> torch.Tensor:
@@ -362,14 +359,13 @@ class _Placer:
         return LayerKV(*(t[:, :tokens] for t in self._stale.pop(layer)))
 
 
-def _checks(schedule: BlendSchedule, num_layers: int) -> list[tuple[int, float]]:
-    # A check at layer 0 would always measure zero: the KV of layer 0 depends only on the token and its position.
-    if not schedule.check_layers or not all(0 < layer < num_layers for layer in schedule.check_layers):
+def _checks(options: FuseOptions, num_layers: int) -> list[tuple[int, float]]:
+    if options.check_layers[-1] >= num_layers:
         raise InputError(
-            f"check_layers is {list(schedule.check_layers)}; this model's KV deviation can be checked at layers 1 to "
+            f"check_layers is {list(options.check_layers)}; this model's KV deviation can be checked at layers 1 to "
             f"{num_layers - 1}."
         )
-    return list(zip(schedule.check_layers, schedule.widths, strict=True))
+    return list(zip(options.check_layers, options.widths, strict=True))
 
 
 def _candidates(plan: BlendPlan, static: torch.Tensor | None) -> Candidates:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 
@@ -40,6 +41,21 @@ class PlacedLayer:
         return replace(self, kv=moved(self.kv, self.move), move=None)
 
 
+class LoadOptions(TypedDict, total=False):
+    """Says how one blend loads stored KV: keyword arguments of the fusor, which belong to one run of the fusor.
+
+    Attributes:
+        trace: Trace that records loads and computations with their times; None to record nothing.
+        most_wait_s: Longest total time that the computation may wait for stored KV; None for no limit.
+        whole: Whether the blend begins with a segment that waits until all stored KV is in host memory. An engine that
+            goes on earlier computes layer by layer while loading, as without ``whole``.
+    """
+
+    trace: Trace | None
+    most_wait_s: float | None
+    whole: bool
+
+
 class LayerLoader:
     """Delivers the layers of a plan's spans in order; the next layers are read and copied meanwhile.
 
@@ -59,7 +75,7 @@ class LayerLoader:
         whole: bool = False,
         most_wait_s: float | None = None,
     ):
-        """Start reading at once; see :class:`~cacheblend_rag.blending.settings.FuseOptions` for ``whole`` and the wait."""
+        """Start reading at once; see :class:`LoadOptions` for ``whole`` and the wait."""
         self._exact, self._all = tuple(exact), (*exact, *stale)
         self._rope, self._stale_from_layer, self._num_layers = rope, stale_from_layer, num_layers
         self._reads = reads_of(self._spans, num_layers, device, trace, whole)

@@ -359,7 +359,7 @@ def origins(
         token_ids: The prompt.
         turn_ends: Positions where earlier prompts of the conversation ended.
         header_tokens: Length of the header that chunks are precomputed behind.
-        how: Result of :func:`blend_terms`.
+        how: Terms of the blend (:attr:`FuseOptions.terms`).
         watches_question: Whether the turn's other tokens also determine the selection, by their attention.
     """
     found = []

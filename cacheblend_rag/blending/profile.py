@@ -16,17 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.blending.costs import Costs
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.settings import (
-    BlendSchedule,
-    BlendSettings,
-    FuseOptions,
-    Quality,
-    ResolvedSettings,
-    Reuse,
-    TextRange,
-    TextRatio,
-)
+from cacheblend_rag.blending.policies import FullReusePolicy, check_policy, policy
+from cacheblend_rag.blending.settings import BlendSettings, FuseOptions, Quality, Reuse, TextRange, TextRatio
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.homes import user_folder, write_json
 from cacheblend_rag.store.identity import WrittenBy
@@ -73,18 +64,17 @@ class ModelProfile:
 
     def __post_init__(self) -> None:
         """Refuse values that no model can be blended with; raises InputError as :class:`BlendSettings` does."""
+        check_policy(self.policy)  # a package's policy is loaded no earlier than a prompt needs the policy
         for ratio in (self.ratio, self.fast):
-            ResolvedSettings(ratio, self.policy, self.check_layers, self.reuse)
-        if len(self.widths) != len(self.check_layers):
-            raise InputError(f"A profile has {len(self.check_layers)} check layers and {len(self.widths)} widths.")
+            FuseOptions(FullReusePolicy(), ratio, self.check_layers, self.widths, self.reuse)
 
     @property
     def is_calibrated(self) -> bool:
         """Return whether calibration has chosen the profile, or the profile leaves nothing to choose."""
         return bool(self.calibrated) or self.blockwise
 
-    def resolve(self, settings: BlendSettings, num_layers: int, controlled: bool = False) -> ResolvedSettings:
-        """Return ``settings`` without open options; if ``controlled``, a loading controller chooses the ratio.
+    def resolve(self, settings: BlendSettings, num_layers: int, controlled: bool = False) -> FuseOptions:
+        """Return the decisions about a blend by ``settings``; if ``controlled``, a loading controller chooses the ratio.
 
         Raises:
             InputError: A check layer lies outside a model of ``num_layers`` layers, or the ratio is ``"auto"`` but
@@ -95,36 +85,29 @@ class ModelProfile:
                 "ratio is 'auto', which needs a profile that says for which text its ratio holds, or the costs of loading and "
                 "computing: run `cacheblend doctor --calibrate` or `cacheblend store calibrate` for this model, or give a number."
             )
-        asked, ratio = settings.check_layers, settings.ratio
+        asked = settings.check_layers
         if asked is not None and asked[-1] >= num_layers:
             raise InputError(
                 f"check_layers is {list(asked)!s:.200}; this model's KV deviation can be checked at layers 1 to {num_layers - 1}."
             )
-        if ratio is None:
-            ratio = min(self.ratio, self.fast) if settings.quality == "fast" else self.ratio
-        return ResolvedSettings(
-            ratio,
-            self.policy if settings.policy is None else settings.policy,
-            self.check_layers if asked is None else asked,
+        layers = self.check_layers if asked is None else asked
+        return FuseOptions(
+            policy(self.policy if settings.policy is None else settings.policy),
+            self._ratio(settings),
+            layers,
+            self.widths if layers == self.check_layers else (),
             settings.reuse or self.reuse,
+            settings.ratio == "auto",
             None if settings.named or self.always or self.blockwise else settings.quality or _QUALITY[self.reuse],
         )
 
-    def options(self, settings: ResolvedSettings) -> FuseOptions:
-        """Return the fusor's options for a blend by resolved ``settings``."""
-        return FuseOptions(policy(settings.policy), self.ratio_of(settings), self.schedule(settings.check_layers))
-
-    def ratio_of(self, settings: ResolvedSettings) -> float | TextRatio:
-        """Return the ratio of resolved ``settings``, or the rule that computes the ratio from the prompt's chunks."""
-        if settings.ratio != "auto":
+    def _ratio(self, settings: BlendSettings) -> float | TextRatio:
+        """Return the ratio of a blend by ``settings``, or the rule that computes the ratio from the prompt's chunks."""
+        if settings.ratio == "auto":
+            return self.ratio if self.text is None else TextRatio(self.ratio, self.text.most_left_out)
+        if settings.ratio is not None:
             return settings.ratio
-        return self.ratio if self.text is None else TextRatio(self.ratio, self.text.most_left_out)
-
-    def schedule(self, check_layers: tuple[int, ...] | None = None) -> BlendSchedule:
-        """Return the profile's schedule, or one for other ``check_layers`` (each 1.25 times as wide as the next)."""
-        if check_layers is None or check_layers == self.check_layers:
-            return BlendSchedule(self.check_layers, self.widths)
-        return BlendSchedule(check_layers, tuple(1.25**i for i in reversed(range(len(check_layers)))))
+        return min(self.ratio, self.fast) if settings.quality == "fast" else self.ratio
 
 
 @cache

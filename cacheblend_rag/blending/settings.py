@@ -1,23 +1,23 @@
-"""Defines how to blend one prompt: a request's settings, resolved settings, and the fusor's options.
+"""Defines how to blend one prompt: a request's settings, and the fusor's options, which were decided by the settings.
 
 Names the paper's baselines as settings (paper section 7). Programs that need no torch otherwise check options here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from cacheblend_rag.blending.policies import check_policy, name_elsewhere, possible
+from cacheblend_rag.blending.policies import check_policy, name_elsewhere, policy, possible
 from cacheblend_rag.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
     from cacheblend_rag.blending.policies import SelectionPolicy
-    from cacheblend_rag.blending.trace import Trace
 
 
 Reuse = Literal["chunks", "prefix", "off"]
@@ -28,51 +28,7 @@ _REUSE: dict[Quality, Reuse] = {"full": "off", "exact": "prefix", "high": "chunk
 
 
 @dataclass(frozen=True)
-class _How:
-    """Says how a blend chooses the tokens to recompute; see :class:`BlendSettings`."""
-
-    ratio: Ratio | None = None
-    policy: str | SelectionPolicy | None = None
-    check_layers: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.ratio is not None and self.ratio != "auto" and not (is_number(self.ratio) and 0 <= self.ratio <= 1):
-            raise InputError(
-                f"ratio is {self.ratio!r}; give a value from 0 (full KV reuse) to 1 (full recompute), or 'auto'."
-            )
-        if self.policy is not None:
-            check_policy(self.policy)
-        if self.check_layers is not None:
-            object.__setattr__(self, "check_layers", _ascending_layers(self.check_layers))
-
-    def to_params(self) -> dict[str, Any]:
-        """Return the options that are not left open, as JSON values; :meth:`from_params` reads them, in any process.
-
-        Raises:
-            InputError: The policy is an object that other processes cannot find by its name.
-        """
-        given: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
-        if self.policy is not None:
-            given["policy"] = name_elsewhere(self.policy)
-        if self.check_layers is not None:
-            given["check_layers"] = list(self.check_layers)
-        return {name: value for name, value in given.items() if value is not None}
-
-    @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> Self:
-        """Read options by name, from a request for example; None leaves an option open.
-
-        Raises:
-            InputError: An option does not exist, or a value is out of range.
-        """
-        known = [option.name for option in fields(cls)]
-        if unknown := sorted(set(params) - set(known)):
-            raise InputError(f"There is no blend option {unknown[0]!r}; there are {', '.join(known)}.")
-        return cls(**{name: value for name, value in params.items() if value is not None})
-
-
-@dataclass(frozen=True)
-class BlendSettings(_How):
+class BlendSettings:
     """Says how to treat stored KV in one prompt. The profile supplies the options that are left open.
 
     Attributes:
@@ -101,10 +57,18 @@ class BlendSettings(_How):
             generation = engine.generate("Who is the captain?", settings=settings)
     """
 
+    ratio: Ratio | None = None
+    policy: str | SelectionPolicy | None = None
+    check_layers: tuple[int, ...] | None = None
     quality: Quality | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        if self.ratio is not None and self.ratio != "auto":
+            _check_ratio(self.ratio)
+        if self.policy is not None:
+            check_policy(self.policy)
+        if self.check_layers is not None:
+            object.__setattr__(self, "check_layers", _ascending_layers(self.check_layers))
         if self.quality is None:
             return
         if self.quality not in get_args(Quality):
@@ -124,42 +88,33 @@ class BlendSettings(_How):
         """Return which stored KV is used; None leaves the choice to the profile."""
         return _REUSE[self.quality] if self.quality is not None else "chunks" if self.named else None
 
+    def to_params(self) -> dict[str, Any]:
+        """Return the options that are not left open, as JSON values; :meth:`from_params` reads them, in any process.
 
-@dataclass(frozen=True)
-class ResolvedSettings(_How):
-    """Holds the complete blend settings of a prompt, without open options; :meth:`ModelProfile.resolve` makes them.
+        Raises:
+            InputError: The policy is an object that other processes cannot find by its name.
+        """
+        given: dict[str, Any] = {name: getattr(self, name) for name in OPTION_NAMES}
+        if self.policy is not None:
+            given["policy"] = name_elsewhere(self.policy)
+        if self.check_layers is not None:
+            given["check_layers"] = list(self.check_layers)
+        return {name: value for name, value in given.items() if value is not None}
 
-    ``reuse`` says which stored KV is used at all; the other options and errors are the same as in
-    :class:`BlendSettings`. ``quality`` is the requested quality, or the profile's; None if the request says how to
-    blend.
-    """
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> Self:
+        """Read options by name, from a request for example; None leaves an option open.
 
-    ratio: Ratio
-    policy: str | SelectionPolicy
-    check_layers: tuple[int, ...]
-    reuse: Reuse = None  # type: ignore[assignment]  # refused below: a field behind inherited defaults must have one
-    quality: Quality | None = None
-
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            if option.name != "quality" and getattr(self, option.name) is None:
-                raise InputError(f"{option.name} is left open; give a value.")
-        super().__post_init__()
-        if self.reuse not in get_args(Reuse):
-            raise InputError(f"reuse is {self.reuse!r}; give one of {', '.join(map(repr, get_args(Reuse)))}.")
-
-    @property
-    def asked(self) -> BlendSettings:
-        """Return the options that request these settings under any profile; the profile fills in a quality."""
-        if self.quality is not None:
-            return BlendSettings(quality=self.quality)
-        if self.reuse == "chunks":
-            return BlendSettings(self.ratio, self.policy, self.check_layers)
-        return FULL_RECOMPUTE if self.reuse == "off" else PREFIX_CACHING
+        Raises:
+            InputError: An option does not exist, or a value is out of range.
+        """
+        if unknown := sorted(set(params) - set(OPTION_NAMES)):
+            raise InputError(f"There is no blend option {unknown[0]!r}; there are {', '.join(OPTION_NAMES)}.")
+        return cls(**{name: value for name, value in params.items() if value is not None})
 
 
-HOW_NAMES = tuple(option.name for option in fields(_How))
-OPTION_NAMES = tuple(option.name for option in fields(BlendSettings))
+HOW_NAMES = ("ratio", "policy", "check_layers")
+OPTION_NAMES = (*HOW_NAMES, "quality")
 
 
 def is_whole(value: Any) -> bool:
@@ -172,10 +127,16 @@ def is_number(value: Any) -> bool:
     return is_whole(value) or isinstance(value, float)
 
 
+def _check_ratio(ratio: Any) -> None:
+    if not (is_number(ratio) and 0 <= ratio <= 1):
+        raise InputError(f"ratio is {ratio!r}; give a value from 0 (full KV reuse) to 1 (full recompute), or 'auto'.")
+
+
 def _ascending_layers(layers: Any) -> tuple[int, ...]:
     """Return ``layers`` as a tuple; raise InputError unless they are ascending whole numbers from 1 on."""
     found = tuple(layers) if isinstance(layers, (list, tuple)) else ()
     whole = all(map(is_whole, found))
+    # A check at layer 0 would always measure zero: the KV of layer 0 depends only on the token and its position.
     if not found or not whole or found[0] < 1 or any(a >= b for a, b in pairwise(found)):
         raise InputError(f"check_layers is {layers!r:.200}; give ascending layers from 1 on, such as (1,) or (1, 3).")
     return found
@@ -253,11 +214,6 @@ class TextRatio:
         return min(max(self.least, count / len(static)), max(self.least, MOST))
 
 
-def raised(ratio: float | TextRatio, least: float) -> float | TextRatio:
-    """Return a ratio, or the rule that chooses it, that is no lower than ``least``."""
-    return replace(ratio, least=max(ratio.least, least)) if isinstance(ratio, TextRatio) else max(ratio, least)
-
-
 def left_out_by_count(static: torch.Tensor) -> torch.Tensor:
     """Return the share of ``static``, ``[candidates]``, outside its ``n`` highest values, for ``n`` from 0 on, in fp64."""
     # On the CPU, so that every rank computes the same sums.
@@ -270,21 +226,10 @@ def left_out_by_count(static: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class BlendSchedule:
-    """Says at which layers to measure KV deviation, and how many tokens to select there.
-
-    Attributes:
-        check_layers: Ascending layer indices.
-        widths: For each check layer, the set's size as a multiple of the recompute ratio; the last is 1.
-    """
-
-    check_layers: tuple[int, ...] = (1,)
-    widths: tuple[float, ...] = (1.0,)
-
-
-@dataclass(frozen=True)
 class FuseOptions:
-    """Holds the fusor's options for one prompt; :meth:`~cacheblend_rag.blending.profile.ModelProfile.options` makes them.
+    """Holds the decisions about a prompt's blend; :meth:`~cacheblend_rag.blending.profile.ModelProfile.resolve` makes them.
+
+    An object of this class is pickled as the JSON values of :meth:`to_params`, so that a policy travels by its name.
 
     Attributes:
         policy: Policy that chooses the tokens to recompute. If a chunk has no static deviation, or a model's attention
@@ -292,19 +237,41 @@ class FuseOptions:
             that policy's effort.
         ratio: Recompute ratio of the tokens with stale KV; 0 is full KV reuse, 1 equals the full prefill. Or the rule
             that chooses the ratio by the chunks' static deviations; if a chunk has none, the rule's lowest ratio.
-        schedule: Check layers, for policies that measure KV deviation.
-        trace: Trace that records loads and computations with their times; None to record nothing.
-        most_wait_s: Longest total time that the computation may wait for stored KV; None for no limit.
-        whole: Begin with a segment that waits until all stored KV is in host memory. An engine that goes on earlier
-            computes layer by layer while loading, as without ``whole``.
+        check_layers: Ascending layers at which KV deviation is measured, for policies that measure KV deviation.
+        widths: For each check layer, the set's size as a multiple of the recompute ratio; the last is 1. If no widths
+            are given, each is 1.25 times the next.
+        reuse: Stored KV that the prompt may use.
+        auto: Whether the ratio is the lowest one, which the loading controller may raise.
+        quality: Requested quality, or the profile's; None if the request says how to blend.
+
+    Raises:
+        InputError: A value is out of range.
     """
 
     policy: SelectionPolicy
     ratio: float | TextRatio
-    schedule: BlendSchedule = BlendSchedule()
-    trace: Trace | None = None
-    most_wait_s: float | None = None
-    whole: bool = False
+    check_layers: tuple[int, ...] = (1,)
+    widths: tuple[float, ...] = ()
+    reuse: Reuse = "chunks"
+    auto: bool = False
+    quality: Quality | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.auto and isinstance(self.ratio, TextRatio)):
+            _check_ratio(self.ratio)
+        layers = _ascending_layers(self.check_layers)
+        widths = tuple(self.widths) or tuple(1.25**i for i in reversed(range(len(layers))))
+        if len(widths) != len(layers) or not all(is_number(width) and 0 < width < inf for width in widths):
+            raise InputError(
+                f"widths is {self.widths!r:.200}; give a positive number for each of {len(layers)} layers."
+            )
+        if self.reuse not in get_args(Reuse):
+            raise InputError(f"reuse is {self.reuse!r:.200}; give one of {', '.join(map(repr, get_args(Reuse)))}.")
+        object.__setattr__(self, "check_layers", layers)
+        object.__setattr__(self, "widths", widths)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return FuseOptions.from_params, (self.to_params(),)
 
     @property
     def watches_question(self) -> bool:
@@ -312,17 +279,46 @@ class FuseOptions:
         wanted = self.policy
         return wanted.needs_attention or possible(wanted, ranked=False, watched=True).needs_attention
 
+    @property
+    def terms(self) -> dict[str, Any]:
+        """Return all options that determine how a prompt's chunks are blended, as JSON values.
 
-def blend_terms(settings: ResolvedSettings, options: FuseOptions) -> dict[str, Any]:
-    """Return all settings that determine how a prompt's chunks are blended, as JSON values.
+        The loading controller's costs are no option: whatever the controller decides, it recomputes at least as much as
+        requested.
+        """
+        return {
+            "reuse": self.reuse,
+            "policy": self.policy.name,
+            "ratio": asdict(self.ratio) if isinstance(self.ratio, TextRatio) else self.ratio,
+            "auto": self.auto,
+            "check_layers": list(self.check_layers),
+            "widths": list(self.widths),
+        }
 
-    The loading controller's costs are left out: whatever the controller decides, it recomputes at least as much as
-    requested.
-    """
-    ratio = options.ratio
-    return {
-        "reuse": settings.reuse,
-        "policy": options.policy.name,
-        "ratio": [settings.ratio, asdict(ratio) if isinstance(ratio, TextRatio) else ratio],
-        "schedule": asdict(options.schedule),
-    }
+    def at_least(self, ratio: float) -> FuseOptions:
+        """Return the options with a ratio, or a rule for the ratio, that is no lower than ``ratio``."""
+        mine = self.ratio
+        if isinstance(mine, TextRatio):
+            return replace(self, ratio=replace(mine, least=max(mine.least, ratio)))
+        return replace(self, ratio=max(mine, ratio))
+
+    def to_params(self) -> dict[str, Any]:
+        """Return all options as JSON values; :meth:`from_params` reads them, in any process.
+
+        Raises:
+            InputError: The policy is an object that other processes cannot find by its name.
+        """
+        return {**self.terms, "policy": name_elsewhere(self.policy), "quality": self.quality}
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> Self:
+        """Read the options that :meth:`to_params` returned.
+
+        Raises:
+            InputError: A value is out of range, or a package's policy cannot be loaded.
+            TypeError: An option is missing, or does not exist.
+        """
+        given = {**params, "policy": policy(str(params.get("policy", "")))}
+        if isinstance(rule := given.get("ratio"), Mapping):
+            given["ratio"] = TextRatio(**rule)
+        return cls(**given)

@@ -32,7 +32,7 @@ import numpy as np
 
 from cacheblend_rag.blending.profile import ModelProfile, save_profile
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.blending.settings import BlendSchedule, TextRange
+from cacheblend_rag.blending.settings import TextRange
 from cacheblend_rag.calibrate.candidates import RATIOS, Candidate, LayerFinding, examine_layers, list_candidates
 from cacheblend_rag.calibrate.compared import Coarser, Planner, PromptMeasurement, planner_of
 from cacheblend_rag.calibrate.ledger import Ledger, Prompts, key_of
@@ -314,12 +314,12 @@ def _teller(made: Prompts, progress: Progress | None) -> Callable[[str], None]:
 def _profile(chosen: Trial | None, layers: Sequence[LayerFinding]) -> ModelProfile:
     # Chunks without a static ranking are blended by hkvd, which needs a check layer with any chosen policy.
     deepest = max((each.layer for each in layers if each.offered), default=1)
-    spare = BlendSchedule((deepest,), (1.0,))
     if chosen is None:
-        return ModelProfile(check_layers=spare.check_layers, widths=spare.widths, reuse="prefix")
-    candidate = chosen.candidate
-    schedule = candidate.schedule if candidate.measures_deviation else spare
-    return ModelProfile(candidate.ratio, candidate.policy, schedule.check_layers, schedule.widths)
+        return ModelProfile(check_layers=(deepest,), reuse="prefix")
+    each = chosen.candidate
+    if each.check_layers:
+        return ModelProfile(each.ratio, each.policy, each.check_layers, each.widths)
+    return ModelProfile(each.ratio, each.policy, (deepest,))
 
 
 def _text_range(chosen: Trial | None, made: Prompts) -> TextRange | None:

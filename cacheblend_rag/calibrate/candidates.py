@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 
 from cacheblend_rag.blending.policies import POLICIES, highest, policy
-from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.calibrate.compared import PromptMeasurement
 
 RATIOS: Final = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.6)
@@ -24,26 +24,17 @@ _ABOVE_ROUNDING: Final = 100.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """Holds one way to blend. A ratio of 0 is full KV reuse."""
+    """Holds one way to blend. A ratio of 0 is full KV reuse; a policy that measures no KV deviation has no check layers."""
 
     policy: str
     ratio: float
-    schedule: BlendSchedule = field(default_factory=BlendSchedule)
+    check_layers: tuple[int, ...] = ()
+    widths: tuple[float, ...] = ()
 
     @property
     def options(self) -> FuseOptions:
         """Return the fusor's options for the candidate."""
-        return FuseOptions(policy(self.policy), self.ratio, self.schedule)
-
-    @property
-    def measures_deviation(self) -> bool:
-        """Return whether the policy scores tokens by KV deviation; otherwise the check layers are not used."""
-        return policy(self.policy).needs_deviation
-
-    @property
-    def check_layers(self) -> tuple[int, ...]:
-        """Return the check layers; none if the policy measures no KV deviation."""
-        return self.schedule.check_layers if self.measures_deviation else ()
+        return FuseOptions(policy(self.policy), self.ratio, self.check_layers or (1,), self.widths)
 
     def __str__(self) -> str:
         """Return policy, ratio and check layers in words."""
@@ -119,11 +110,11 @@ def list_candidates(
     checking = [name for name in usable if policy(name).needs_deviation]
     found += [Candidate(name, ratio) for name in usable if name not in checking for ratio in RATIOS]
     found += [
-        Candidate(name, ratio, schedule)
+        each
         for name in checking
         for schedule in _schedules(list(visible))
-        for ratio in RATIOS
-        if _sees_enough(schedule, ratio, visible)
+        for each in (Candidate(name, ratio, *schedule) for ratio in RATIOS)
+        if _sees_enough(each, visible)
     ]
     return sorted(found, key=lambda each: estimate_compute(each, num_layers, stale, forced))
 
@@ -131,28 +122,26 @@ def list_candidates(
 def estimate_compute(candidate: Candidate, num_layers: int, stale: float, forced: float) -> float:
     """Return the estimated compute of a blend (dense, question's and sparse pass), as a share of a full recompute."""
     total = candidate.ratio * stale + forced
-    chosen = policy(candidate.policy)
-    if chosen.needs_attention:
+    if policy(candidate.policy).needs_attention:
         total += forced
-    if chosen.needs_deviation:
-        schedule = candidate.schedule
-        sizes = [1.0, *(min(1.0, candidate.ratio * width) for width in schedule.widths[:-1])]
-        total += (
-            stale * sum(size * layer for size, layer in zip(sizes, schedule.check_layers, strict=True)) / num_layers
-        )
-    return total
+    sizes = [1.0, *(min(1.0, candidate.ratio * width) for width in candidate.widths[:-1])]
+    dense = sum(size * layer for size, layer in zip(sizes, candidate.check_layers, strict=False))
+    return total + stale * dense / num_layers
 
 
-def _schedules(layers: Sequence[int]) -> list[BlendSchedule]:
-    """Return each layer alone, and each layer followed by the deepest layer, which is the best one (gradual filtering)."""
-    alone = [BlendSchedule((layer,), (1.0,)) for layer in layers]
-    return alone + [BlendSchedule((layer, layers[-1]), (_WIDE, 1.0)) for layer in layers[:-1]]
+def _schedules(layers: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """Return, as check layers and widths, each layer alone, and each layer followed by the deepest layer.
+
+    The deepest layer is the best one, to which gradual filtering narrows the set.
+    """
+    alone = [((layer,), (1.0,)) for layer in layers]
+    return [*alone, *(((layer, layers[-1]), (_WIDE, 1.0)) for layer in layers[:-1])]
 
 
-def _sees_enough(schedule: BlendSchedule, ratio: float, visible: Mapping[int, float]) -> bool:
+def _sees_enough(candidate: Candidate, visible: Mapping[int, float]) -> bool:
     """Return whether each check layer has at least as many visibly deviating tokens as the blend chooses at that layer."""
-    pairs = zip(schedule.check_layers, schedule.widths, strict=True)
-    return all(min(1.0, ratio * width) <= visible[layer] for layer, width in pairs)
+    pairs = zip(candidate.check_layers, candidate.widths, strict=True)
+    return all(min(1.0, candidate.ratio * width) <= visible[layer] for layer, width in pairs)
 
 
 def _overlap(deviation: torch.Tensor, overall: torch.Tensor) -> float:

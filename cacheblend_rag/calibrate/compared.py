@@ -93,7 +93,7 @@ class PromptMeasurement:
         self.forced_tokens = plan.num_tokens - plan.exact_tokens - self.stale_tokens
         self._answer = list(continuation)
         target = subject.target(prompt.token_ids, rope)
-        fuse(plan, target, FuseOptions(policy("full-recompute"), 1.0))
+        fuse(plan, target, FuseOptions(policy("hkvd"), 1.0))  # at ratio 1 no policy chooses
         self._answer, logits = (self._answer, self._follow(target)) if self._answer else self._greedy(target)
         self._truth = logits.float().cpu()
         static = [span.static_deviation() for span in plan.stale]

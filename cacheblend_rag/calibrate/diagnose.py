@@ -59,7 +59,6 @@ def diagnose(
     say("computing")
     costs = Costs(engine.num_layers, measure_compute(engine), tiers)
     load, profile = typical_load(engine), engine.profile
-    schedule = profile.schedule()
     codecs: dict[str, float] = {}
     if engine.gate.passed and engine.rope is not None:
         codecs = check_codecs(engine.subject(), engine.rope, [LOSSY])
@@ -70,8 +69,8 @@ def diagnose(
         "policy": profile.policy,
         "ratio": profile.ratio,
         "reuse": profile.reuse,
-        "check_layers": schedule.check_layers,
-        "widths": schedule.widths,
+        "check_layers": profile.check_layers,
+        "widths": profile.widths,
         "profile_origin": f"{profile.origin or 'defaults'}{'' if profile.is_calibrated else ', not calibrated'}",
         "writer": None if engine.writer is None else engine.writer.directory,
         "calibrated": profile.calibrated,

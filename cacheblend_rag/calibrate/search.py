@@ -16,7 +16,6 @@ from typing import Final
 import numpy as np
 
 from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.settings import BlendSchedule
 from cacheblend_rag.calibrate.candidates import RATIOS, Candidate
 from cacheblend_rag.calibrate.compared import Comparison
 from cacheblend_rag.calibrate.standard import Result, Standard
@@ -140,9 +139,9 @@ class Search:
 
     def _leave_out(self) -> None:
         """Drop each policy's ratios below the least that its look does not rule out; a higher ratio is assumed to be nearer."""
-        lines: dict[tuple[str, BlendSchedule], list[Candidate]] = {}
+        lines: dict[tuple[str, tuple[int, ...]], list[Candidate]] = {}
         for candidate in self._waiting:
-            lines.setdefault((candidate.policy, candidate.schedule), []).append(candidate)
+            lines.setdefault((candidate.policy, candidate.check_layers), []).append(candidate)
         cheapest = len(self._order)
         for line in lines.values():
             low, high = 0, sum(self._order[candidate] < cheapest for candidate in line)

@@ -51,9 +51,7 @@ class PromptInspector:
 
     def recomputed(self, settings: BlendSettings) -> torch.Tensor:
         """Blend the prompt as the engine does, and return the positions of the recomputed tokens, on the CPU."""
-        profile = self._engine.profile
-        wanted = profile.resolve(settings, self._engine.num_layers)
-        _, result = self._blended(profile.options(wanted))
+        _, result = self._blended(self._engine.profile.resolve(settings, self._engine.num_layers))
         return result.recomputed.cpu()
 
     def _blended(self, options: FuseOptions) -> tuple[TransformersTarget, FuseResult]:

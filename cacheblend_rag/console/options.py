@@ -31,9 +31,7 @@ Engine = Annotated[
 Device = Annotated[str | None, _of_model(help="cpu, cuda, cuda:1... (default: cuda if there is one).")]
 DType = Annotated[
     str | None,
-    _of_model(
-        help="float32, bfloat16 or float16 (default: the model's, or float32 on a CPU slower in it)."
-    ),
+    _of_model(help="float32, bfloat16 or float16 (default: the model's, or float32 on a CPU slower in it)."),
 ]
 Threads = Annotated[int | None, _of_model(help="CPU threads (default: torch's choice).")]
 Writer = Annotated[

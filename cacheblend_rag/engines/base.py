@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.profile import ModelProfile
-from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
+from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.engines.entries import Entries, Ranking
 from cacheblend_rag.engines.results import Generation, PrecomputeReport, StreamEvent, iterate_in_thread
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -36,11 +36,19 @@ _making_views = threading.Lock()
 
 @dataclass(frozen=True)
 class Request:
-    """Holds one call of an engine with every option set; :meth:`BlendEngine.request` creates a request."""
+    """Holds one call of an engine with every option set; :meth:`BlendEngine.request` creates a request.
+
+    Attributes:
+        prompt: The tokenised prompt.
+        sampling: How the answer is sampled.
+        settings: Blend settings as the caller gave them.
+        options: Decisions about the blend, by the settings and the engine's profile.
+    """
 
     prompt: TokenizedPrompt
     sampling: SamplingParams
-    settings: ResolvedSettings
+    settings: BlendSettings
+    options: FuseOptions
 
 
 class BlendEngine(Closing):
@@ -168,21 +176,21 @@ class BlendEngine(Closing):
 
     @abstractmethod
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:
         """Answer ``prompt`` piece by piece. Closing the iterator stops the computation.
 
         A plain string is searched for registered chunks; a string without chunks is prefilled ordinarily. A prompt that
-        :meth:`tokenize` returned is used unchanged.
+        :meth:`tokenize` returned is used unchanged, and so is a call that :meth:`request` returned.
 
         Raises:
             PromptTooLongError: Prompt and ``max_tokens`` exceed the context window.
             UnknownChunkError: The prompt refers to a chunk that was never registered.
-            InputError: This engine or model does not support one of the options.
+            InputError: This engine or model does not support one of the options, or options are given beside a call.
         """
 
     def generate(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
         """Return the whole answer to ``prompt``; raises the same errors as :meth:`stream`."""
         last = None
@@ -205,20 +213,23 @@ class BlendEngine(Closing):
         return tokens if tokens.spans else replace(tokens, text=prompt)
 
     def request(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Request:
         """Tokenise a prompt, set open options and reject unsupported ones; raises the same errors as :meth:`stream`."""
         self.check_open()
-        sampling = sampling or SamplingParams()
-        if sampling.json_schema is not None and not self.supports_json_schema:
+        if not isinstance(prompt, Request):
+            settings = settings or BlendSettings()
+            options = self.profile.resolve(settings, self.num_layers, self.controlled)
+            prompt = Request(self.tokenize(prompt), sampling or SamplingParams(), settings, options)
+        elif sampling is not None or settings is not None:
+            raise InputError("A Request has its sampling and settings already; give a prompt, or the Request alone.")
+        if prompt.sampling.json_schema is not None and not self.supports_json_schema:
             raise InputError(f"{type(self).__name__} has no guided decoding here; {self.without_json_schema}.")
-        resolved = self.profile.resolve(settings or BlendSettings(), self.num_layers, self.controlled)
-        tokens = self.tokenize(prompt)
-        check_length(len(tokens.token_ids), sampling.max_tokens, self.context_window)
-        return Request(tokens, sampling, resolved)
+        check_length(len(prompt.prompt.token_ids), prompt.sampling.max_tokens, self.context_window)
+        return prompt
 
     async def agenerate(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
         """Answer asynchronously; see :meth:`generate`."""
         last = None
@@ -228,7 +239,7 @@ class BlendEngine(Closing):
         return last
 
     async def astream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
         """Answer asynchronously; see :meth:`stream`. Cancelling the consumer stops the work by the next token."""
         async for event in iterate_in_thread(lambda _: self.stream(prompt, sampling, settings)):

@@ -21,7 +21,7 @@ from cacheblend_rag.errors import InputError
 from cacheblend_rag.frameworks.calls import NO_TOOLS, CallReader, CallsRead, ToolsAsked, call_schema
 from cacheblend_rag.frameworks.retrieved import RetrievalLog, RetrievalReport, checked_on_miss, find_retrieved
 from cacheblend_rag.frameworks.uses import uses_of
-from cacheblend_rag.prompts.prompt import BlendPrompt, TokenizedPrompt
+from cacheblend_rag.prompts.prompt import BlendPrompt
 
 SAMPLING_OPTIONS = tuple(option.name for option in fields(SamplingParams) if option.name != "json_schema")
 
@@ -122,25 +122,21 @@ class Asked:
     policy: str | None = None
     thoughts: ThoughtReader | None = None
 
-    @property
-    def _arguments(self) -> tuple[TokenizedPrompt, SamplingParams, BlendSettings]:
-        return self.request.prompt, self.request.sampling, self.request.settings.asked
-
     def answer(self) -> Generation:
         """Return the answer; raises the errors of :meth:`BlendEngine.generate`."""
-        return self.engine.generate(*self._arguments)
+        return self.engine.generate(self.request)
 
     async def aanswer(self) -> Generation:
         """Return the answer asynchronously; see :meth:`answer`."""
-        return await self.engine.agenerate(*self._arguments)
+        return await self.engine.agenerate(self.request)
 
     def events(self) -> closing[Any]:
         """Return the stream of the answer as a context manager; leaving the context ends the engine's work."""
-        return closing(cast(Any, self.engine.stream(*self._arguments)))
+        return closing(cast(Any, self.engine.stream(self.request)))
 
     def aevents(self) -> aclosing[Any]:
         """Return the asynchronous stream of the answer as a context manager; see :meth:`events`."""
-        return aclosing(cast(Any, self.engine.astream(*self._arguments)))
+        return aclosing(cast(Any, self.engine.astream(self.request)))
 
     def read(self, text: str, last: bool = True) -> AnswerPart:
         """Return the parts of the answer's next text, or of the whole answer; the ``last`` text also has the calls."""

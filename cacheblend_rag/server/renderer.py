@@ -318,7 +318,9 @@ class BlendRenderer:
         else:
             self._check_length(request, len(prompt.token_ids))
             salt = clients_salt(engine_input.get("cache_salt"))
-            tokens, ticket.params = self._client.tokens_prompt(prompt, options.settings, salt, recording())
+            tokens, ticket.params = self._client.tokens_prompt(
+                prompt, self._client.resolve(options.settings), salt, recording()
+            )
             if not ticket.params:
                 tokens.pop("cache_salt", None)  # ServedEngine adds the salt, as to every prompt that is not blended
         offsets = "prompt_token_offsets"  # offsets of tokens that have been replaced

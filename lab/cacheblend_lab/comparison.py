@@ -9,7 +9,7 @@ from typing import Any
 
 from cacheblend_lab.intervals import mean_interval
 from cacheblend_lab.measure import take_turns
-from cacheblend_rag.blending.settings import BLEND, BlendSettings, ResolvedSettings
+from cacheblend_rag.blending.settings import BLEND, BlendSettings, FuseOptions
 from cacheblend_rag.calibrate.calibration import CalibrationPrompt
 from cacheblend_rag.calibrate.compared import PromptMeasurement, planner_of
 from cacheblend_rag.calibrate.intervals import Interval
@@ -200,7 +200,7 @@ def compare_on_documents(
             engine.subject(), engine.rope, each.prompt, planner, continuation=each.continuation
         )
         for name, how in near.items():
-            compared = measured.compare(profile.options(how))
+            compared = measured.compare(how)
             nearness[name].append((fmean(compared.kl), fmean(compared.agrees)))
         for name in take_turns(_METHODS, number):
             engine.reset_prefix_cache()  # otherwise a method would reuse what the method before it has cached
@@ -210,12 +210,12 @@ def compare_on_documents(
     return {name: _summed(found[_FULL], runs, nearness.get(name, []), near.get(name)) for name, runs in found.items()}
 
 
-def _summed(full: _Pairs, runs: _Pairs, nearness: _Pairs, how: ResolvedSettings | None) -> MethodOnDocuments:
+def _summed(full: _Pairs, runs: _Pairs, nearness: _Pairs, how: FuseOptions | None) -> MethodOnDocuments:
     sooner = median(whole / time for (whole, _), (time, _) in zip(full, runs, strict=True))
     compute = fmean(share for _, share in runs)
     if how is None:
         return MethodOnDocuments(sooner, compute)
     each, (kl, agrees) = [""] * len(nearness), zip(*nearness, strict=True)
     between = mean_interval(kl, each), mean_interval(agrees, each)
-    named = f"({how.policy} {how.ratio:.0%})" if how.ratio else ""
+    named = f"({how.policy.name} {how.ratio:.0%})" if how.ratio else ""
     return MethodOnDocuments(sooner, compute, fmean(kl), between[0], fmean(agrees), between[1], named)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
+from cacheblend_rag.blending.policies import Candidates, SelectionPolicy
 
 if TYPE_CHECKING:
     from cacheblend_rag.blending.settings import BlendSettings
@@ -116,5 +116,5 @@ class RandomPolicy(SelectionPolicy):
 def rank_for(engine: BlendEngine, *settings: BlendSettings) -> None:
     """Make an engine measure static deviations with the KV from now on, if a blend by one of ``settings`` needs them."""
     wanted = (engine.profile.resolve(each, engine.num_layers, engine.controlled) for each in settings)
-    if any(each.reuse == "chunks" and (each.ratio == "auto" or policy(each.policy).needs_static) for each in wanted):
+    if any(each.reuse == "chunks" and (each.auto or each.policy.needs_static) for each in wanted):
         engine.ranking = "now"

@@ -147,7 +147,7 @@ async def _asked(engine: VLLMEngine, request: Request, completion: Sequence[int]
     check_length(len(prompt.token_ids), 1, engine.context_window)
     # The salt is unique, because vLLM gives no log-probabilities of tokens that its prefix cache holds.
     name = uuid4().hex
-    tokens, params = engine.tokens_prompt(prompt, request.settings.asked, name, unasked=len(completion))
+    tokens, params = engine.tokens_prompt(prompt, request.options, name, unasked=len(completion))
     await engine.before(prompt.token_ids, params, prompt)
     wanted = VLLMSampling(
         max_tokens=1,

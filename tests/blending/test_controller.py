@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from cacheblend_rag.blending.controller import SPENT, Decision, Load, Located, choose, decide
 from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, MeasuredCost, TierCost
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
-from cacheblend_rag.blending.settings import ResolvedSettings, TextRatio
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import FuseOptions, TextRatio
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.store.events import TierReads
@@ -85,11 +86,11 @@ def test_a_dense_pass_makes_a_blend_dearer() -> None:
 def test_a_policy_that_watches_the_question_pays_for_its_own_pass_behind_all_layers() -> None:
     known = Costs(4, COMPUTE, {"ram": TierCost(0.0, 1e12), "disk": TierCost(0.0, 2000 / 0.04)})
     plan = planned(("ram", 10), ("ram", 10))
-    asked, unasked = choose(plan, known, auto("static-query"), 0.1), choose(plan, known, auto("static"), 0.1)
+    asked, unasked = choose(plan, known, auto(0.1, "static-query")), choose(plan, known, auto(0.1))
     # 10 tokens of question once more; of what an engine computes behind a blend as many.
     assert asked.expected_s == pytest.approx(COMPUTE.seconds(20 + 200 * asked.ratio, 0), rel=0.01)
     assert unasked.expected_s == pytest.approx(COMPUTE.seconds(10 + 200 * unasked.ratio, 0), rel=0.01)
-    further = choose(replace(plan, behind=30), known, auto("static-query"), 0.1)
+    further = choose(replace(plan, behind=30), known, auto(0.1, "static-query"))
     assert further.expected_s == pytest.approx(COMPUTE.seconds(50 + 200 * further.ratio, 0), rel=0.01)
     # Nothing is chosen before all is there: computing hides no loading but that of the question's last layer.
     slow = Decision(Load(chunks("disk", "disk"), 50, 0.1, asked=0), known, [True, True], 0.1)
@@ -235,21 +236,21 @@ def planned(*parts: tuple[str, int | None]) -> BlendPlan:
     return BlendPlan(100 * len(parts) + 10, (), spans, "")
 
 
-def auto(named: str = "static") -> ResolvedSettings:
-    """Return the settings of a request for the controller's ratio, with KV deviation measured at layer 2."""
-    return ResolvedSettings("auto", named, (2,), "chunks")
+def auto(ratio: float | TextRatio, named: str = "static") -> FuseOptions:
+    """Return the options of a request for the controller's ratio, with KV deviation measured at layer 2."""
+    return FuseOptions(policy(named), ratio, (2,), auto=True)
 
 
 def test_the_ratio_is_what_the_chunks_that_are_loaded_need_not_those_computed_in_place() -> None:
     known = Costs(8, COMPUTE, {"ram": TierCost(0, 1e12), "disk": TierCost(0, 1e3)})
     rule = TextRatio(0.1, 0.0)
-    every = choose(planned(("ram", 40), ("ram", 10)), known, auto(), rule)
+    every = choose(planned(("ram", 40), ("ram", 10)), known, auto(rule))
     assert every.in_place == frozenset()
     assert every.ratio == pytest.approx(0.25 * (1 + SPENT), rel=0.02)  # 50 of 200
-    few = choose(planned(("ram", 10), ("disk", 90)), known, auto(), rule)  # the disk takes 100 s
+    few = choose(planned(("ram", 10), ("disk", 90)), known, auto(rule))  # the disk takes 100 s
     assert few.in_place == {200}
     assert few.expected_s == pytest.approx((10 + 100 + 100 * few.ratio) * COMPUTE.per_token_s)
-    many = choose(planned(("ram", 55), ("disk", 5)), known, auto(), rule)  # 60 of 200, and 55 of the 100 that stay
+    many = choose(planned(("ram", 55), ("disk", 5)), known, auto(rule))  # 60 of 200, and 55 of the 100 that stay
     assert many.in_place == {200}
     assert many.ratio >= 0.55
     assert many.expected_s == pytest.approx((10 + 100 + 100 * many.ratio) * COMPUTE.per_token_s)
@@ -257,17 +258,17 @@ def test_the_ratio_is_what_the_chunks_that_are_loaded_need_not_those_computed_in
 
 def test_a_chunk_without_static_deviation_is_reckoned_with_the_policy_that_takes_over() -> None:
     known = Costs(8, COMPUTE, {"ram": TierCost(0, 1e12)})
-    ranked, unranked = (choose(planned(("ram", 10), ("ram", n)), known, auto(), 0.1) for n in (10, None))
+    ranked, unranked = (choose(planned(("ram", 10), ("ram", n)), known, auto(0.1)) for n in (10, None))
     assert ranked.expected_s == pytest.approx(COMPUTE.seconds(10 + 200 * ranked.ratio, 0), rel=0.01)
     tokens = 10 + 0.25 * 200 + 2 * 200 * unranked.ratio  # the policy that takes over needs twice as many
     assert unranked.expected_s == pytest.approx(COMPUTE.seconds(tokens, 0), rel=0.01)
-    assert choose(planned(("ram", 90), ("ram", None)), known, auto(), TextRatio(0.1, 0.0)).ratio < 0.2
+    assert choose(planned(("ram", 90), ("ram", None)), known, auto(TextRatio(0.1, 0.0))).ratio < 0.2
 
 
 def test_a_ratio_is_said_in_the_wanted_policys_terms_though_the_one_that_takes_over_needs_more() -> None:
     known = Costs(8, COMPUTE, {"ram": TierCost(0, 1e12), "disk": TierCost(0, 1e3)})
     for tier, used in (("ram", 200), ("disk", 100)):  # the disk takes 100 s: its chunk is computed in place
-        found = choose(planned(("ram", 10), (tier, None)), known, auto(), 0.1)
+        found = choose(planned(("ram", 10), (tier, None)), known, auto(0.1))
         assert 0.1 <= found.ratio < 0.15
         tokens = 210 - used + 0.25 * 200 + 2 * used * found.ratio
         assert found.expected_s == pytest.approx(COMPUTE.seconds(tokens, 0), rel=0.01)

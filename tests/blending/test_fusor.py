@@ -17,7 +17,7 @@ from cacheblend_rag.blending.plan import BlendPlan, PlannedChunk, StoredSpan
 from cacheblend_rag.blending.policies import Candidates, SelectionPolicy, policy
 from cacheblend_rag.blending.reads import NotYetError, UnusableSpanError
 from cacheblend_rag.blending.rope import Move, Rope, moved
-from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.errors import InputError
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan
@@ -116,9 +116,9 @@ class Target:
 def blended(
     target: Target, chosen: SelectionPolicy | str, ratio: float, *layers: int, of: BlendPlan | None = None
 ) -> FuseResult:
-    schedule = BlendSchedule(layers, (*(3.0 - i for i in range(len(layers) - 1)), 1.0)) if layers else BlendSchedule()
+    widths = (*(3.0 - i for i in range(len(layers) - 1)), 1.0)
     named = policy(chosen) if isinstance(chosen, str) else chosen
-    return fuse(of or plan(), target, FuseOptions(named, ratio, schedule))  # type: ignore[arg-type]
+    return fuse(of or plan(), target, FuseOptions(named, ratio, layers or (1,), widths))  # type: ignore[arg-type]
 
 
 class Spy(SelectionPolicy):

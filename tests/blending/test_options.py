@@ -71,7 +71,7 @@ def test_a_text_range_survives_the_profiles_file(tmp_path: Any, monkeypatch: pyt
     save_profile(profile, "0" * 32, tmp_path)
     found = load_profile("0" * 32, tmp_path)
     assert found == profile
-    rule = found.ratio_of(found.resolve(BlendSettings(ratio="auto"), 8))
+    rule = found.resolve(BlendSettings(ratio="auto"), 8).ratio
     assert isinstance(rule, TextRatio)
     assert (rule.least, rule.left_out) == (0.03, pytest.approx(0.49))
     file = tmp_path / "cacheblend.json"

@@ -45,12 +45,12 @@ def engine_of(family: str) -> Any:
 def blended_logits(engine: Any, scene: Any, settings: BlendSettings) -> tuple[torch.Tensor, list[int], Any]:
     """The prompt's last logits and the recomputed positions, as the engine computes them."""
     request = engine.request(scene.prompt, SamplingParams(max_tokens=1), settings)
-    plan, settings = planned(engine, request), request.settings
+    plan = planned(engine, request)
     from cacheblend_rag.blending.fusor import fuse
     from cacheblend_rag.engines.transformers.target import TransformersTarget
 
     target = TransformersTarget(engine.runner, engine.rope, scene.prompt.token_ids)
-    result = fuse(plan, target, engine.profile.options(settings))
+    result = fuse(plan, target, request.options)
     return target.logits, result.recomputed.tolist(), result.outcome
 
 
@@ -92,7 +92,7 @@ def test_deeper_check_layers_and_gradual_filtering_equal_the_reference(family: s
     model, scene = model_of(family), Scene(seed=4)
     engine = engine_for(model, scene)
     engine.precompute(scene.chunks)
-    widths = engine.profile.schedule(checks).widths
+    widths = engine.profile.resolve(BlendSettings(check_layers=checks), engine.num_layers).widths
     got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=0.3, policy="hkvd", check_layers=checks))
     want = reference.blend(model, scene.header, scene.parts(), 0.3, checks, widths)
     assert recomputed == want.recomputed
@@ -198,7 +198,8 @@ def test_a_prompt_may_end_with_a_chunk(ratio: float, checks: tuple[int, ...]) ->
     engine.precompute(scene.chunks)
     settings = BlendSettings(ratio=ratio, policy="hkvd", check_layers=checks)
     got, recomputed, result = blended_logits(engine, scene, settings)
-    want = reference.blend(model, scene.header, scene.parts(), ratio, checks, engine.profile.schedule(checks).widths)
+    widths = engine.profile.resolve(settings, engine.num_layers).widths
+    want = reference.blend(model, scene.header, scene.parts(), ratio, checks, widths)
     assert recomputed == want.recomputed
     assert result.usage.computed_tokens == len(recomputed) + 1
     assert (got - want.logits).abs().max() < 1e-4

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cacheblend_rag.blending.plan import BlendPlan, Origin, StoredSpan, make_plan, origins
-from cacheblend_rag.blending.profile import ModelProfile
-from cacheblend_rag.blending.settings import ResolvedSettings, blend_terms
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import FuseOptions, TextRatio
 from cacheblend_rag.engines.transformers.prefixes import PromptKey
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
@@ -24,10 +24,9 @@ ENDS = (17, 30)
 
 
 def made(**changes: Any) -> tuple[Origin, ...]:
-    settings = ResolvedSettings(changes.get("ratio", 0.15), changes.get("policy", "hkvd"), (1,), "chunks")
+    options = FuseOptions(policy(changes.get("policy", "hkvd")), changes.get("ratio", 0.15), **changes.get("more", {}))
     spans, ids, ends = (changes.get(name, value) for name, value in (("spans", SPANS), ("ids", IDS), ("ends", ENDS)))
-    terms = blend_terms(settings, ModelProfile().options(settings))
-    return origins(spans, ids, ends, HEADER, terms, changes.get("watches", False))
+    return origins(spans, ids, ends, HEADER, options.terms, changes.get("watches", False))
 
 
 def common_tokens(one: Sequence[int], ones: Sequence[Origin], other: Sequence[int], others: Sequence[Origin]) -> int:
@@ -54,7 +53,17 @@ def test_a_prompt_that_goes_on_has_the_origins_of_the_one_before() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{"ratio": 0.2}, {"policy": "random"}, {"spans": [(2, 8), (20, 26)]}, {"spans": [(2, 8), (10, 14), (20, 26)]}],
+    [
+        {"ratio": 0.2},
+        {"policy": "random"},
+        {"more": {"auto": True}},
+        {"ratio": TextRatio(0.15, 0.5), "more": {"auto": True}},
+        {"more": {"check_layers": (2,)}},
+        {"more": {"widths": (1.5,)}},
+        {"more": {"reuse": "prefix"}},
+        {"spans": [(2, 8), (20, 26)]},
+        {"spans": [(2, 8), (10, 14), (20, 26)]},
+    ],
 )
 def test_nothing_is_common_from_where_it_was_made_otherwise(other: dict[str, Any]) -> None:
     assert common_tokens(IDS, made(), IDS, made(**other)) == 0

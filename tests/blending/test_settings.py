@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from typing import Any, get_args
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.blending.policies import POLICIES, policy
 from cacheblend_rag.blending.profile import ModelProfile, load_profile, save_profile
-from cacheblend_rag.blending.settings import HOW_NAMES, BlendSettings, Quality, ResolvedSettings, TextRange
+from cacheblend_rag.blending.settings import HOW_NAMES, BlendSettings, FuseOptions, Quality, TextRange, TextRatio
 from cacheblend_rag.errors import InputError
 
 LAYERS = st.sets(st.integers(1, 200), min_size=1, max_size=4).map(lambda layers: tuple(sorted(layers)))
@@ -57,14 +58,49 @@ def test_options_survive_a_trip_through_json(settings: BlendSettings) -> None:
 def test_a_profile_fills_in_what_is_left_open_and_changes_nothing_else(settings: BlendSettings) -> None:
     profile = ModelProfile(0.05, "sink", (2,), (1.0,), text=TextRange(0.4, 0.1))
     resolved = profile.resolve(settings, num_layers=1000)
-    for name in HOW_NAMES:
-        given = getattr(settings, name)
-        assert getattr(resolved, name) == (getattr(profile, name) if given is None else given)
-    other = ModelProfile(0.7, "static", (1,), reuse="prefix", text=TextRange(0.4, 0.1))
-    again = other.resolve(resolved.asked, num_layers=1000)
-    assert (again.reuse, again.quality) == (resolved.reuse, resolved.quality), "a quality is every profile's own"
-    assert again == resolved or resolved.quality is not None
-    assert ResolvedSettings.from_params(json.loads(json.dumps(resolved.to_params()))) == resolved
+    filled = {name: getattr(profile if getattr(settings, name) is None else settings, name) for name in HOW_NAMES}
+    assert (resolved.policy.name, resolved.check_layers) == (filled["policy"], filled["check_layers"])
+    assert resolved.auto == (settings.ratio == "auto")
+    assert profile.text is not None
+    rule = TextRatio(0.05, profile.text.most_left_out)
+    assert resolved.ratio == (rule if resolved.auto else filled["ratio"])
+    assert len(resolved.widths) == len(resolved.check_layers)
+    assert resolved.widths[-1] == 1
+    assert resolved.quality == (None if settings.named else settings.quality or "high")
+
+
+@given(SETTINGS)
+def test_decisions_survive_a_trip_through_json_and_another_process(settings: BlendSettings) -> None:
+    decided = ModelProfile(0.05, "sink", (2,), (1.0,), text=TextRange(0.4, 0.1)).resolve(settings, num_layers=1000)
+    assert FuseOptions.from_params(json.loads(json.dumps(decided.to_params()))) == decided
+    assert pickle.loads(pickle.dumps(decided)) == decided
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ratio": "auto"},
+        {"ratio": TextRatio(0.1, 0.5)},
+        {"ratio": 1.1},
+        {"check_layers": (2, 1)},
+        {"check_layers": ()},
+        {"widths": (1.0, 1.0)},
+        {"widths": (0.0,)},
+        {"widths": (float("nan"),)},
+        {"widths": ("1",)},
+        {"reuse": "all"},
+        {"reuse": None},
+    ],
+)
+def test_decisions_that_no_blend_could_follow_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        FuseOptions(**{"policy": policy("hkvd"), "ratio": 0.2, **wrong})
+
+
+def test_a_ratio_or_a_rule_for_it_is_raised_and_never_lowered() -> None:
+    fixed, ruled = FuseOptions(policy("hkvd"), 0.2), FuseOptions(policy("hkvd"), TextRatio(0.2, 0.5), auto=True)
+    assert [fixed.at_least(ratio).ratio for ratio in (0.1, 0.4)] == [0.2, 0.4]
+    assert [ruled.at_least(ratio).ratio for ratio in (0.1, 0.4)] == [TextRatio(0.2, 0.5), TextRatio(0.4, 0.5)]
 
 
 def test_a_profile_that_says_not_to_blend_is_followed_unless_a_blend_is_asked_for() -> None:
@@ -78,9 +114,8 @@ def test_a_profile_that_says_not_to_blend_is_followed_unless_a_blend_is_asked_fo
 def test_each_quality_stands_for_what_the_profile_says() -> None:
     def resolved(profile: ModelProfile, quality: Quality) -> tuple[str, float, str]:
         found = profile.resolve(BlendSettings(quality=quality), 8)
-        assert isinstance(found.policy, str)
         assert isinstance(found.ratio, float)
-        return found.policy, found.ratio, found.reuse
+        return found.policy.name, found.ratio, found.reuse
 
     uncalibrated, calibrated = ModelProfile(), ModelProfile(0.05, "static", calibrated={"why": "made up"})
     assert resolved(uncalibrated, "high") == (ModelProfile.policy, ModelProfile.ratio, "chunks")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from cacheblend_rag.blending.controller import GAIN, Choice, choose
 from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
-from cacheblend_rag.blending.settings import BlendSettings, Quality, ResolvedSettings
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import BlendSettings, FuseOptions, Quality
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.prompts.chunk import Chunk
 from cacheblend_rag.prompts.prompt import ChunkSpan, TokenizedPrompt
@@ -33,8 +34,7 @@ def _chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(plan: BlendPlan, ratio: float = 0.15, compute: ComputeCost = TOKENS, named: str = "query") -> Choice:
-    resolved = ResolvedSettings(ratio, named, (1,), "chunks", "high")
-    return choose(plan, Costs(4, compute, {}, calibrated=False), resolved, ratio)
+    return choose(plan, Costs(4, compute, {}, calibrated=False), FuseOptions(policy(named), ratio, quality="high"))
 
 
 def plan(front: int, chunks: int, tokens: int, question: int) -> BlendPlan:
@@ -180,4 +180,4 @@ def engine_chosen(engine: Any, prompt: TokenizedPrompt, policy: str) -> list[int
 
     request = engine.request(prompt, ONE, BlendSettings(ratio=0.4, policy=policy, check_layers=(1,)))
     target = TransformersTarget(engine.runner, engine.rope, prompt.token_ids)
-    return fuse(planned(engine, request), target, engine.profile.options(request.settings)).recomputed.tolist()
+    return fuse(planned(engine, request), target, request.options).recomputed.tolist()

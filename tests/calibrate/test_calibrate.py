@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.policies import highest, policy
-from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.calibrate import calibration
 from cacheblend_rag.calibrate.calibration import CalibrationPrompt, calibrate
 from cacheblend_rag.calibrate.candidates import Candidate, estimate_compute, examine_layers, layer_values
@@ -90,6 +90,13 @@ def test_recomputing_everything_has_no_divergence(measurement):
     assert kl(measurement, FuseOptions(policy("full-reuse"), 0.0)) > 1e-3
 
 
+def test_calibration_needs_no_policy_of_another_package(model, monkeypatch):
+    monkeypatch.setattr("cacheblend_rag.blending.policies._installed", list)
+    measured = measured_by(model, prompt(0))
+    monkeypatch.undo()
+    assert kl(measured, FuseOptions(policy("full-recompute"), 1.0)) == pytest.approx(0, abs=1e-9)
+
+
 def test_deviation_is_that_of_the_tokens_behind_the_exact_prefix(measurement):
     deviation, _ = measurement.deviation()
     assert deviation.shape == (LAYERS, 2 * 20)  # the first chunk stands right behind the header
@@ -100,14 +107,14 @@ def test_deviation_is_that_of_the_tokens_behind_the_exact_prefix(measurement):
 @pytest.mark.parametrize("layer", [1, 2, 3])
 def test_a_blend_chooses_by_the_deviation_that_calibration_computed(model, measurement, layer):
     target = model.target(prompt(0).token_ids, model.detect_rope())
-    result = fuse(measurement._plan, target, FuseOptions(policy("hkvd"), 0.2, BlendSchedule((layer,), (1.0,))))
+    result = fuse(measurement._plan, target, FuseOptions(policy("hkvd"), 0.2, (layer,)))
     first = measurement._plan.stale[0].start
     deviation, _ = measurement.deviation()
     assert result.recomputed.tolist() == (first + highest(deviation[layer], 8).nonzero().squeeze(1)).tolist()
 
 
 def test_given_scores_choose_as_the_check_layer_does(measurement):
-    by_layer = kl(measurement, FuseOptions(policy("hkvd"), 0.2, BlendSchedule((1,), (1.0,))))
+    by_layer = kl(measurement, FuseOptions(policy("hkvd"), 0.2, (1,)))
     given = FuseOptions(Scored(measurement.deviation()[0][1]), 0.2)
     assert by_layer == pytest.approx(kl(measurement, given), rel=1e-3)
 
@@ -210,8 +217,8 @@ def test_compute_counts_every_pass(model):
     assert (measured.stale_tokens, measured.forced_tokens) == (40, 5)
     want = {"static": 8 + 5, "static-query": 8 + 5 + 5, "hkvd": 8 + 5 + 40 * 2 / LAYERS}
     for name, tokens in want.items():
-        each = Candidate(name, 0.2, BlendSchedule((2,), (1.0,)))
-        found = measured.compare(FuseOptions(policy(name), 0.2, each.schedule))
+        each = Candidate(name, 0.2, *(((2,), (1.0,)) if name == "hkvd" else ()))
+        found = measured.compare(each.options)
         assert found.compute == pytest.approx(tokens / total)
         assert estimate_compute(each, LAYERS, 40 / total, 5 / total) == pytest.approx(found.compute)
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.blending.settings import BlendSchedule
 from cacheblend_rag.calibrate.candidates import RATIOS, Candidate, LayerFinding, estimate_compute, list_candidates
 from cacheblend_rag.calibrate.compared import Comparison
 from cacheblend_rag.calibrate.intervals import share_bounds
@@ -298,14 +297,13 @@ def test_candidates_come_by_what_they_compute_in_all() -> None:
     assert {each.policy for each in found} == {"full-reuse", "static", "query", "static-query", "hkvd"}
     assert max(each.ratio for each in found) > 0.3
     # The dense pass of a quarter of the layers counts: static at 18% is cheaper than hkvd at 1%.
-    at_two = BlendSchedule((2,), (1.0,))
-    assert found.index(Candidate("static", 0.18)) < found.index(Candidate("hkvd", 0.01, at_two))
+    assert found.index(Candidate("static", 0.18)) < found.index(Candidate("hkvd", 0.01, (2,), (1.0,)))
 
 
 def test_a_blind_layer_is_not_offered_nor_one_for_more_tokens_than_deviate_there() -> None:
     found = list_candidates([layer(1, offered=False), layer(2, visible=0.2)], 8, 0.7, 0.01, ranked=False)
     hkvd = [each for each in found if each.policy == "hkvd"]
-    assert {each.schedule.check_layers for each in hkvd} == {(2,)}
+    assert {each.check_layers for each in hkvd} == {(2,)}
     assert max(each.ratio for each in hkvd) == 0.18
 
 

@@ -241,7 +241,7 @@ def test_a_blend_that_is_given_up_leaves_no_copies_behind_that_others_could_meet
     engine.precompute(scene.chunks)
     request = engine.request(scene.prompt, ANSWER, STATIC)
     target = TransformersTarget(engine.runner, engine.rope, scene.prompt.token_ids)
-    steps = fuse_stepwise(planned(engine, request), target, engine.profile.options(request.settings))
+    steps = fuse_stepwise(planned(engine, request), target, request.options)
     assert next(steps).kind == "sparse"  # all that is stored is on its way
     steps.close()
     for layer in range(engine.num_layers):  # what another request would do with the memory

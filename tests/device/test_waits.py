@@ -16,7 +16,7 @@ from cacheblend_rag.blending.loader import LayerLoader
 from cacheblend_rag.blending.plan import BlendPlan, StoredSpan
 from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.rope import Rope
-from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject, TransformersTarget
 from cacheblend_rag.store.kv import ChunkKV, LayerKV
 from tests.blending.families import BLENDED, make_model
@@ -97,8 +97,8 @@ def plan(chunk: int = CHUNK) -> BlendPlan:
 def test_the_host_waits_once_for_each_selection(sim: str, name: str, layers: tuple[int, ...], expected: int) -> None:
     target = Target(sim)
     with waits() as count:
-        schedule = BlendSchedule(layers, tuple(3.0 - i for i in range(len(layers))))
-        done = fuse(plan(), target, FuseOptions(policy(name), 0.25, schedule))
+        widths = tuple(3.0 - i for i in range(len(layers)))
+        done = fuse(plan(), target, FuseOptions(policy(name), 0.25, layers, widths))
     assert count() == expected
     assert done.outcome.usage.computed_tokens == len(target.ran[-1])
 

@@ -172,6 +172,21 @@ class EngineContract:
         assert engine.tokenize(tokens) is tokens
         assert engine.generate(tokens, SHORT).token_ids == engine.generate(prompt, SHORT).token_ids
 
+    def test_a_request_is_taken_as_it_is_and_leaves_no_room_for_other_options(self, engine, chunks, prompt) -> None:
+        engine.precompute(chunks)
+        blend = BlendSettings(ratio=0.3)
+        request = engine.request(prompt, SHORT, blend)
+        assert engine.request(request) is request
+        want = engine.generate(prompt, SHORT, blend)
+        assert engine.generate(request).token_ids == want.token_ids
+        assert asyncio.run(engine.agenerate(request)).token_ids == want.token_ids
+        for more in ({"sampling": SHORT}, {"settings": blend}):
+            with pytest.raises(InputError, match="Request alone"):
+                engine.generate(request, **more)
+        long = replace(request, sampling=SamplingParams(max_tokens=10**6))
+        with pytest.raises(PromptTooLongError):
+            engine.generate(long)
+
     def test_it_says_how_its_model_is_blended(self, engine) -> None:
         assert engine.gate.passed, engine.gate.reason
         assert engine.num_layers > max(engine.profile.check_layers)

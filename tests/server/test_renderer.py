@@ -101,7 +101,7 @@ class Client:
         return settings
 
     def tokens_prompt(
-        self, prompt: TokenizedPrompt, settings: Any, salt: Any, traced: bool
+        self, prompt: TokenizedPrompt, options: Any, salt: Any, traced: bool
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         self.prompts.append(prompt)
         return {"prompt_token_ids": list(prompt.token_ids)}, {"cacheblend": {}}

@@ -189,7 +189,7 @@ class RemoteEngine(BlendEngine):
         return replace(total, seconds=time.perf_counter() - begin)
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:
         """See :class:`BlendEngine`.
 
@@ -215,7 +215,7 @@ class RemoteEngine(BlendEngine):
             yield _told(answer.end(), spans)
 
     async def astream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
         """Answer asynchronously; see :meth:`stream`. Cancelling the consumer ends the work on the server."""
         asked = await asyncio.to_thread(self.request, prompt, sampling, settings)

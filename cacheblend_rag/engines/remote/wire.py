@@ -34,7 +34,7 @@ def completion_request(model: str, request: Request, prefix: str = "") -> dict[s
         InputError: The JSON schema is not JSON.
     """
     prompt, sampling = request.prompt, request.sampling
-    blend = request.settings.asked.to_params()
+    blend = request.settings.to_params()
     if prompt.text is None:
         blend["spans"] = [
             {"id": span.chunk.id, "start": span.start, "end": span.end, "text": span.chunk.text or None}

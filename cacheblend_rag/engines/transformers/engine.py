@@ -18,7 +18,7 @@ from cacheblend_rag.blending.fusor import fuse
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import BlendPlan, PlannedChunk, origins
 from cacheblend_rag.blending.reads import UnusableSpanError
-from cacheblend_rag.blending.settings import BlendSettings, blend_terms
+from cacheblend_rag.blending.settings import BlendSettings
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, computing
 from cacheblend_rag.blending.transfer import whole_numbers
 from cacheblend_rag.engines.base import Prompt, Request
@@ -57,7 +57,6 @@ class PromptRun:
     def __init__(self, model: ModelOwner, request: Request, gone: threading.Event | None = None):
         self._model, self._request = model, request
         self._gone = gone or threading.Event()  # set once nobody waits for the answer any more
-        self._options = model.profile.options(request.settings)
         self._costs = model.costs  # the costs before this prompt corrects them
         self._key, self._kept = self._prefix_key(), CachedPrefix()
         names = {span.chunk.id for span in request.prompt.spans}
@@ -96,7 +95,7 @@ class PromptRun:
         """Compute the prompt's KV and its last token's logits, from stored KV where that is useful."""
         self._trace = trace
         self._look()
-        if self._model.profile.blockwise and self._request.settings.reuse == "chunks":
+        if self._model.profile.blockwise and self._request.options.reuse == "chunks":
             self._model.write_back([span.chunk for span in self._request.prompt.spans], (), self._known)
         unusable: set[tuple[int, ...]] = set()
         late: set[tuple[int, ...]] = set()
@@ -123,7 +122,7 @@ class PromptRun:
         """Plan without ``unusable`` and ``late`` entries, and carry out the plan; return the cache with the prompt."""
         model, prompt, looked = self._model, self._request.prompt, time.perf_counter()
         whole = planned(model, self._request, {*unusable, *late}).after_late(late)
-        if self._trace is not None and prompt.spans and self._request.settings.reuse != "off":
+        if self._trace is not None and prompt.spans and self._request.options.reuse != "off":
             whole.record(self._trace, looked)
         cache = model.runner.prompt_cache(len(prompt.token_ids)) if model.gate.passed else ModelsOwnCache()
         if self._key is not None and isinstance(cache, PositionedCache):
@@ -162,8 +161,10 @@ class PromptRun:
         model = self._model
         assert model.rope is not None
         target = TransformersTarget(model.runner, model.rope, self._request.prompt.token_ids, cache)
-        options = replace(self._options, trace=self._trace)
-        done = fuse(self.plan, target, options if choice is None else choice.limits(options))
+        options, most_wait_s = self._request.options, None
+        if choice is not None:
+            options, most_wait_s = options.at_least(choice.ratio), choice.most_wait_s
+        done = fuse(self.plan, target, options, trace=self._trace, most_wait_s=most_wait_s)
         self._passes, self._watched = done.passes, done.watched
         assert target.logits is not None
         self.logits = target.logits
@@ -171,25 +172,25 @@ class PromptRun:
 
     def _choose(self, plan: BlendPlan) -> Choice | None:
         """Return the loading controller's choice of stored KV for the plan; None if the controller has no choice."""
-        model, settings = self._model, self._request.settings
-        costs = controlled(model.costs, settings)
+        model, options = self._model, self._request.options
+        costs = controlled(model.costs, options)
         if costs is None or not (plan.uses_stored_kv and model.gate.passed):
             return None
-        return choose(plan, costs, settings, self._options.ratio)
+        return choose(plan, costs, options)
 
     def _prefix_key(self) -> PromptKey | None:
         """Return the prompt's key in the prefix cache; None if the prompt must not use the prefix cache."""
-        model, prompt, settings = self._model, self._request.prompt, self._request.settings
+        model, prompt, options = self._model, self._request.prompt, self._request.options
         longest = model.runner.longest
-        if settings.reuse == "off" or not model.gate.passed or (longest and len(prompt.token_ids) > longest):
+        if options.reuse == "off" or not model.gate.passed or (longest and len(prompt.token_ids) > longest):
             return None
         found = origins(
             [(span.start, span.end) for span in prompt.spans],
             prompt.token_ids,
             turn_ends(prompt.token_ids, turn_lead(model.tokenizer)),
             len(model.header_ids),
-            blend_terms(settings, self._options),
-            self._options.watches_question,
+            options.terms,
+            options.watches_question,
         )
         return PromptKey(prompt.token_ids, found, model.namespace.name)
 
@@ -243,7 +244,7 @@ class PromptRun:
 
 def planned(model: ModelOwner, request: Request, unusable: Collection[tuple[int, ...]] = ()) -> BlendPlan:
     """Look up a prompt's entries, except ``unusable`` ones, and return the blend plan for the entries found."""
-    reuse, runner, snapshots = request.settings.reuse, model.runner, model.snapshots
+    reuse, runner, snapshots = request.options.reuse, model.runner, model.snapshots
     entries = model.entries
 
     def find(source: Entries, token_ids: Sequence[int]) -> StoredKV | None:
@@ -283,12 +284,12 @@ class TransformersEngine(ModelOwner):
     without_json_schema: ClassVar[str] = 'install llguidance ("cacheblend-rag[guided]"), or leave json_schema out'
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:
         return self._begun(prompt, sampling, settings)
 
     async def astream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
         """Answer asynchronously; if the consumer is cancelled, a waiting prompt is dropped and a running one ends."""
         async for event in iterate_in_thread(lambda gone: self._begun(prompt, sampling, settings, gone)):
@@ -296,7 +297,7 @@ class TransformersEngine(ModelOwner):
 
     def _begun(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Request,
         sampling: SamplingParams | None,
         settings: BlendSettings | None,
         gone: threading.Event | None = None,
@@ -310,7 +311,7 @@ class TransformersEngine(ModelOwner):
         return self._stream(request, guide, begin, gone)
 
     async def agenerate(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Generation:
         """Answer asynchronously; the event loop's thread pool limits how many requests hold KV at the same time."""
         gone = threading.Event()

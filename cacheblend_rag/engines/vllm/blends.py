@@ -251,11 +251,14 @@ class _Blend:
             return
 
     def _fuse(self, plan: BlendPlan) -> Generator[Segment, int | None, FuseResult]:
-        load, options = self.load, replace(self.load.options, trace=self.trace, whole=self._streams)
+        load = self.load
         assert isinstance(load.job, BlendJob)
+        most_wait_s = None if load.choice is None else load.choice.most_wait_s
         part = plan.within(load.start, load.end, load.start_exact)
         part = replace(part, behind=max(0, part.behind - load.job.unasked))
-        return fuse_stepwise(part, self._target(), options)
+        return fuse_stepwise(
+            part, self._target(), load.options, trace=self.trace, most_wait_s=most_wait_s, whole=self._streams
+        )
 
     def _target(self) -> BlendTarget:
         self._filled = PagedTarget(self._paged, self._rope, self.load.token_ids, self._pages())
@@ -302,9 +305,9 @@ class _Blend:
             kv = lookup(source, token_ids)
             return kv if all_ranks(kv is not None) else None
 
-        plan = entries.plan(prompt, lookup, job.settings.reuse)
+        plan = entries.plan(prompt, lookup, job.options.reuse)
         if not all_ranks(all(kv is not None and kv.exact for kv in found.values())):  # ranks might plan differently
-            plan = entries.plan(prompt, agreed, job.settings.reuse, agree=all_ranks)
+            plan = entries.plan(prompt, agreed, job.options.reuse, agree=all_ranks)
         plan = plan.after_late(self._late)
         return plan if self.load.choice is None else self.load.choice.applied_to(plan)
 

@@ -19,7 +19,7 @@ from cacheblend_rag.blending.costs import Costs
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.plan import BlendPlan
 from cacheblend_rag.blending.profile import load_costs, log_uncalibrated
-from cacheblend_rag.blending.settings import BlendSettings, ResolvedSettings
+from cacheblend_rag.blending.settings import BlendSettings, FuseOptions
 from cacheblend_rag.blending.static import probe_ids
 from cacheblend_rag.blending.trace import DECODE, PREFILL, REST, Trace, TraceEvent
 from cacheblend_rag.engines.base import Request
@@ -122,8 +122,8 @@ class BlendClient:
         other.registry, other.namespace, other._background = ChunkRegistry(), namespace, set()
         return other
 
-    def resolve(self, settings: BlendSettings) -> ResolvedSettings:
-        """Return ``settings`` with every option set; raises InputError as :meth:`ModelProfile.resolve` does."""
+    def resolve(self, settings: BlendSettings) -> FuseOptions:
+        """Return the decisions about a blend; raises InputError as :meth:`ModelProfile.resolve` does."""
         return self.profile.resolve(settings, self.num_layers, self.controlled)
 
     @property
@@ -134,7 +134,7 @@ class BlendClient:
     def tokens_prompt(
         self,
         prompt: TokenizedPrompt,
-        settings: BlendSettings | None = None,
+        options: FuseOptions,
         salt: str | None = None,
         traced: bool = False,
         unasked: int = 0,
@@ -145,20 +145,17 @@ class BlendClient:
         are an answer to be scored.
 
         Raises:
-            InputError: A check layer lies beyond the model's layers.
+            InputError: The policy is an object that vLLM's processes cannot find by its name.
         """
-        resolved = self.resolve(settings or BlendSettings())
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
         if (kept_apart := self.namespace.salt(salt)) is not None:
             tokens["cache_salt"] = kept_apart
-        if not prompt.spans or resolved.reuse == "off" or not self.gate.passed:
+        if not prompt.spans or options.reuse == "off" or not self.gate.passed:
             return tokens, {}
         spans = tuple((span.start, span.end, span.chunk.id) for span in prompt.spans)
-        widths = self.profile.schedule(resolved.check_layers).widths
-        costs = controlled(self.costs, resolved)
-        ratio = self.profile.ratio_of(resolved)
+        costs = controlled(self.costs, options)
         ends = turn_ends(prompt.token_ids, self._lead)
-        job = BlendJob(spans, resolved, widths, ratio, costs, traced, self.namespace, ends, unasked)
+        job = BlendJob(spans, options, costs, traced, self.namespace, ends, unasked)
         return tokens, to_params(job)
 
     async def before(
@@ -169,7 +166,7 @@ class BlendClient:
         Without ``prompt``, the chunks are the registered chunks that ``params`` names.
         """
         job = read_params(params, len(token_ids)) if self.profile.blockwise and self._write_back else None
-        if isinstance(job, BlendJob) and job.settings.reuse == "chunks":
+        if isinstance(job, BlendJob) and job.options.reuse == "chunks":
             await self.store_kv(self._chunks((name for _, _, name in job.spans), prompt))
 
     def _chunks(self, names: Iterable[str], prompt: TokenizedPrompt | None) -> list[Chunk]:
@@ -247,12 +244,12 @@ class BlendClient:
 
     async def _answer(self, request: Request, spans: RequestSpans) -> AsyncGenerator[StreamEvent, None]:
         begin = time.perf_counter()
-        prompt, sampling, settings = request.prompt, request.sampling, request.settings
+        prompt, sampling, options = request.prompt, request.sampling, request.options
         names = {span.chunk.id for span in prompt.spans}
         known = names - self.registry.unknown(names)
-        tokens, params = self.tokens_prompt(prompt, settings.asked, traced=spans.trace is not None)
+        tokens, params = self.tokens_prompt(prompt, options, traced=spans.trace is not None)
         await self.before(prompt.token_ids, params, prompt)
-        wanted = vllm_sampling(sampling, params, self._end_tokens, self.tokenizer is not None, settings.reuse == "off")
+        wanted = vllm_sampling(sampling, params, self._end_tokens, self.tokenizer is not None, options.reuse == "off")
         text, ttft = "", 0.0
         arrived: list[tuple[float, int]] = []
         ids: list[int] = []
@@ -282,7 +279,7 @@ class BlendClient:
         report = self.report(
             last.kv_transfer_params, len(prompt.token_ids), last.num_cached_tokens or 0, len(ids), asked=bool(params)
         )
-        if settings.reuse == "off" and self.gate.passed:
+        if options.reuse == "off" and self.gate.passed:
             report = replace(report, outcome=replace(report.outcome, reason="reuse was switched off"))
         if spans.trace is not None:
             record(spans.trace, report, begin, arrived)

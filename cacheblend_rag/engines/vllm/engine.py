@@ -143,7 +143,7 @@ class VLLMEngine(BlendClient, BlendEngine):
         return self._run(self.store_own(chunks))
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> Iterator[StreamEvent]:
         return self._pump(self.request(prompt, sampling, settings))
 
@@ -159,7 +159,7 @@ class VLLMEngine(BlendClient, BlendEngine):
             work.cancel()
 
     async def astream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
+        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, settings: BlendSettings | None = None
     ) -> AsyncIterator[StreamEvent]:
         """See :class:`BlendEngine`; cancelling the consumer aborts the request."""
         request = await asyncio.to_thread(self.request, prompt, sampling, settings)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, GetPydanticSchema, TypeAdapter
+from pydantic import GetPydanticSchema, TypeAdapter
 from pydantic_core import core_schema
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
@@ -15,8 +15,7 @@ from cacheblend_rag.blending.controller import Choice
 from cacheblend_rag.blending.costs import Computed, Costs, MeasuredCost
 from cacheblend_rag.blending.outcome import PromptOutcome
 from cacheblend_rag.blending.plan import Origin, origins
-from cacheblend_rag.blending.policies import policy
-from cacheblend_rag.blending.settings import BlendSchedule, FuseOptions, ResolvedSettings, TextRatio, blend_terms
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.blending.trace import TraceEvent
 from cacheblend_rag.errors import CacheBlendError, InputError
 from cacheblend_rag.prompts.chunk import Chunk
@@ -28,12 +27,12 @@ PARAMS = "cacheblend"
 """Key of this package's part of a request's ``kv_transfer_params``, in the input and in the output."""
 
 _KNOWN: Mapping[str, Any] = {"extra": "forbid"}
-_Settings = Annotated[
-    ResolvedSettings,
+_Options = Annotated[
+    FuseOptions,
     GetPydanticSchema(
         lambda _, __: core_schema.no_info_plain_validator_function(
-            ResolvedSettings.from_params,
-            serialization=core_schema.plain_serializer_function_ser_schema(ResolvedSettings.to_params),
+            FuseOptions.from_params,
+            serialization=core_schema.plain_serializer_function_ser_schema(FuseOptions.to_params),
         )
     ),
 ]
@@ -45,9 +44,7 @@ class BlendJob:
 
     Attributes:
         spans: Start, end and id of each chunk, ascending.
-        settings: Treatment of stored KV, with every option set.
-        widths: Width of the recomputed set at each check layer, as a multiple of the ratio.
-        ratio: Ratio of the settings, or the rule that chooses the ratio; sent along since workers have no profile.
+        options: Decisions about the blend.
         costs: Costs for the loading controller; None if the controller decides nothing.
         trace: Whether to record a trace of loading and computing.
         namespace: Namespace of the stored KV that the blend uses.
@@ -59,25 +56,15 @@ class BlendJob:
     __pydantic_config__: ClassVar = _KNOWN
 
     spans: tuple[tuple[int, int, str], ...]
-    settings: _Settings
-    widths: tuple[float, ...]
-    ratio: Annotated[float, Field(ge=0, le=1)] | TextRatio
+    options: _Options
     costs: Costs | None = None
     trace: bool = False
     namespace: Namespace = DEFAULT
     turn_ends: tuple[int, ...] = ()
     unasked: int = 0
 
-    @property
-    def options(self) -> FuseOptions:
-        """Return the options for the fusor."""
-        schedule = BlendSchedule(self.settings.check_layers, self.widths)
-        return FuseOptions(policy(self.settings.policy), self.ratio, schedule)
-
     def check(self, prompt_tokens: int) -> None:
         """Raise ValueError if the job is inconsistent or does not fit a prompt of ``prompt_tokens`` tokens."""
-        if len(self.widths) != len(self.settings.check_layers):
-            raise ValueError("widths and check_layers differ in number")
         edges = [edge for a, b, _ in self.spans for edge in (a, b)]
         if edges != sorted(edges) or any(a >= b for a, b, _ in self.spans):
             raise ValueError("the spans are not ascending")
@@ -95,7 +82,7 @@ class BlendJob:
             token_ids,
             self.turn_ends,
             header_tokens,
-            blend_terms(self.settings, self.options),
+            self.options.terms,
             self.options.watches_question,
         )
 
@@ -187,9 +174,9 @@ class LoadOrder:
 
     @property
     def options(self) -> FuseOptions:
-        """Return the options for the fusor, within the limits of the loading controller's choice."""
+        """Return the options for the fusor, with a ratio no lower than that of the loading controller's choice."""
         assert isinstance(self.job, BlendJob)
-        return self.job.options if self.choice is None else self.choice.limits(self.job.options)
+        return self.job.options if self.choice is None else self.job.options.at_least(self.choice.ratio)
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ class SchedulerSide:
         rest = found.within(computed, found.num_tokens)
         if job.costs is not None and rest.uses_stored_kv:
             waits_s = sum(self._under_way.values())
-            tracked.choice = choose(rest, job.costs, job.settings, job.ratio, waits_s)
+            tracked.choice = choose(rest, job.costs, job.options, waits_s)
             tracked.blend_s = tracked.choice.expected_s - waits_s
             tracked.plan = tracked.choice.applied_to(found)
         tracked.reason = tracked.plan.reason
@@ -288,12 +288,12 @@ class SchedulerSide:
 
         def lookup(source: Entries, token_ids: Sequence[int]) -> StoredKV | None:
             if job.costs is not None:
-                return self._where.find(source, token_ids, needs_static(job.settings, job.ratio))
+                return self._where.find(source, token_ids, needs_static(job.options))
             return _PRESENT if source.contains(token_ids) else None
 
         prompt = job.prompt(tuple(request.prompt_token_ids or ()))
         look = SideBySide(lookup, entries.wanted(prompt), entries.store.remote)
-        plan = entries.plan(prompt, look, job.settings.reuse, self._longest)
+        plan = entries.plan(prompt, look, job.options.reuse, self._longest)
         if trace is not None:
             plan.record(trace, begin)
         return plan

@@ -90,7 +90,7 @@ class ScriptedEngine(BlendEngine):
 
     def stream(
         self,
-        prompt: BlendPrompt | TokenizedPrompt | str,
+        prompt: BlendPrompt | TokenizedPrompt | str | Request,
         sampling: SamplingParams | None = None,
         settings: BlendSettings | None = None,
     ) -> Iterator[StreamEvent]:

@@ -45,21 +45,22 @@ def test_the_options_are_fields_with_these_defaults(model: Any) -> None:
 @BOTH
 def test_what_is_left_open_is_the_model_profiles(model: Any, scripted: ScriptedEngine) -> None:
     model(engine=scripted).invoke("Who?")
-    profile, settings = scripted.profile, scripted.requests[-1].settings
-    assert (settings.ratio, settings.policy) == (profile.ratio, profile.policy)
-    assert (settings.check_layers, settings.reuse) == (profile.check_layers, "chunks")
+    asked = scripted.requests[-1]
+    assert asked.settings == BlendSettings()
+    assert asked.options == scripted.profile.resolve(BlendSettings(), 8)
 
 
 @BOTH
 def test_blend_options_of_a_call_go_before_those_of_the_model(model: Any, scripted: ScriptedEngine) -> None:
     llm = model(engine=scripted, **OTHERS)
     llm.invoke("Who?")
-    assert scripted.requests[-1].settings == scripted.profile.resolve(BlendSettings(**OTHERS), 8)
+    assert scripted.requests[-1].settings == BlendSettings(**OTHERS)
+    assert scripted.requests[-1].options == scripted.profile.resolve(BlendSettings(**OTHERS), 8)
     llm.invoke("Who?", ratio=0.7, policy=None, check_layers=[2])
-    settings = scripted.requests[-1].settings
-    assert (settings.ratio, settings.policy, settings.check_layers) == (0.7, scripted.profile.policy, (2,))
+    options = scripted.requests[-1].options
+    assert (options.ratio, options.policy.name, options.check_layers) == (0.7, scripted.profile.policy, (2,))
     llm.invoke("Who?", quality="full")
-    assert scripted.requests[-1].settings.reuse == "off"
+    assert scripted.requests[-1].options.reuse == "off"
     with pytest.raises(InputError, match="quality='fast' chooses ratio"):
         llm.invoke("Who?", quality="fast", ratio=0.7)
 

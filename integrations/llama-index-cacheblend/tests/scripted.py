@@ -57,11 +57,11 @@ class ScriptedEngine(BlendEngine):
 
     def stream(
         self,
-        prompt: BlendPrompt | TokenizedPrompt | str,
+        prompt: BlendPrompt | TokenizedPrompt | str | Request,
         sampling: SamplingParams | None = None,
         settings: BlendSettings | None = None,
     ) -> Iterator[StreamEvent]:
-        assert isinstance(prompt, TokenizedPrompt)
+        assert isinstance(prompt, Request)
         self.asked.append(self.request(prompt, sampling, settings))
         tokens = self.asked[-1].prompt
         reused = sum(span.end - span.start for span in tokens.spans)

@@ -49,20 +49,21 @@ def test_the_options_are_fields_with_these_defaults() -> None:
 
 def test_what_is_left_open_is_the_model_profiles(scripted: ScriptedEngine) -> None:
     CacheBlendLLM(engine=scripted).chat(USER)
-    profile, settings = scripted.profile, scripted.asked[-1].settings
-    assert (settings.ratio, settings.policy) == (profile.ratio, profile.policy)
-    assert (settings.check_layers, settings.reuse) == (profile.check_layers, "chunks")
+    asked = scripted.asked[-1]
+    assert asked.settings == BlendSettings()
+    assert asked.options == scripted.profile.resolve(BlendSettings(), 8)
 
 
 def test_blend_options_of_a_call_go_before_those_of_the_llm(scripted: ScriptedEngine) -> None:
     llm = CacheBlendLLM(engine=scripted, **OTHERS)
     llm.chat(USER)
-    assert scripted.asked[-1].settings == scripted.profile.resolve(BlendSettings(**OTHERS), 8)
+    assert scripted.asked[-1].settings == BlendSettings(**OTHERS)
+    assert scripted.asked[-1].options == scripted.profile.resolve(BlendSettings(**OTHERS), 8)
     llm.complete("Who?", ratio=0.7, policy=None, check_layers=[2])
-    settings = scripted.asked[-1].settings
-    assert (settings.ratio, settings.policy, settings.check_layers) == (0.7, scripted.profile.policy, (2,))
+    options = scripted.asked[-1].options
+    assert (options.ratio, options.policy.name, options.check_layers) == (0.7, scripted.profile.policy, (2,))
     llm.complete("Who?", quality="full")
-    assert scripted.asked[-1].settings.reuse == "off"
+    assert scripted.asked[-1].options.reuse == "off"
     with pytest.raises(InputError, match="quality='fast' chooses ratio"):
         llm.complete("Who?", quality="fast", ratio=0.7)
 

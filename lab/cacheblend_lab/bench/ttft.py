@@ -92,11 +92,11 @@ def bench_ttft(
     for number, name in count_rounds(settings.repeat):
         say(name)
         bench.run_round(number)
-    schedule = engine.profile.schedule(settings.check_layers)
+    options = engine.profile.resolve(blend, engine.num_layers, engine.controlled)
     head = place.head(
         settings,
-        check_layers=schedule.check_layers,
-        widths=schedule.widths,
+        check_layers=options.check_layers,
+        widths=options.widths,
         warmup_rounds=1,
         prompt_tokens=len(prompt.token_ids),
     )

@@ -104,7 +104,7 @@ def evaluate(
         raise ModelError(f"This model is not blended, so there is nothing to compare: {engine.gate.reason}.")
     if engine.device is None or engine.dtype is None:
         raise ModelError("Only a model that runs here can be evaluated: what a server computes on is not known.")
-    methods = make_methods(settings.methods, engine.profile.resolve(settings.blend, engine.num_layers))
+    methods = make_methods(settings.methods, settings.blend, engine.profile, engine.num_layers)
     rank_for(engine, *(method.settings for method in methods if isinstance(method, SettingsMethod)))
     data = _load(settings, engine.tokenizer, settings.limit)
     set_header(engine, data.samples)

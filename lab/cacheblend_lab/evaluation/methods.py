@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Final
 
 from cacheblend_lab.evaluation.chunkwise import LangChainMethod, MapReduce, MapRerank
@@ -14,7 +14,8 @@ from cacheblend_lab.evaluation.method import Method, Reply, generate_reply
 from cacheblend_lab.evaluation.reordered import ReorderMethod
 from cacheblend_lab.samples import EvalCase
 from cacheblend_rag.blending.policies import policy_name
-from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings, ResolvedSettings
+from cacheblend_rag.blending.profile import ModelProfile
+from cacheblend_rag.blending.settings import FULL_RECOMPUTE, FULL_REUSE, PREFIX_CACHING, BlendSettings, Ratio, TextRatio
 from cacheblend_rag.engines.base import BlendEngine
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import InputError
@@ -91,18 +92,21 @@ class MarginalMethod(Method):
         )
 
 
-def make_methods(names: Sequence[str], blend: ResolvedSettings) -> list[Method]:
+def make_methods(names: Sequence[str], blend: BlendSettings, profile: ModelProfile, num_layers: int) -> list[Method]:
     """Return the methods called ``names``.
 
     Args:
         names: Names in :data:`NAMES`, or ``POLICY@RATIO`` and ``POLICY@RATIO@LAYERS`` for further blends, as
             ``sink@0.1`` and ``hkvd@0.15@1+3``.
-        blend: Settings of the method ``blend``.
+        blend: Settings of the method ``blend``, which blends even if the profile advises against blending.
+        profile: Profile of the model, for the options that ``blend`` leaves open.
+        num_layers: Number of the model's layers.
 
     Raises:
         InputError: A name is unknown or given twice, or settings are out of range.
     """
     found: list[Method] = []
+    blend = _filled(blend, profile, num_layers)
     for name in names:
         made = _method(name, blend)
         # Answers of methods with equal keys could not be distinguished in the file.
@@ -114,22 +118,28 @@ def make_methods(names: Sequence[str], blend: ResolvedSettings) -> list[Method]:
     return found
 
 
-def _method(name: str, blend: ResolvedSettings) -> Method:
-    # The method blends even if the profile advises against blending.
-    blended = replace(blend, reuse="chunks", quality=None).asked
-    how = f"{policy_name(blend.policy)} {_ratio(blended)}"
+def _filled(blend: BlendSettings, profile: ModelProfile, num_layers: int) -> BlendSettings:
+    """Return ratio, policy and check layers of a blend, none left open."""
+    options = profile.resolve(blend, num_layers)
+    ratio: Ratio = "auto" if isinstance(options.ratio, TextRatio) else options.ratio
+    return BlendSettings(ratio, blend.policy or profile.policy, options.check_layers)
+
+
+def _method(name: str, blend: BlendSettings) -> Method:
+    assert blend.policy is not None
+    how = f"{policy_name(blend.policy)} {_ratio(blend)}"
     named: dict[str, Callable[[], Method]] = {
         "full": lambda: SettingsMethod(name, LABELS[name], FULL_RECOMPUTE),
         "prefix": lambda: SettingsMethod(name, LABELS[name], PREFIX_CACHING, free_loads=True),
         "reuse": lambda: SettingsMethod(name, LABELS[name], FULL_REUSE),
-        "blend": lambda: SettingsMethod(name, f"blend, {how}", blended),
+        "blend": lambda: SettingsMethod(name, f"blend, {how}", blend),
         "map_reduce": lambda: MapReduce(name, LABELS[name]),
         "map_rerank": lambda: MapRerank(name, LABELS[name]),
         "langchain_map_reduce": lambda: LangChainMethod(name, LABELS[name]),
         "langchain_map_rerank": lambda: LangChainMethod(name, LABELS[name]),
         "marginal": MarginalMethod,
         "reorder": lambda: ReorderMethod(name, LABELS[name], None),
-        "reorder+blend": lambda: ReorderMethod(name, f"{LABELS[name]}, {how}", blended),
+        "reorder+blend": lambda: ReorderMethod(name, f"{LABELS[name]}, {how}", blend),
     }
     if name in named:
         return named[name]()

@@ -99,7 +99,7 @@ def test_the_store_and_the_registry_are_left_as_they_were(engine):
 
 def test_an_interruption_changes_no_order_and_another_run_before_it_does(engine, tmp_path):
     def once(samples, path):
-        methods = make_methods(["full", "reorder"], ModelProfile().resolve(BlendSettings(0.3), 8))
+        methods = make_methods(["full", "reorder"], BlendSettings(0.3), ModelProfile(), 8)
         set_header(engine, samples)
         with AnswersFile(path, {}) as answers:
             return answer_all(engine, Preparer(engine, FEW), samples, methods, answers).rows
@@ -130,7 +130,7 @@ def test_an_interruption_changes_nothing_where_a_kv_writer_has_written_the_chunk
             set_header(written, [first])
             preparer = Preparer(written, FEW)
             cases = {sample.id: preparer.case(sample) for sample in (first, second)}
-            (method,) = make_methods(["reorder+blend"], ModelProfile().resolve(BlendSettings(0.3), 5))
+            (method,) = make_methods(["reorder+blend"], BlendSettings(0.3), ModelProfile(), 5)
             method.begin(list(cases.values()))
             for sample in answered:
                 case = cases[sample.id]

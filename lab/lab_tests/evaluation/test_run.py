@@ -43,7 +43,7 @@ FEW = Preparation(k=6, max_tokens=4)
 
 
 def run(engine, names="full,prefix,reuse,blend", samples=SAMPLES, path=None, blend=None):
-    methods = make_methods(names.split(","), ModelProfile().resolve(blend or BlendSettings(0.3), 8))
+    methods = make_methods(names.split(","), blend or BlendSettings(0.3), ModelProfile(), 8)
     set_header(engine, samples)
     with AnswersFile(path, {"x": 1}) as answers:
         return answer_all(engine, Preparer(engine, FEW), samples, methods, answers).rows
@@ -143,12 +143,12 @@ def test_summary_counts_kinds_apart_and_follows_from_the_rows(engine):
 
 
 def test_one_method_by_two_names_is_refused():
-    blend = ModelProfile().resolve(BlendSettings(0.3, "hkvd"), 8)
+    blend = BlendSettings(0.3, "hkvd"), ModelProfile(), 8
     for names, twin in (("blend,hkvd@0.3@1", "blend"), ("sink@0.1,sink@0.10", "sink@0.1")):
         with pytest.raises(InputError, match=f"given twice: {twin} is the same"):
-            make_methods(names.split(","), blend)
+            make_methods(names.split(","), *blend)
     with pytest.raises(InputError, match=r"full is given twice\."):
-        make_methods(("full", "full"), blend)
+        make_methods(("full", "full"), *blend)
 
 
 def test_without_full_recompute_there_is_nothing_to_agree_with(engine):
@@ -252,7 +252,7 @@ def test_a_data_set_of_two_instructions_is_refused(engine):
 )
 def test_methods_that_do_not_exist_are_named(names, named):
     with pytest.raises(InputError, match=named):
-        make_methods([n for n in names.split(",") if n], ModelProfile().resolve(BlendSettings(), 8))
+        make_methods([n for n in names.split(",") if n], BlendSettings(), ModelProfile(), 8)
 
 
 def asked_by_chunk(engine, monkeypatch, max_tokens):

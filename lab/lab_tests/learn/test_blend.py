@@ -144,7 +144,7 @@ def test_what_a_writer_writes_is_blended_as_the_engine_with_that_writer_blends_i
     engine.precompute(scene.chunks)
     request = engine.request(scene.prompt, SamplingParams(max_tokens=1), BlendSettings(ratio=0.0))
     target = TransformersTarget(engine.runner, engine.rope, scene.prompt.token_ids)
-    fuse(planned(engine, request), target, engine.profile.options(request.settings))
+    fuse(planned(engine, request), target, request.options)
     assert target.logits is not None
     assert (got - target.logits).abs().max() < 1e-4
     assert (read - target.logits).abs().max() < 1e-4

@@ -72,7 +72,7 @@ def run(engine: Any, work: Any) -> Any:
 async def _first_logprobs(engine: Any, prompt: TokenizedPrompt, settings: BlendSettings) -> torch.Tensor:
     from vllm import SamplingParams
 
-    tokens, params = engine.tokens_prompt(prompt, settings)
+    tokens, params = engine.tokens_prompt(prompt, engine.resolve(settings))
     sampling = SamplingParams(
         max_tokens=1,
         temperature=0,

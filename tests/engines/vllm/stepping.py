@@ -24,7 +24,8 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
-from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.engines.vllm import blends, connector, worker
 from cacheblend_rag.engines.vllm.arguments import _connect
 from cacheblend_rag.engines.vllm.messages import BlendJob, SaveJob, read_report, to_params
@@ -155,8 +156,7 @@ class Engine:
     def request(self, name: str, job: BlendJob | SaveJob | None = None) -> Any:
         """Make a request known that blends, or does another `job`."""
         if job is None:
-            settings = ResolvedSettings(0.15, "hkvd", (1,), "chunks")
-            job = BlendJob(((0, CHUNK_END, "chunk"),), settings, (1.0,), 0.15)
+            job = BlendJob(((0, CHUNK_END, "chunk"),), FuseOptions(policy("hkvd"), 0.15))
         made = SimpleNamespace(
             request_id=name,
             num_prompt_tokens=PROMPT,

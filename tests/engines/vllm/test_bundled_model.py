@@ -223,16 +223,22 @@ GOOD: dict[str, Any] = {
     "spans": [[5, 9, "x"]],
     "turn_ends": [4, 20],
     "unasked": 2,
-    "settings": {"ratio": 0.1, "policy": "hkvd", "check_layers": [1], "reuse": "chunks"},
-    "widths": [1],
-    "ratio": 0.1,
+    "options": {
+        "reuse": "chunks",
+        "policy": "hkvd",
+        "ratio": 0.1,
+        "auto": False,
+        "check_layers": [1],
+        "widths": [1],
+        "quality": None,
+    },
     "trace": True,
     "namespace": {"name": "acme", "reads": ["public"]},
 }
 
 
-def wrong_settings(**changes: Any) -> dict[str, Any]:
-    return {**GOOD, "settings": {**GOOD["settings"], **changes}}
+def wrong_options(**changes: Any) -> dict[str, Any]:
+    return {**GOOD, "options": {**GOOD["options"], **changes}}
 
 
 @pytest.mark.parametrize(
@@ -241,16 +247,15 @@ def wrong_settings(**changes: Any) -> dict[str, Any]:
         ({**GOOD, "spans": "no"}, ""),
         ({**GOOD, "spans": [[0, 10**9, "x"]]}, "outside the prompt"),
         ({**GOOD, "spans": [[9, 5, "x"]]}, "not ascending"),
-        ({**GOOD, "widths": [1, 1]}, "widths"),
+        (wrong_options(widths=[1, 1]), "widths"),
         ({**GOOD, "turn_ends": [9, 5]}, "not ascending"),
         ({**GOOD, "unasked": -1}, "answer"),
-        ({**GOOD, "settings": {}}, "ratio"),
-        ({**GOOD, "ratio": 7}, "less than or equal to 1"),
+        ({**GOOD, "options": {"policy": "hkvd"}}, "ratio"),
         ({**GOOD, "costs": "none"}, ""),
-        (wrong_settings(ratio=7), "ratio is 7"),
-        (wrong_settings(policy="none such"), "none such"),
-        (wrong_settings(check_layers=[3, 1]), "check_layers"),
-        (wrong_settings(reuse="nothing"), "reuse"),
+        (wrong_options(ratio=7), "ratio is 7"),
+        (wrong_options(policy="none such"), "none such"),
+        (wrong_options(check_layers=[3, 1]), "check_layers"),
+        (wrong_options(reuse="nothing"), "reuse"),
         ({"start": -3}, "saved"),
         ("text", ""),
         (7, ""),
@@ -284,7 +289,5 @@ def test_well_formed_options_are_read() -> None:
     assert isinstance(job, BlendJob)
     assert to_params(job) == {"cacheblend": GOOD}
     plain = replace(job, turn_ends=(), unasked=0, trace=False, namespace=DEFAULT)
-    assert set(to_params(plain)["cacheblend"]) == {"spans", "settings", "widths", "ratio"}, (
-        "what is the default does not travel"
-    )
+    assert set(to_params(plain)["cacheblend"]) == {"spans", "options"}, "what is the default does not travel"
     assert read_params(to_params(plain), 20) == plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,9 @@ from cacheblend_rag.blending.controller import Choice
 from cacheblend_rag.blending.costs import ComputeCost, Computed, Costs, TierCost
 from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.outcome import PromptOutcome, Usage
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.profile import ModelProfile
-from cacheblend_rag.blending.settings import ResolvedSettings, TextRatio
+from cacheblend_rag.blending.settings import FuseOptions, TextRatio
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.client import BlendClient
 from cacheblend_rag.engines.vllm.messages import (
@@ -46,7 +48,7 @@ from tests.outcomes import differing, filled
 
 TOKENS, CHUNKS, QUESTION = 50, 4, 8
 MODEL = ModelFingerprint("0" * 32, "m")
-SETTINGS = ResolvedSettings("auto", "full-reuse", (1,), "chunks")  # a policy that measures nothing: a blend is one pass
+OPTIONS = FuseOptions(policy("full-reuse"), 0.2, auto=True)  # a policy that measures nothing: a blend is one pass
 
 
 def ids(chunk: int) -> tuple[int, ...]:
@@ -83,7 +85,7 @@ class Scheduler:
             num_prompt_tokens=len(prompt),
             prompt_token_ids=prompt,
             block_hashes=[],  # no prefix cache
-            kv_transfer_params=to_params(BlendJob(spans, SETTINGS, (1.0,), 0.2, self.costs, unasked=unasked)),
+            kv_transfer_params=to_params(BlendJob(spans, OPTIONS, self.costs, unasked=unasked)),
         )
         self.side.new_request(made)
         return made
@@ -257,21 +259,32 @@ def test_of_a_blend_that_failed_nothing_was_decided(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ratio", [0.2, TextRatio(0.2, 0.5)])
 def test_a_job_survives_its_journey(tmp_path: Path, ratio: Any) -> None:
     costs = Scheduler(tmp_path, disk=1.0).costs
-    for job in (BlendJob(((0, 5, "a"),), SETTINGS, (1.0,), ratio, each) for each in (costs, None)):
+    for job in (BlendJob(((0, 5, "a"),), replace(OPTIONS, ratio=ratio), each) for each in (costs, None)):
         assert read_params(json.loads(json.dumps(to_params(job))), 10) == job
 
 
 @pytest.mark.parametrize("whose", [DEFAULT, Namespace("public"), Namespace("acme", ("public",))])
 def test_a_tenant_travels_to_the_workers_as_it_is_and_the_default_one_as_nothing(whose: Namespace) -> None:
-    for job in (BlendJob(((0, 5, "a"),), SETTINGS, (1.0,), 0.2, namespace=whose), SaveJob(0, namespace=whose)):
+    for job in (BlendJob(((0, 5, "a"),), OPTIONS, namespace=whose), SaveJob(0, namespace=whose)):
         travels = json.loads(json.dumps(to_params(job)))
         assert ("namespace" in travels[PARAMS]) == (whose != DEFAULT)
         assert read_params(travels, 10) == job
 
 
-@pytest.mark.parametrize("wrong", [{"costs": {}}, {"costs": 3}, {"ratio": 2.0}, {"ratio": None}, {"ratio": {"a": 1}}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"costs": costs} for costs in ({}, 3)),
+        *({"options": {"policy": "hkvd", "ratio": ratio, "auto": True}} for ratio in (2.0, None, {"a": 1})),
+        *({"options": options} for options in ({"policy": "hkvd"}, {"ratio": 0.1}, {}, [], "hkvd", None)),
+        {"options": {"policy": ["hkvd"], "ratio": 0.1}},
+        {"options": {"policy": "hkvd", "ratio": {"least": 0.1, "left_out": 0.5}}},
+        {"options": {"policy": "hkvd", "ratio": 0.1, "widths": [1, 1]}},
+        {"options": {"policy": "hkvd", "ratio": 0.1, "more": 1}},
+    ],
+)
 def test_a_malformed_job_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    job = BlendJob(((0, 5, "a"),), SETTINGS, (1.0,), 0.2, Scheduler(tmp_path, disk=1.0).costs)
+    job = BlendJob(((0, 5, "a"),), OPTIONS, Scheduler(tmp_path, disk=1.0).costs)
     with pytest.raises(InputError, match="malformed"):
         read_params({PARAMS: to_params(job)[PARAMS] | wrong}, 10)
 
@@ -279,11 +292,12 @@ def test_a_malformed_job_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> No
 def test_the_controllers_ratio_is_the_lowest_of_the_rule_that_knows_the_text() -> None:
     from cacheblend_rag.engines.vllm.messages import LoadOrder
 
-    choice = Choice(frozenset(), 0.4, "", 1.0)
-    load = LoadOrder("a", (), 0, 0, (), BlendJob((), SETTINGS, (1.0,), TextRatio(0.2, 0.5)), choice)
+    choice, ruled = Choice(frozenset(), 0.4, "", 1.0), replace(OPTIONS, ratio=TextRatio(0.2, 0.5))
+    load = LoadOrder("a", (), 0, 0, (), BlendJob((), ruled), choice)
     assert load.options.ratio == TextRatio(0.4, 0.5)
-    assert replace(load, job=replace(load.job, ratio=0.2)).options.ratio == 0.4
+    assert replace(load, job=BlendJob((), OPTIONS)).options.ratio == 0.4
     assert replace(load, choice=None).options.ratio == TextRatio(0.2, 0.5)
+    assert pickle.loads(pickle.dumps(load)) == load, "it is pickled on its way to the workers"
 
 
 def test_the_pieces_of_a_chunked_prefill_add_up_to_the_whole() -> None:

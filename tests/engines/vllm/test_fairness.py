@@ -16,7 +16,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.engines.models import model_directory
 from cacheblend_rag.engines.vllm import connector, fairness
 from cacheblend_rag.engines.vllm.arguments import _connect
@@ -67,8 +68,7 @@ class Steps:
 
     def ask(self, name: str, whose: Namespace, prompt: int, answer: int = 4, blend: bool = False) -> None:
         """Let a request come in; most of its prompt is stored if it is a ``blend``."""
-        settings = ResolvedSettings(0.15, "hkvd", (1,), "chunks")
-        job = BlendJob(((0, prompt - 10, "chunk"),), settings, (1.0,), 0.15, namespace=whose)
+        job = BlendJob(((0, prompt - 10, "chunk"),), FuseOptions(policy("hkvd"), 0.15), namespace=whose)
         sampling = SamplingParams(
             max_tokens=answer, ignore_eos=True, extra_args={"kv_transfer_params": to_params(job)} if blend else None
         )

@@ -252,7 +252,7 @@ async def speak(
     engine: Any, prompt: TokenizedPrompt, settings: BlendSettings, count: int, begun: asyncio.Event | None = None
 ) -> Spoken:
     """Let the engine answer with ``count`` tokens; ``begun`` is set when it has said the first."""
-    tokens, params = engine.tokens_prompt(prompt, settings)
+    tokens, params = engine.tokens_prompt(prompt, engine.resolve(settings))
     extra = {"kv_transfer_params": params} if params else None
     sampling = SamplingParams(max_tokens=count, temperature=0, logprobs=0, detokenize=False, extra_args=extra)
     async for output in engine.llm.generate(tokens, sampling, f"spoken-{id(prompt)}-{id(params)}-{id(sampling)}"):

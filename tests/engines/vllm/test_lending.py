@@ -22,7 +22,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.engines.entries import Entries
 from cacheblend_rag.engines.vllm.messages import PARAMS, BlendJob, SaveJob, to_params
 from cacheblend_rag.engines.vllm.paged import PagedModel
@@ -69,10 +70,9 @@ class Scheduler:
         """
         size = len(CHUNK)
         spans = tuple((before + i * size, before + (i + 1) * size, f"chunk {i}") for i in range(chunks))
-        settings = ResolvedSettings(ratio=0.2, policy="hkvd", check_layers=(1,), reuse="chunks")
         ids = (*range(1, before + 1), *CHUNK * chunks, *range(200, 200 + behind))
         ends = tuple(end for _, end, _ in spans[:-1])
-        return self.request(ids, BlendJob(spans, settings, (1.0,), 0.2, turn_ends=ends))
+        return self.request(ids, BlendJob(spans, FuseOptions(policy("hkvd"), 0.2), turn_ends=ends))
 
     def admit(self, request: Request) -> int | None:
         """Ask the connector and allocate what it promises; return its promise."""

@@ -14,7 +14,8 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
 from cacheblend_rag.blending.controller import Choice
-from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.blending.policies import policy
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.engines.transformers.target import TransformersTarget
 from cacheblend_rag.engines.vllm import blends
 from cacheblend_rag.engines.vllm.blends import BlendQueue
@@ -61,7 +62,7 @@ class Worker:
 
     def add(self, name: str, scene: Scene, most_wait_s: float | None = None, reuse: Any = "chunks") -> None:
         spans = tuple((span.start, span.end, span.chunk.id) for span in scene.prompt.spans)
-        job = BlendJob(spans, ResolvedSettings(RATIO, "hkvd", (1,), reuse), (1.0,), RATIO)
+        job = BlendJob(spans, FuseOptions(policy("hkvd"), RATIO, reuse=reuse))
         ids = scene.prompt.token_ids
         choice = None if most_wait_s is None else Choice(frozenset(), RATIO, "", 1.0, most_wait_s)
         self.queue.add(LoadOrder(name, ids, 0, scene.prompt.spans[-1].end, (), job, choice))

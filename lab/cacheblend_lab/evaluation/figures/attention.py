@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +13,7 @@ from scipy.stats import spearmanr
 
 from cacheblend_lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_lab.plotting import draw_points, figure, style
-from cacheblend_rag.blending.policies import policy, policy_name
+from cacheblend_rag.blending.policies import policy
 from cacheblend_rag.blending.settings import FuseOptions
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _measure_attention(context: FigureContext, say: Say) -> list[Row]:
     say(0.4, "attention after full KV reuse")
     reuse = inspector.measure_attention(FuseOptions(policy("full-reuse"), 0.0))
     say(0.7, "attention after the blend")
-    blend = inspector.measure_attention(context.engine.profile.options(context.blend))
+    blend = inspector.measure_attention(context.blend)
     layer = int(attention_deviation(reuse, whole).argmax())
     rows = []
     for name, attention in (("full", whole), ("reuse", reuse), ("blend", blend)):
@@ -174,8 +175,7 @@ def _draw_attention(rows: Sequence[Row]) -> Drawing:
 
 
 def _measure_deviation(context: FigureContext, say: Say) -> list[Row]:
-    schedule = context.engine.profile.schedule(context.blend.check_layers)
-    compared = (policy_name(context.blend.policy), "random")
+    compared = (context.blend.policy.name, "random")
     found: dict[tuple[str, float], list[Any]] = {}
     steps = len(context.inspectors)
     for number, inspector in enumerate(context.inspectors):
@@ -183,7 +183,7 @@ def _measure_deviation(context: FigureContext, say: Say) -> list[Row]:
         for at, ratio in enumerate(_RATIOS):
             say((number + at / len(_RATIOS)) / steps, f"prompt {number + 1} of {steps}")
             for name in compared if ratio else compared[:1]:
-                blend = inspector.measure_attention(FuseOptions(policy(name), ratio, schedule))
+                blend = inspector.measure_attention(replace(context.blend, policy=policy(name), ratio=ratio))
                 deviation = attention_deviation(blend, want)
                 found.setdefault((name, ratio), []).append(deviation.numpy())
     for name in compared[1:]:

@@ -13,7 +13,7 @@ from cacheblend_lab.evaluation.attention import AttentionInspector
 from cacheblend_lab.evaluation.evaluate import EvalResult, EvalSettings, evaluate, identify_run
 from cacheblend_lab.evaluation.prepare import Preparer, set_header
 from cacheblend_lab.workbench import Workbench
-from cacheblend_rag.blending.settings import ResolvedSettings
+from cacheblend_rag.blending.settings import FuseOptions
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import InputError, ModelError, PromptTooLongError
 
@@ -62,8 +62,8 @@ class FigureContext:
     _measured: dict[str, list[Row]] = field(default_factory=dict)
 
     @property
-    def blend(self) -> ResolvedSettings:
-        """Return the run's blend, with all settings resolved."""
+    def blend(self) -> FuseOptions:
+        """Return the decisions about the run's blend."""
         return self.engine.profile.resolve(self.settings.blend, self.engine.num_layers)
 
     def evaluate(self, methods: Sequence[str], say: Say, **changes: Any) -> EvalResult:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 from cacheblend_lab.evaluation.figures.base import Figure, FigureContext, Row, Say
 from cacheblend_lab.evaluation.methods import LABELS
 from cacheblend_lab.plotting import draw_points, figure, style
-from cacheblend_rag.blending.policies import policy_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -123,7 +122,7 @@ def _draw_chunkwise(rows: Sequence[Row]) -> Drawing:
 
 
 def _measure_ratios(context: FigureContext, say: Say) -> list[Row]:
-    policy = policy_name(context.blend.policy)
+    policy = context.blend.policy.name
     layers = context.settings.blend.check_layers
     behind = f"@{'+'.join(map(str, layers))}" if layers else ""
     names = {f"{policy}@{ratio:g}{behind}": ratio for ratio in _RATIOS}
