@@ -264,7 +264,7 @@ def deviation(stored: StoredBatch, fresh: StoredBatch, lengths: Sequence[int]) -
     for old_side, new_side in zip(stored[:2], fresh[:2], strict=True):
         for old, new in zip(old_side[1:], new_side[1:], strict=True):
             width = new.shape[1] * new.shape[3]
-            square = new.float().square().sum((1, 3)).split(list(lengths), 1)
+            square = torch.split(new.float().square().sum((1, 3)), list(lengths), 1)
             mean = torch.cat([part.mean(1, keepdim=True).expand_as(part) for part in square], 1) / width
             total = total + (old.detach().float() - new.float()).square().sum((1, 3)) / mean.clamp_min(1e-30)
     return total / len(stored.keys[1:])

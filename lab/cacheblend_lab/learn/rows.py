@@ -71,7 +71,7 @@ class ChunkRows(Queries):
             QUERIES.reset(token)
 
 
-class FreshKV(DynamicCache):
+class FreshKV(DynamicCache):  # type: ignore[misc]
     """Keeps the KV that a pass without a prefix computes.
 
     Attributes:
