@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cacheblend_lab.learn.products import make_frugal
 from cacheblend_rag.engines.models import writer_directory
 from cacheblend_rag.engines.writer import CONFIG, FILE, describe
 from cacheblend_rag.errors import InputError
@@ -31,7 +32,7 @@ def writing_copy(model: nn.Module, rank: int, seed: int = 0) -> Any:
         parameter.requires_grad_(False)
     torch.manual_seed(seed)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return _cast_free(get_peft_model(_sharing(model), config))
+    return _ready(get_peft_model(_sharing(model), config))
 
 
 def load_writing_copy(model: nn.Module, directory: Path) -> Any:
@@ -47,7 +48,7 @@ def load_writing_copy(model: nn.Module, directory: Path) -> Any:
         raise InputError(f"There is no writer in {directory}; give the directory that `cacheblend learn` has made.")
     if not (directory / CONFIG).is_file():
         raise InputError(f"The KV writer in {directory} has no LoRA, so there is nothing to go on from: leave it out.")
-    return _cast_free(PeftModel.from_pretrained(_sharing(model), str(directory), is_trainable=True))
+    return _ready(PeftModel.from_pretrained(_sharing(model), str(directory), is_trainable=True))
 
 
 def _sharing(model: nn.Module) -> nn.Module:
@@ -55,7 +56,9 @@ def _sharing(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _cast_free(model: Any) -> Any:
+def _ready(model: Any) -> Any:
+    if model.dtype.itemsize >= torch.float32.itemsize:
+        make_frugal(model)
     # Autocast chooses the dtype; peft's own cast would copy every input to fp32.
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):

@@ -1,8 +1,7 @@
 """Blends batches of prompts so that gradients reach the writer of the chunks' KV, and computes the loss of a batch.
 
 All prompts of a batch have their chunks at equal positions. The computed tokens attend by one mask that compares
-positions, so stored KV may be in any order: padding and stale KV of recomputed tokens get a position that no query
-sees.
+positions, so stored KV may be in any order: stale KV of recomputed tokens gets a position that no query sees.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
+from cacheblend_lab.learn.rows import ChunkRows, FreshKV
 from cacheblend_rag.blending.rope import Layout, Rope, apply_rotation
+from cacheblend_rag.engines.transformers.attention import NAME
 from cacheblend_rag.engines.transformers.target import ModelRunner, TransformersSubject
 
 NOWHERE = 1 << 30
@@ -41,6 +42,11 @@ class BatchLayout:
     length: int
     watched: int
     exact: int = 0
+
+    @property
+    def stale(self) -> list[int]:
+        """Return the lengths of the chunks with stale KV."""
+        return [end - start for start, end in self.spans[self.exact :]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class StoredBatch(NamedTuple):
     Attributes:
         keys: Keys of each layer, ``[prompts, kv_heads, stored, dim]``, rotated to their positions.
         values: Values of each layer, ``[prompts, kv_heads, stored, dim]``.
-        positions: ``[stored]``; padding is at :data:`NOWHERE`.
+        positions: ``[stored]``.
     """
 
     keys: list[torch.Tensor]
@@ -89,6 +95,7 @@ class BatchBlender:
         self._latent_first = runner.latent_first
         self.num_layers, self.device, self.dtype = runner.num_layers, runner.device, runner.dtype
         self._window = runner.window
+        self._eager = runner.config._attn_implementation != NAME
         types = getattr(model.config.get_text_config(), "layer_types", None) or ()
         self._kinds = sorted(set(types)) if set(types) - {"full_attention"} else []
         self._headers: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -104,29 +111,27 @@ class BatchBlender:
 
         ``model`` is the blender's own model, or a writer.
         """
-        layout = batch.layout
-        h, spans = len(layout.header), layout.spans[layout.exact :]
-        starts = torch.tensor([start for start, _ in spans], device=self.device)[:, None]
-        ends = torch.tensor([end for _, end in spans], device=self.device)[:, None]
-        width = max(end - start for start, end in spans)
-        offsets = torch.arange(width, device=self.device)
-        target = starts + offsets
-        # Padding is behind each chunk, so causal attention in the chunk never sees it: any token ids will do.
-        chunks = batch.ids[:, target.clamp(max=layout.length - 1)].flatten(0, 1)
-        cache = DynamicCache()
-        before = torch.tensor(layout.header, device=self.device, dtype=chunks.dtype)
-        self._run(model, torch.cat([before.expand(len(chunks), h), chunks], 1), cache, 1)
-        source = (offsets + h).expand_as(target).flatten()
-        keys, values = self._apart(cache, h, len(batch.ids))
-        keys = self._moved(keys, source, target.flatten())
-        positions = torch.where(target < ends, target, NOWHERE).flatten()
-        return StoredBatch(keys, values, positions)
+        layout, prompts = batch.layout, len(batch.ids)
+        h, lengths = len(layout.header), layout.stale
+        target = torch.cat([torch.arange(*span) for span in layout.spans[layout.exact :]]).to(self.device)
+        rows = ChunkRows(h, lengths * prompts, self.device)
+        source = rows.positions[h : h + len(target)]
+        # The header and all chunks of all prompts are one sequence, so that no token is computed twice or is padding.
+        header = torch.tensor(layout.header, device=self.device, dtype=batch.ids.dtype)
+        ids = torch.cat([header, batch.ids[:, target].flatten()])[None]
+        cache = FreshKV()
+        at = rows.positions[None]
+        mask = self._mask(at, at, rows.related()) if self._eager else None
+        with rows.attending():
+            self._run(model, ids, cache, 1, position_ids=at, attention_mask=mask)
+        sides = zip(*(self._pair(*cache.found[layer]) for layer in range(self.num_layers)), strict=True)
+        keys, values = ([part[0, :, h:].unflatten(1, (prompts, -1)).transpose(0, 1) for part in side] for side in sides)
+        return StoredBatch(self._moved(keys, source, target), values, target)
 
     def in_context(self, cache: DynamicCache, positions: torch.Tensor) -> StoredBatch:
         """Return the KV at ``positions``, ``[stored]``, from a full prefill's cache."""
-        at = torch.where(positions == NOWHERE, 0, positions)
-        sides = zip(*(self._pair(layer) for layer in cache.layers), strict=True)
-        keys, values = ([part[:, :, at] for part in side] for side in sides)
+        sides = zip(*(self._pair(layer.keys, layer.values) for layer in cache.layers), strict=True)
+        keys, values = ([part[:, :, positions] for part in side] for side in sides)
         return StoredBatch(keys, values, positions)
 
     def behind_exact(self, layout: BatchLayout, cache: DynamicCache, stale: StoredBatch) -> StoredBatch:
@@ -163,8 +168,7 @@ class BatchBlender:
         most = max(counts, default=0)
         if scores is not None and most:
             first = layout.spans[layout.exact - 1][1] if layout.exact else 0
-            candidates = (seen_at >= first) & (seen_at != NOWHERE)
-            chosen = scores.masked_fill(~candidates, float("-inf")).topk(most, 1).indices
+            chosen = scores.masked_fill(seen_at < first, float("-inf")).topk(most, 1).indices
             wanted = torch.tensor(counts, device=self.device)[:, None]
             spare = torch.arange(most, device=self.device) >= wanted
             places = seen_at.gather(1, chosen)
@@ -201,9 +205,14 @@ class BatchBlender:
             computed[start:end] = False
         return computed.nonzero().squeeze(1).to(self.device)
 
-    def _mask(self, queries: torch.Tensor, keys: torch.Tensor) -> Any:
-        """Return the additive mask ``[prompts, 1, queries, keys]``; a dict if there are several kinds of layers."""
+    def _mask(self, queries: torch.Tensor, keys: torch.Tensor, related: torch.Tensor | None = None) -> Any:
+        """Return the additive mask ``[prompts, 1, queries, keys]``; a dict if there are several kinds of layers.
+
+        ``related``, ``[queries, keys]``, says which keys a query may see at all; None means every key.
+        """
         causal = keys[:, None, None, :] <= queries[:, None, :, None]
+        if related is not None:
+            causal = causal & related
 
         def build(kind: str) -> torch.Tensor:
             allowed = causal
@@ -221,22 +230,13 @@ class BatchBlender:
             cache = DynamicCache()
             # An empty header is replaced by one token, whose KV is cut off below.
             self._run(self.model, torch.tensor([header or (0,)], device=self.device), cache, 1)
-            pairs = [self._pair(layer) for layer in cache.layers]
+            pairs = [self._pair(layer.keys, layer.values) for layer in cache.layers]
             self._headers[header] = [(k[:, :, : len(header)], v[:, :, : len(header)]) for k, v in pairs]
         return self._headers[header]
 
-    def _pair(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pair(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rotated part of a layer's cache, then the other part."""
-        return (layer.values, layer.keys) if self._latent_first else (layer.keys, layer.values)
-
-    def _apart(self, cache: DynamicCache, h: int, prompts: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return keys and values without the header's, with the chunks of each prompt joined."""
-        sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for layer in cache.layers:
-            for side, part in zip(sides, self._pair(layer), strict=True):
-                chunks = part[:, :, h:].reshape(prompts, -1, *part.shape[1:2], part.shape[2] - h, part.shape[3])
-                side.append(chunks.transpose(1, 2).flatten(2, 3))
-        return sides
+        return (values, keys) if self._latent_first else (keys, values)
 
     def _moved(self, keys: list[torch.Tensor], source: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
         """Return the keys rotated from source to target positions; layers of one kind are rotated together."""
@@ -254,22 +254,20 @@ class BatchBlender:
 
 
 @torch.no_grad()
-def deviation(stored: StoredBatch, fresh: StoredBatch, chunks: int) -> torch.Tensor:
+def deviation(stored: StoredBatch, fresh: StoredBatch, lengths: Sequence[int]) -> torch.Tensor:
     """Return the deviation of stored KV from fresh KV, ``[prompts, stored]``, as in the static deviation.
 
     A token's deviation is its squared distance divided by the mean square of the chunk's fresh KV in the layer, summed
-    over K and V, and averaged over all layers after the first.
+    over K and V, and averaged over all layers after the first. ``lengths`` holds the number of tokens of each chunk.
     """
     total = torch.zeros(1, device=stored.positions.device)
-    inside = (stored.positions != NOWHERE).view(chunks, -1)
     for old_side, new_side in zip(stored[:2], fresh[:2], strict=True):
         for old, new in zip(old_side[1:], new_side[1:], strict=True):
             width = new.shape[1] * new.shape[3]
-            square = new.float().square().sum((1, 3)).view(-1, *inside.shape) * inside
-            mean = square.sum(2, keepdim=True) / inside.sum(1, keepdim=True) / width
-            far = (old.detach().float() - new.float()).square().sum((1, 3)).view(-1, *inside.shape)
-            total = total + far / mean.clamp_min(1e-30)
-    return (total / len(stored.keys[1:])).flatten(1)
+            square = torch.split(new.float().square().sum((1, 3)), list(lengths), 1)
+            mean = torch.cat([part.mean(1, keepdim=True).expand_as(part) for part in square], 1) / width
+            total = total + (old.detach().float() - new.float()).square().sum((1, 3)) / mean.clamp_min(1e-30)
+    return total / len(stored.keys[1:])
 
 
 def divergence(teacher: torch.Tensor, student: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -287,7 +285,7 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor, weights: torch.Tens
 
 def count_of(layout: BatchLayout, ratio: float) -> int:
     """Return how many stale tokens a prompt recomputes at a ratio, as the fusor counts them."""
-    return round(ratio * sum(end - start for start, end in layout.spans[layout.exact :]))
+    return round(ratio * sum(layout.stale))
 
 
 _KERNELS: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -323,7 +321,7 @@ class Lesson:
     def _scores(self, layout: BatchLayout, stale: StoredBatch, cache: Any) -> torch.Tensor:
         """Return the KV deviation of all stored tokens, ``[prompts, stored]``; 0 for the exact chunks."""
         fresh = self.blender.in_context(cache, stale.positions)
-        found = deviation(stale, fresh, len(layout.spans) - layout.exact)
+        found = deviation(stale, fresh, layout.stale)
         return pad(found, (sum(end - start for start, end in layout.spans[: layout.exact]), 0))
 
     @contextmanager

@@ -16,6 +16,7 @@ from cacheblend_lab.learn.adapter import load_writing_copy, save_writer, writing
 from cacheblend_lab.learn.blend import BatchBlender, Lesson
 from cacheblend_lab.learn.corpus import LearnCorpus, LearnTexts, read_corpus, with_answers
 from cacheblend_lab.learn.draws import Draws, DrawSettings
+from cacheblend_lab.learn.products import hold_narrow
 from cacheblend_lab.learn.training import LearnSettings, Say, Trained, Training
 from cacheblend_lab.tuning.saving import check_free, put_in_place, unfinished
 from cacheblend_rag import __version__
@@ -139,6 +140,8 @@ def learn(
     check_free(output := from_home(output))
     place = device_named(device)
     loaded = load_model(model, tokenizer, place, dtype or (torch.bfloat16 if place.type == "cuda" else None))
+    if loaded.directory is not None:  # a model that the caller gave stays as it is
+        hold_narrow(loaded.model)
     lesson, settings, origin = _lesson(loaded, start, settings)
     prompt_tokens, batch_tokens, answers, requests, looked = (sizes or Sizes()).on(place)
     window = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)

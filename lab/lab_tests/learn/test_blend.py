@@ -197,7 +197,7 @@ def test_kv_that_is_exact_does_not_deviate_and_other_does() -> None:
     _, cache = blender.prefill(batch, keep_kv=True)
     with torch.no_grad():
         stored = blender.write(model, batch)
-    found: Any = deviation(stored, blender.in_context(cache, stored.positions), len(batch.layout.spans))[0]
+    found: Any = deviation(stored, blender.in_context(cache, stored.positions), batch.layout.stale)[0]
     first = stored.positions < batch.layout.spans[0][1]
     later = (stored.positions > batch.layout.spans[0][1]) & (stored.positions < batch.layout.length)
     assert found[first].max() < 1e-6, "behind the header alone a chunk is exact"
