@@ -26,10 +26,11 @@ PLACES = (
     "integrations/*/[!t]*/**/*",
 )
 ENDINGS = {".py", ".md", ".ipynb"}
-# Measure pieces that are nobody else's business: an engine's passes, what a registry keeps, tables of evaluations.
+# Measure or make pieces that are nobody else's business: an engine's passes, a registry's memory, a model's file.
 _MEASURES = (
     "host_time.py",
     "pooled_quality.py",
+    "real_model.py",
     "profile_blend.py",
     "scale.py",
 )

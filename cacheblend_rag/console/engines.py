@@ -181,7 +181,11 @@ def open_pipeline(
         # Raised for a wrong path before a model is loaded.
         named = "" if namespace == DEFAULT_NAME else f" {options.NAMESPACE_FLAG} {namespace}"
         raise StoreError(f"Nothing is indexed in {home}. Run `cacheblend index FILES --store DIR{named}` first.")
-    with open_any_engine(with_model(chosen, home), path, budgets, ram_budget) as engine:
+    chosen = with_model(chosen, home)
+    if chosen.server is None and chosen.dtype is None and ChunkIndex.exists(home):
+        with ChunkIndex(home) as index:
+            chosen = replace(chosen, dtype=dtype_of(index.config.model, found_anywhere(chosen.model)))
+    with open_any_engine(chosen, path, budgets, ram_budget) as engine:
         from cacheblend_rag.rag.pipeline import RagPipeline
 
         with RagPipeline(engine.within(namespace), home, **how) as pipeline:
@@ -223,8 +227,6 @@ def _about_smollm2() -> str:
 def _as_indexed(chosen: _Options, made: IndexConfig) -> _Options:
     """Return options with the model and the KV writer of an index, where the options name none."""
     model = chosen.model or made.model.name
-    if chosen.dtype is None:
-        chosen = replace(chosen, dtype=dtype_of(made.model, found_anywhere(model)))
     if chosen.writer is not None or found_anywhere(model) != made.model.name:
         return replace(chosen, model=model)
     if made.writer is None:

@@ -234,6 +234,7 @@ def test_an_answer_has_sources_usage_and_the_documented_json(pipeline: RagPipeli
             "prompt_tokens",
             "reused_tokens",
             "kept_tokens",
+            "exact_tokens",
             "recomputed_tokens",
             "computed_tokens",
             "completion_tokens",

@@ -126,6 +126,7 @@ def sum_much() -> None:
 
 
 def serve_and_fork(skip: bool, told: Connection) -> None:
+    ompmultiprocessing.OMPProcessManager = Chosen  # type: ignore[misc]
     torch.set_num_threads(3)
     threads = forking.compute_on_one_thread()
     sum_much()
@@ -136,11 +137,11 @@ def serve_and_fork(skip: bool, told: Connection) -> None:
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_forked_worker_computes_on_as_many_threads_and_cores_as_one_that_is_spawned(
-    skip: bool, monkeypatch: pytest.MonkeyPatch
+    skip: bool,
 ) -> None:
-    monkeypatch.setattr(ompmultiprocessing, "OMPProcessManager", Chosen)
     here, there = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=serve_and_fork, args=(skip, there))
+    # Spawned, because a fork of this process, whose threads may have computed, would wait for these threads for ever.
+    process = multiprocessing.get_context("spawn").Process(target=serve_and_fork, args=(skip, there))
     process.start()
     assert here.poll(120), "it waits for threads that its parent had"
     assert here.recv() == ((3, len(os.sched_getaffinity(0))) if skip else (1, 1))

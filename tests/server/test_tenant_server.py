@@ -125,8 +125,11 @@ class Tenants:
     def reuse(self, tenant: str, prompt: str, **fields: Any) -> dict[str, Any]:
         """What the answer's usage says, without times."""
         usage = self.ask(tenant, prompt, **fields)["usage"]
-        timed = ("load_s", "blend_s", "loads", "reads", "prefill_s", "expected_s")
-        return {name: value for name, value in usage["cacheblend"].items() if name not in timed}
+        timed = ("load_s", "blend_s", "header", "reads", "prefill_s", "expected_s")
+        told = {name: value for name, value in usage["cacheblend"].items() if name not in timed}
+        for chunk in told["chunks"]:
+            del chunk["load"]
+        return told
 
     def cached(self, tenant: str, prompt: str, **fields: Any) -> int:
         return int(self.ask(tenant, prompt, **fields)["usage"]["prompt_tokens_details"]["cached_tokens"])
