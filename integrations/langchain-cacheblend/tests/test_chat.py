@@ -136,7 +136,7 @@ class TestResolution:
     def test_a_prompt_without_chunks_is_left_to_the_engine_to_search(self, llm, scripted, monkeypatch) -> None:
         sent: list[Any] = []
         stream = scripted.stream
-        monkeypatch.setattr(scripted, "stream", lambda request: sent.append(request.prompt) or stream(request))
+        monkeypatch.setattr(scripted, "stream", lambda asked, *rest: sent.append(asked.prompt) or stream(asked))
         llm.invoke(f"{NOTE} Who?")
         scripted.precompute([make_chunk(NOTE, scripted.tokenizer)])
         llm.invoke(f"{NOTE} Who?")
