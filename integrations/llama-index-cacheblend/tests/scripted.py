@@ -10,6 +10,7 @@ from cacheblend_rag import (
     BlendPrompt,
     BlendSettings,
     Chunk,
+    ChunkOutcome,
     Generation,
     PrecomputeReport,
     PromptOutcome,
@@ -66,7 +67,8 @@ class ScriptedEngine(BlendEngine):
         tokens = self.asked[-1].prompt
         reused = sum(span.end - span.start for span in tokens.spans)
         usage = Usage(len(tokens.token_ids), reused, 0, len(tokens.token_ids) - reused, 2)
-        outcome = PromptOutcome("blend", "scripted", usage)
+        chunks = (ChunkOutcome(s.chunk.id, s.start, s.end - s.start, "reused") for s in tokens.spans)
+        outcome = PromptOutcome("blend", "scripted", usage, tuple(chunks))
         done = Generation.of(outcome, self.answer, (1, 2), "stop", Timings(0.1, 0.2))
         half = len(self.answer) // 2
         return (event for event in (StreamEvent(self.answer[:half]), StreamEvent(self.answer[half:], done)))
