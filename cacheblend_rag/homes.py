@@ -64,10 +64,10 @@ def write_json(file: Path, data: Any) -> None:
     temporary.replace(file)
 
 
-def remembered_sum(files: Iterable[Path], compute: Callable[[], str]) -> str:
+def remembered_sum(kind: str, files: Iterable[Path], compute: Callable[[], str]) -> str:
     """Return ``compute()``, the sum of the contents of ``files``; remember the sum while no file changes.
 
-    A file has changed if its path, size, time of change or inode number differs. A model of gigabytes is therefore read
+    ``kind`` names the way of computing: the same files have another sum of another kind. A file has changed if its path, size, time of change or inode number differs. A model of gigabytes is therefore read
     once, and not at every start.
 
     Raises:
@@ -76,7 +76,7 @@ def remembered_sum(files: Iterable[Path], compute: Callable[[], str]) -> str:
     states = [(str(file.absolute()), file.stat()) for file in files]
     told = [(name, each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino) for name, each in states]
     try:
-        kept = user_folder("cache") / "sums" / f"{xxhash.xxh3_128(json.dumps(told).encode()).hexdigest()}.json"
+        kept = user_folder("cache") / "sums" / f"{xxhash.xxh3_128(json.dumps([kind, told]).encode()).hexdigest()}.json"
     except InputError:  # a user without a home directory
         return compute()
     with suppress(OSError, ValueError):

@@ -19,7 +19,7 @@ class Sum:
         self.file, self.read = file, 0
 
     def __call__(self) -> str:
-        return remembered_sum([self.file], self._compute)
+        return remembered_sum("text", [self.file], self._compute)
 
     def _compute(self) -> str:
         self.read += 1
@@ -37,6 +37,13 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sum:
 
 def test_an_unchanged_file_is_read_once(known: Sum) -> None:
     assert [known() for _ in range(3)] == ["aaaa"] * 3
+    assert known.read == 1
+
+
+def test_sums_of_two_kinds_are_kept_apart(known: Sum) -> None:
+    assert known() == "aaaa"
+    assert remembered_sum("length", [known.file], lambda: "4") == "4"
+    assert known() == "aaaa"
     assert known.read == 1
 
 
@@ -72,4 +79,4 @@ def test_what_cannot_be_remembered_is_computed(known: Sum, tmp_path: Path, harm:
     assert known() == "aaaa"
     assert known.read == 1 + (harm != "no folder can be made")
     with pytest.raises(FileNotFoundError):
-        remembered_sum([tmp_path / "gone"], lambda: "x")
+        remembered_sum("text", [tmp_path / "gone"], lambda: "x")

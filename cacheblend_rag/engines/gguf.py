@@ -51,7 +51,7 @@ def _sum(file: Path) -> str:
         with file.open("rb") as handle:
             return hashlib.file_digest(handle, xxhash.xxh3_128).hexdigest()
 
-    return remembered_sum([file], read)
+    return remembered_sum("contents", [file], read)
 
 
 def _is_whole(made: Path) -> bool:

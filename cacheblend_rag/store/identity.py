@@ -48,7 +48,7 @@ class ModelFingerprint:
         """Return the digest of a model directory in each of several dtypes."""
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
-        weights = remembered_sum(files, lambda: _sum(files))
+        weights = remembered_sum("names and contents", files, lambda: _sum(files))
         return [_digest(config, weights, dtype) for dtype in dtypes]
 
     @classmethod
