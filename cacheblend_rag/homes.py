@@ -67,8 +67,8 @@ def write_json(file: Path, data: Any) -> None:
 def remembered_sum(kind: str, files: Iterable[Path], compute: Callable[[], str]) -> str:
     """Return ``compute()``, the sum of the contents of ``files``; remember the sum while no file changes.
 
-    ``kind`` names the way of computing: the same files have another sum of another kind. A file has changed if its path, size, time of change or inode number differs. A model of gigabytes is therefore read
-    once, and not at every start.
+    ``kind`` names the way of computing: the same files have another sum of another kind. A file has changed if its path,
+    size, time of change or inode number differs. A model of gigabytes is therefore read once, and not at every start.
 
     Raises:
         OSError: A file does not exist.
