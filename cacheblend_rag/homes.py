@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import xxhash
 
 from cacheblend_rag.errors import InputError
 
+_T = TypeVar("_T")
 _SETTLED_S = 2.0
 """Age of a file's last change from which on another change gets another time, on every file system."""
 
@@ -75,15 +76,30 @@ def remembered_sum(kind: str, files: Iterable[Path], compute: Callable[[], str])
     """
     states = [(str(file.absolute()), file.stat()) for file in files]
     told = [(name, each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino) for name, each in states]
+
+    def settled() -> bool:
+        return all(time.time() - max(each.st_mtime, each.st_ctime) > _SETTLED_S for _, each in states)
+
+    return remembered("sums", [kind, told], str, compute, settled)
+
+
+def remembered(
+    folder: str, key: Any, type_: type[_T], compute: Callable[[], _T], lasts: Callable[[], bool] = lambda: True
+) -> _T:
+    """Return ``compute()``, a JSON value of ``type_``; remember the value for ``key`` in a ``folder`` of the cache.
+
+    Without a home directory, or if the cache cannot be written, the value is computed each time. A value for which
+    ``lasts()`` is False is not remembered.
+    """
     try:
-        kept = user_folder("cache") / "sums" / f"{xxhash.xxh3_128(json.dumps([kind, told]).encode()).hexdigest()}.json"
+        kept = user_folder("cache") / folder / f"{xxhash.xxh3_128(json.dumps(key).encode()).hexdigest()}.json"
     except InputError:  # a user without a home directory
         return compute()
     with suppress(OSError, ValueError):
-        if isinstance(known := json.loads(kept.read_text(encoding="utf-8")), str):
+        if isinstance(known := json.loads(kept.read_text(encoding="utf-8")), type_):
             return known
     found = compute()
-    if all(time.time() - max(each.st_mtime, each.st_ctime) > _SETTLED_S for _, each in states):
+    if lasts():
         with suppress(OSError):
             write_json(kept, found)
     return found

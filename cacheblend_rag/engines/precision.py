@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import xxhash
 
-from cacheblend_rag.errors import InputError
-from cacheblend_rag.homes import user_folder, write_json
+from cacheblend_rag.homes import remembered
 
 _ROWS, _INNER, _OUTER = 256, 1024, 4096  # a part of a prompt, through one matrix of a model of 1B parameters
 _HEATS: Final = 5
@@ -39,18 +35,7 @@ def is_faster_in_bf16() -> bool:
 
     Another CPU, number of threads or version of torch has an answer of its own.
     """
-    machine = json.dumps([cpu_name(), torch.get_num_threads(), torch.__version__])
-    try:
-        kept = user_folder("cache") / "precision" / f"{xxhash.xxh3_64(machine.encode()).hexdigest()}.json"
-    except InputError:  # a user without a home directory
-        return _race()
-    with suppress(OSError, ValueError):
-        if isinstance(known := json.loads(kept.read_text(encoding="utf-8")), bool):
-            return known
-    found = _race()
-    with suppress(OSError):
-        write_json(kept, found)
-    return found
+    return remembered("precision", [cpu_name(), torch.get_num_threads(), torch.__version__], bool, _race)
 
 
 def _race() -> bool:

@@ -237,7 +237,7 @@ def test_chunks_found_in_a_text_rendered_once_are_where_a_second_rendering_shows
         return
     assert text_of(BlendPrompt(tuple(found))) == rendered
     assert live(BlendPrompt(tuple(found)), tokenizer) == live(BlendPrompt((rendered,)), tokenizer)
-    # What a template drops may stand in another message; equal messages may be taken for each other.
+    # A text that a template drops may stand in another message; equal messages may be taken for each other.
     same = how == "system last" and len(set(map(str.strip, contents.texts))) < len(said)
     if skeleton and how != "no tools" and not same:
         assert found == placed
