@@ -44,6 +44,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ):
         monkeypatch.setattr(place, load)
     monkeypatch.setattr("cacheblend_rag.server.launch.serve", load)
+    # Reads the model's files; those of SmolLM2 are converted first.
+    monkeypatch.setattr(engines, "dtype_of", lambda indexed, model: None)
     return calls
 
 

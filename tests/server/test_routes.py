@@ -248,7 +248,8 @@ async def test_kv_that_a_worker_writes_behind_a_registration_that_was_cut_short_
         raise StoreError("the engine has died")
 
     server.client.store_kv = dies  # type: ignore[method-assign]
-    await server.register(TEXTS[0])
+    # In a task of its own, as on a server: `settle` waits for the tasks of registrations.
+    await asyncio.ensure_future(server.register(TEXTS[0]))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
         settled = asyncio.ensure_future(server.tenants.settle([psutil.Process(worker.pid)], 60))
         await store(chunks)
