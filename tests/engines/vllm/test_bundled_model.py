@@ -35,7 +35,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(directory: Path) -> Iterator[Any]:
-    options = {"max_model_len": 4096, "skip_tokenizer_init": False, "ram_budget": 0, "num_gpu_blocks_override": 48}
+    options = {"max_model_len": 2048, "skip_tokenizer_init": False, "ram_budget": 0, "num_gpu_blocks_override": 26}
     with start(None, directory, **options) as engine:
         yield engine
 
@@ -55,7 +55,7 @@ def transformers_engine(directory: Path) -> Iterator[TransformersEngine]:
 @pytest.fixture(scope="module")
 def corpus(transformers_engine: TransformersEngine) -> list[Chunk]:
     texts = [file.read_text(encoding="utf-8") for file in sorted((DEMO / "corpus").iterdir())]
-    return [c for text in texts for c in split_text(text, transformers_engine.tokenizer, max_tokens=512)][:40]
+    return [c for text in texts for c in split_text(text, transformers_engine.tokenizer, max_tokens=256)][:40]
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_twenty_mixed_requests_side_by_side_do_not_mix(engine, corpus, questions
                 last = event.generation
             return last.token_ids
 
-        # 48 blocks of 128 tokens hold three such prompts: the others wait, and running ones are preempted.
+        # 26 blocks of 128 tokens hold three such prompts: the others wait, and running ones are preempted.
         got = concurrently(engine, [lambda p=p, s=s: ask(p, s) for p, s in jobs])
     finally:
         engine._write_back = True

@@ -41,12 +41,12 @@ DEVICES = [
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]),
     pytest.param("cpu", marks=pytest.mark.skipif(ON_GPU, reason="this vLLM is for the GPU")),
 ]
-SCALE = 2 if ON_GPU else 1
-"""A CPU computes half of what is long: prompts, steps and room keep their proportions."""
-WIDE = {**SHAPE, "hidden_size": 256, "initializer_range": 0.07, "max_position_embeddings": 4096 * SCALE}
+SCALE = 4 if ON_GPU else 1
+"""A CPU computes a quarter of what is long: prompts, steps and room keep their proportions."""
+WIDE = {**SHAPE, "hidden_size": 256, "initializer_range": 0.07, "max_position_embeddings": 2048 * SCALE}
 """Heads of 64 dimensions; logits are spread, and rounding is not blown up from layer to layer."""
 BLOCK = 16 if ON_GPU else 128
-BLOCKS = 6144 * SCALE // BLOCK
+BLOCKS = 3072 * SCALE // BLOCK
 """vLLM's pages, of ``BLOCK`` tokens: room for two long prompts and a half."""
 _MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 FAMILIES: dict[str, tuple[Callable[[], Any], int]] = {
@@ -55,9 +55,9 @@ FAMILIES: dict[str, tuple[Callable[[], Any], int]] = {
     "gemma3": (lambda: hf.Gemma3TextConfig(**WIDE, head_dim=64, sliding_window=512, layer_types=_MIXED), 3 * BLOCKS),
 }
 SHORT = Scene(chunk_tokens=(90, 150, 150, 61), question=9)
-LONG = Scene(seed=1, chunk_tokens=[SCALE * tokens for tokens in (450, 550, 550, 500)], question=12)
+LONG = Scene(seed=1, chunk_tokens=[SCALE * tokens for tokens in (225, 275, 275, 250)], question=12)
 LONG.header = SHORT.header
-STEP = 1024 * SCALE
+STEP = 512 * SCALE
 """Tokens of a step: a long prompt takes three."""
 REUSE, ALL, STATIC = BlendSettings(0.0), BlendSettings(1.0), BlendSettings(0.15, "static")
 ASKED = BlendSettings(0.15, "static-query")
@@ -228,10 +228,10 @@ def test_that_limit_finds_one_wrong_chunk(engine, model, fault: Callable[[ChunkK
 
 
 def test_what_the_prefix_cache_has_is_used_and_right(engine, model) -> None:
-    prompt = plain(3, 1500 * SCALE)
+    prompt = plain(3, 750 * SCALE)
     limit = LIMIT * rounding(engine, model, SHORT)
     engine.reset_prefix_cache()
-    for cached in (0, 1400 * SCALE):
+    for cached in (0, 700 * SCALE // BLOCK * BLOCK):
         spoken = run(engine, speak(engine, prompt, FULL, 4))
         assert spoken.num_cached_tokens >= cached
         said_right(model, prompt, spoken, limit)
@@ -282,7 +282,7 @@ def test_streams_and_blends_beside_each_other_leave_each_others_kv_alone(engine,
     rank(engine, LONG)
     limits = {scene: LIMIT * rounding(engine, model, scene) for scene in (SHORT, LONG)}
     engine.reset_prefix_cache()
-    streams = [plain(seed, tokens) for seed, tokens in enumerate((40, 333, 700, 1290), start=10)]
+    streams = [plain(seed, SCALE * tokens) for seed, tokens in enumerate((10, 83, 175, 322), start=10)]
     blends = [(SHORT, STATIC), (LONG, STATIC), (SHORT, REUSE), (LONG, ALL), (SHORT, ALL)]
 
     async def all_of_them() -> tuple[list[Spoken], list[Spoken]]:
