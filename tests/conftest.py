@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import socket
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from itertools import count
@@ -164,6 +165,8 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        if (forking := sys.modules.get("tests.forking")) and sys.platform == "linux":
+            forking.start_server()
         gc.set_threshold(10_000)  # by itself every 700 objects: a twentieth of what tests take
         gc.enable()
 

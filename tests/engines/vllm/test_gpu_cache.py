@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,12 +149,3 @@ def test_vllm_counts_single_tokens_before_the_first_longer_run_as_decodes(monkey
     assert split_decodes_and_prefills(runs(model, (2, 3), (9, 10))) == (2, 0, 2, 0)
     assert mixed.seq_lens.tolist() == [3, 6, 12, 21, 45]
     assert mixed.query_start_loc.tolist() == [0, 1, 2, 6, 7, 12]
-
-
-def test_vllms_triton_attention_sees_the_exact_mask_in_our_metadata() -> None:
-    """In a process of its own, whose vLLM finds a Triton that runs on a CPU: the interpreter."""
-    pytest.importorskip("triton", reason="Triton is not installed; on Linux, make setup installs it")
-    script = Path(__file__).with_name("triton_attention.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""vLLM's second model runner, for real, without a GPU: its Triton kernels are interpreted (see `interpreter/`)."""
+"""vLLM's second model runner and its Triton attention without a GPU: Triton kernels are interpreted (see `interpreter/`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+FILES = (HERE / "test_families.py", HERE / "triton_attention.py")
 # Interpreted, a prompt takes seconds: one test of each thing that the runners do in ways of their own.
 WHAT = "says_what or gate or ratio_1 or qwen3-0.15 or static-query or behind_a_missing or never_serve_an_exact"
 
 
-def test_what_holds_in_the_first_runner_holds_in_the_second() -> None:
+def test_blends_are_exact_in_the_second_runner_and_triton_attention_sees_the_exact_mask() -> None:
     path = [str(HERE / "interpreter"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {
         "TRITON_INTERPRET": "1",
@@ -28,7 +29,7 @@ def test_what_holds_in_the_first_runner_holds_in_the_second() -> None:
     }
     # A process of its own: whether there is Triton is decided when vLLM is imported.
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(HERE / "test_families.py"), "-k", f"qwen3 and ({WHAT})"],
+        [sys.executable, "-m", "pytest", *map(str, FILES), "-k", f"exact_mask or (qwen3 and ({WHAT}))"],
         env={**os.environ, **env},
         cwd=ROOT,
         capture_output=True,
