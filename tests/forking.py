@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing import forkserver, util
 from pathlib import Path
 
@@ -35,13 +34,15 @@ def start_server() -> None:
 
 
 def _fork(executable: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
-    """Fork in place of `spawnv_passfds`: run the program that is the last argument, with only these files open."""
+    """Fork in place of `spawnv_passfds`: run the program that is the last argument, with none but these files open."""
     process = os.fork()
     if process == 0:
         try:
-            for descriptor in {int(file.name) for file in Path("/proc/self/fd").iterdir()} - {0, 1, 2, *passed}:
-                with suppress(OSError):  # the listing's own is closed
-                    os.close(descriptor)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            # Numbers stay taken: objects of this process close them later.
+            for descriptor in [int(file.name) for file in Path("/proc/self/fd").iterdir()]:
+                if descriptor not in {0, 1, 2, nothing, *passed}:
+                    os.dup2(nothing, descriptor, inheritable=False)
             forkserver._forkserver._lock = threading.Lock()  # the parent's call holds the old one
             exec(arguments[-1])
         finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from cacheblend_lab.evaluation.prepare import set_header
 from cacheblend_lab.reorder import ReorderedPrompts
 from cacheblend_lab.samples import Sample
 from lab_tests.evaluation.test_reorder import SAMPLES, of, own_order
-from lab_tests.evaluation.test_run import run
+from lab_tests.evaluation.test_run import FEW, run
 
 from cacheblend_rag.blending.settings import FULL_RECOMPUTE, BlendSettings
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -67,8 +69,15 @@ def test_a_blend_of_what_is_not_cached_computes_less_than_either(engine: Any) ->
     assert computed["blend"] > computed["reorder+blend"]
 
 
-def test_a_run_says_which_engine_it_was(engine: Any) -> None:
-    settings = EvalSettings(methods=("full", "reorder", "blend"), limit=2, blend=BlendSettings(0.3, "hkvd", (1,)))
+def test_a_run_says_which_engine_it_was(engine: Any, tmp_path: Path) -> None:
+    rows = [{"question": one.question, "answers": one.answers, "chunks": one.texts} for one in SAMPLES[:2]]
+    (tmp_path / "asked.json").write_text(json.dumps(rows))
+    settings = EvalSettings(
+        str(tmp_path / "asked.json"),
+        methods=("full", "reorder", "blend"),
+        blend=BlendSettings(0.3, "hkvd", (1,)),
+        preparation=FEW,
+    )
     result = evaluate(engine, settings)
     assert (result.settings["engine"], result.settings["device"]) == ("VLLMEngine", "cpu")
     assert result.summary["methods"]["reorder"]["agreement_with_reordered_full"] == 1
