@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cacheblend_rag.blending.costs import Costs, MeasuredCost
-from cacheblend_rag.blending.gate import GateReport, run_gate
+from cacheblend_rag.blending.gate import GateReport
 from cacheblend_rag.blending.profile import load_costs, load_profile, log_uncalibrated
 from cacheblend_rag.blending.rope import Rope
 from cacheblend_rag.blending.static import probe_ids
@@ -35,6 +35,7 @@ from cacheblend_rag.engines.precision import cpu_dtype
 from cacheblend_rag.engines.precompute import drop_forgotten
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers import attention
+from cacheblend_rag.engines.transformers.judging import judge
 from cacheblend_rag.engines.transformers.precompute import Ranker, precompute
 from cacheblend_rag.engines.transformers.prefixes import PrefixCache
 from cacheblend_rag.engines.transformers.recurrent import snapshots_of
@@ -221,7 +222,7 @@ class ModelOwner(BlendEngine):
         self.end_tokens = end_tokens(config, getattr(loaded.model, "generation_config", None), self.tokenizer)
         self._write_back, self.lock, self._storing = write_back, threading.Lock(), threading.Lock()
         self._probe, self._rankers = (), {}
-        self._judge()
+        self._judge(loaded)
 
     def _use(self, writer: str | Path | None, loaded: LoadedModel) -> None:
         """Set up the KV writer that computes chunks' KV, if there is a writer."""
@@ -232,14 +233,15 @@ class ModelOwner(BlendEngine):
         read = KVWriter.read(writer, self.fingerprint, loaded.directory)
         self._writing, self.writer = read.on(loaded.model, self.dtype, self.device), read.name
 
-    def _judge(self) -> None:
+    def _judge(self, loaded: LoadedModel) -> None:
         """Run the parity gate with the store's codecs; its result decides how the model serves prompts."""
         self.rope: Rope | None = None
         refusal = why_not_blendable(self.runner.config)
         if refusal:
             self.gate = GateReport(False, refusal)
         else:
-            self.gate, self.rope = run_gate(self.subject(), self.store.codecs)
+            files = loaded.fingerprint if loaded.directory else None
+            self.gate, self.rope = judge(self.subject(), self.store.codecs, loaded.model, files)
         if self.gate.passed and self.costs is None:
             self.costs = Costs.of_model(self.gate.pass_s, self.gate.token_s, self.runner.config)
         if self.gate.passed and not self.profile.is_calibrated:
