@@ -129,12 +129,12 @@ def _unchanged(
     from cacheblend_rag.rag.indexing import nothing_to_read
     from cacheblend_rag.retrieval.index import ChunkIndex
 
-    if budgets.given or chosen != EngineOptions(chosen.model, threads=chosen.threads, writer=chosen.writer):
+    if budgets.given or chosen != EngineOptions(chosen.model, None, chosen.dtype, chosen.threads, chosen.writer):
         return None
     if not ChunkIndex.exists(index_directory(root, namespace)):
         return nothing_to_read(found, {})
     with open_inventory(root, namespace) as inventory:
-        return inventory.unchanged(found, chosen.model, writer=chosen.writer, **cut)
+        return inventory.unchanged(found, chosen.model, chosen.dtype, chosen.writer, **cut)
 
 
 def _index(

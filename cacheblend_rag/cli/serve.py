@@ -45,6 +45,8 @@ def _serve(context: typer.Context, *, store: _Store = None, how: ServeFlags, bud
         how = replace(how, model=short["--model"])
     directory = store_directory(Path(short["--store"]) if "--store" in short else store)
     chosen = with_model(ModelOptions(how.model, writer=how.writer), directory)
+    if chosen.dtype is not None:
+        flags = ["--dtype", chosen.dtype, *flags]  # the last --dtype counts
     how = replace(how, model=chosen.model, writer=chosen.writer)
     ram, disk = budgets.nbytes()
     budgets.note(directory)

@@ -14,9 +14,8 @@ from cacheblend_rag.console import options
 from cacheblend_rag.console.groups import BudgetOptions, EngineOptions, ModelOptions
 from cacheblend_rag.console.output import echo, status
 from cacheblend_rag.engines.models import BUNDLED_MODEL, NO_WRITER, SMOLLM2, is_named
-from cacheblend_rag.errors import CacheBlendError, InputError, StoreError
+from cacheblend_rag.errors import InputError, StoreError
 from cacheblend_rag.homes import from_home
-from cacheblend_rag.store.identity import ModelFingerprint
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import BlendEngine
@@ -182,9 +181,6 @@ def open_pipeline(
         named = "" if namespace == DEFAULT_NAME else f" {options.NAMESPACE_FLAG} {namespace}"
         raise StoreError(f"Nothing is indexed in {home}. Run `cacheblend index FILES --store DIR{named}` first.")
     chosen = with_model(chosen, home)
-    if chosen.server is None and chosen.dtype is None and ChunkIndex.exists(home):
-        with ChunkIndex(home) as index:
-            chosen = replace(chosen, dtype=dtype_of(index.config.model, found_anywhere(chosen.model)))
     with open_any_engine(chosen, path, budgets, ram_budget) as engine:
         from cacheblend_rag.rag.pipeline import RagPipeline
 
@@ -196,7 +192,7 @@ def with_model(chosen: _Options, home: Path | None = None, otherwise: str = SMOL
     """Return the options of a command with a model, unless a server runs the model.
 
     The model is the given one, else the model of the index in ``home``, else ``otherwise``. If nobody has chosen SmolLM2, a
-    message on stderr names it. With the index's model, a writer that is not given is the index's, or none.
+    message on stderr names it. With the index's model, a dtype and a writer that are not given are the index's.
     """
     from cacheblend_rag.retrieval.index import ChunkIndex
 
@@ -225,29 +221,17 @@ def _about_smollm2() -> str:
 
 
 def _as_indexed(chosen: _Options, made: IndexConfig) -> _Options:
-    """Return options with the model and the KV writer of an index, where the options name none."""
-    model = chosen.model or made.model.name
-    if chosen.writer is not None or found_anywhere(model) != made.model.name:
-        return replace(chosen, model=model)
+    """Return options with the model, the dtype and the KV writer of an index, where the options name none."""
+    chosen = replace(chosen, model=chosen.model or made.model.name)
+    if found_anywhere(chosen.model) != made.model.name:
+        return chosen
+    chosen = replace(chosen, dtype=chosen.dtype or made.model.dtype)
+    if chosen.writer is not None:
+        return chosen
     if made.writer is None:
-        return replace(chosen, model=model, writer=NO_WRITER)
+        return replace(chosen, writer=NO_WRITER)
     # If the writer's directory is gone, the model's own writer may be the same.
-    return replace(chosen, model=model, writer=made.writer.directory if Path(made.writer.directory).is_dir() else None)
-
-
-def dtype_of(indexed: ModelFingerprint, model: str | None) -> str | None:
-    """Return the dtype in which ``model`` has the fingerprint ``indexed``; None if the model's files do not say so."""
-    import torch
-
-    from cacheblend_rag.engines.models import model_directory
-
-    every = (torch.float32, torch.bfloat16, torch.float16)
-    try:
-        digests = ModelFingerprint.digests(model_directory(model), every)
-    except (OSError, ValueError, CacheBlendError):  # reported when the model is loaded
-        return None
-    found = dict(zip(digests, every, strict=True)).get(indexed.digest)
-    return None if found is None else str(found).removeprefix("torch.")
+    return replace(chosen, writer=made.writer.directory if Path(made.writer.directory).is_dir() else None)
 
 
 def model_for(files: Iterable[Path]) -> str:

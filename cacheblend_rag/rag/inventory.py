@@ -87,13 +87,18 @@ class Inventory(Closing):
         self.store = open_store(self.directory, ram_budget=0)
 
     def unchanged(
-        self, found: FoundDocuments, model: str | None, writer: str | None = None, **made_with: Any
+        self,
+        found: FoundDocuments,
+        model: str | None,
+        dtype: str | None = None,
+        writer: str | None = None,
+        **made_with: Any,
     ) -> IndexReport | None:
         """Return the report of indexing files again if nothing is to do; None if work is left or only a model can tell.
 
-        The method warns, as indexing does, if another writer has written the KV. The ``model`` is a name, and the KV
-        writer has the form that an engine takes; ``made_with`` holds other settings of :class:`IndexConfig`, None for
-        the index's own.
+        The method warns, as indexing does, if another writer has written the KV. ``model`` and ``dtype`` are names, and
+        the KV writer has the form that an engine takes; ``made_with`` holds other settings of :class:`IndexConfig`, None
+        for the index's own.
 
         Raises:
             InputError: The writer cannot be read.
@@ -104,7 +109,9 @@ class Inventory(Closing):
             if index is None:
                 return None
             made, given = index.config, {name: value for name, value in made_with.items() if value is not None}
-            if made.model.name != model or by not in (None, made.writer) or replace(made, **given) != made:
+            if (made.model.name, made.model.dtype) != (model, dtype) or by not in (None, made.writer):
+                return None
+            if replace(made, **given) != made:
                 return None
             known = {document.path: document.digest for document in index.documents()}
             report = nothing_to_read(found, known)

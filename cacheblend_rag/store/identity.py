@@ -30,10 +30,13 @@ class ModelFingerprint:
     Attributes:
         digest: Hex digest over the config, every weight and the dtype.
         name: Name that the user gave to the model; informative, not part of the identity.
+        dtype: Dtype of the weights, such as ``"bfloat16"``; informative, since the digest covers the dtype. None in
+            indexes of older versions, and for a model on a server.
     """
 
     digest: str
     name: str = field(compare=False)
+    dtype: str | None = field(default=None, compare=False)
 
     @classmethod
     def from_directory(cls, directory: Path, dtype: torch.dtype, name: str | None = None) -> ModelFingerprint:
@@ -41,7 +44,7 @@ class ModelFingerprint:
 
         Reading the files, not the loaded module, makes the digest the same for every engine that loads them.
         """
-        return cls(cls.digests(directory, [dtype])[0], name or str(directory))
+        return cls(cls.digests(directory, [dtype])[0], name or str(directory), _named(dtype))
 
     @staticmethod
     def digests(directory: Path, dtypes: Sequence[torch.dtype]) -> list[str]:
@@ -62,7 +65,11 @@ class ModelFingerprint:
         for key, tensor in sorted(module.state_dict().items()):
             state.update(key.encode())
             state.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-        return cls(_digest(config, state.hexdigest(), dtype), name)
+        return cls(_digest(config, state.hexdigest(), dtype), name, _named(dtype))
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _sum(files: Iterable[Path]) -> str:

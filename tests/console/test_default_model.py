@@ -44,14 +44,12 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ):
         monkeypatch.setattr(place, load)
     monkeypatch.setattr("cacheblend_rag.server.launch.serve", load)
-    # Reads the model's files; those of SmolLM2 are converted first.
-    monkeypatch.setattr(engines, "dtype_of", lambda indexed, model: None)
     return calls
 
 
-def indexed(directory: Path, file: Path, model: str, writer: WrittenBy | None = None) -> Path:
+def indexed(directory: Path, file: Path, model: str, writer: WrittenBy | None = None, dtype: str | None = None) -> Path:
     with (
-        ChunkIndex(directory, IndexConfig(ModelFingerprint("0" * 32, model), writer=writer)) as index,
+        ChunkIndex(directory, IndexConfig(ModelFingerprint("0" * 32, model, dtype), writer=writer)) as index,
         index.transaction(),
     ):
         digest = file_digest(file)
@@ -157,6 +155,28 @@ def test_an_index_keeps_the_kv_writer_that_it_was_made_with_and_a_new_one_has_th
         assert writer(plain, "--writer", "smollm2", command=command) == "smollm2"
         assert writer(plain, "--model", "acme/llm", command=command) is None
     assert writer(tmp_path / "new", command=("index", own)) is None
+
+
+@pytest.mark.slow
+def test_commands_run_a_model_in_the_dtype_of_the_index_unless_another_is_given(
+    run: Run, own: Path, loads: list[Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
+    store = ["--store", indexed(tmp_path / "store", own, "acme/llm", dtype="bfloat16")]
+
+    def loaded(*command: object) -> Any:
+        run(*command)
+        return loads.pop()
+
+    for command in (["ask", "Why?"], ["index", own, tmp_path], ["doctor"]):
+        assert loaded(*command, *store)[0].dtype == "bfloat16"
+        assert loaded(*command, *store, "--dtype", "float32")[0].dtype == "float32"
+        assert loaded(*command, *store, "--model", "other/llm")[0].dtype is None
+    assert loaded("serve", *store)[1] == ["--dtype", "bfloat16"]
+    assert loaded("serve", *store, "--dtype", "float32")[1][-2:] == ["--dtype", "float32"]
+    assert loaded("serve", *store, "--model", "other/llm")[1] == []
+    # An index of an older version does not say in which dtype it was made.
+    assert loaded("ask", "Why?", "--store", indexed(tmp_path / "old", own, "acme/llm"))[0].dtype is None
 
 
 def test_a_model_in_a_directory_is_known_by_its_whole_path_and_names_stay_what_they_are(
