@@ -19,6 +19,7 @@ from cacheblend_rag.calibrate import costs, spot_check
 from cacheblend_rag.cli import app
 from cacheblend_rag.retrieval.embedding import Embedder
 from tests.conftest import byte_level
+from tests.gates import gate_once
 
 DOCUMENTS = {
     "observatory.md": "# Observatory\n\nThe Marlow observatory was founded in 1911. It stands on a hill above the harbour.\n\n"
@@ -32,7 +33,11 @@ _embedder = cache(Embedder.load)
 
 
 def spend_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure bandwidths with 16 MiB, not 256; check an index by one question, not four; load an embedding model once for all."""
+    """Measure bandwidths with 16 MiB, not 256; check an index by one question, not four; load an embedding model once for all.
+
+    And let a model pass the parity gate once for all commands.
+    """
+    gate_once(monkeypatch)
     monkeypatch.setattr(costs, "_BLOCK", 16 << 20)
     monkeypatch.setattr(spot_check, "_QUESTIONS", 1)
     monkeypatch.setattr(Embedder, "load", _embedder)

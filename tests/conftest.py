@@ -27,6 +27,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import tests.interpreted  # noqa: F401
+from tests.gates import gate_once as pass_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -276,6 +277,14 @@ def server(running_server: RunningServer) -> RunningServer:
     """The real server, emptied."""
     running_server.clear()
     return running_server
+
+
+@pytest.fixture(scope="module")
+def gate_once() -> Iterator[None]:
+    """For tests that leave as it is what blends, of models that they open again and again."""
+    with pytest.MonkeyPatch.context() as patch:
+        pass_once(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

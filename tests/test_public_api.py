@@ -138,12 +138,3 @@ def run(code: str) -> str:
 def test_importing_the_package_and_the_command_line_waits_for_nothing_heavy() -> None:
     heavy = "print(sorted({'torch', 'transformers', 'faiss', 'sentence_transformers'} & set(sys.modules)))"
     assert run(f"import sys, cacheblend_rag; {heavy}; import cacheblend_rag.cli; {heavy}") == "[]\n[]"
-
-
-@pytest.mark.slow
-def test_the_engine_needs_neither_faiss_nor_sentence_transformers_and_asking_nothing_that_only_reads_files() -> None:
-    heavy = "{'faiss', 'sentence_transformers', 'bs4', 'pypdf'}"
-    readers = "{'bs4', 'pypdf', 'docx', 'pptx'}"
-    engine = f"import sys; from cacheblend_rag import TransformersEngine; print(sorted({heavy} & set(sys.modules)))"
-    asking = f"import cacheblend_rag.cli.ask, cacheblend_rag.rag.pipeline; print(sorted({readers} & set(sys.modules)))"
-    assert run(f"{engine}; {asking}") == "[]\n[]"

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface
@@ -121,6 +122,21 @@ def _forward(model: Any, ids: Sequence[int], first_position: int = 0) -> torch.T
         return model(input_ids=torch.tensor([list(ids)]), position_ids=positions, use_cache=False).logits[0, -1]
 
 
+_found: WeakKeyDictionary[Any, dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, ...]]]] = WeakKeyDictionary()
+
+
+def _alone(model: Any, before: list[int], ids: list[int], start: int) -> dict[int, tuple[torch.Tensor, ...]]:
+    """Each layer's KV of ``ids`` at position ``start`` behind ``before`` alone; found once for all blends of a model."""
+    key = tuple(before), tuple(ids), start
+    found = _found.setdefault(model, {})
+    if key not in found:
+        run = _Run(captured={})
+        with _reference_attention(model, run):
+            _forward(model, before + ids, start - len(before))
+        found[key] = run.captured
+    return found[key]
+
+
 @dataclass
 class Result:
     logits: torch.Tensor
@@ -153,11 +169,8 @@ def blend(
         end = start + len(part.ids)
         if part.kind == "stale":
             is_stale[start:end] = True
-            run = _Run(captured={})
-            with _reference_attention(writer or model, run):
-                before = [*header, *behind]
-                _forward(writer or model, before + part.ids, start - len(before))
-            for layer, tensors in run.captured.items():
+            before = [*header, *behind]
+            for layer, tensors in _alone(writer or model, before, part.ids, start).items():
                 if layer not in stale:
                     stale[layer] = [x.new_zeros(x.shape[0], len(ids), x.shape[2]) for x in tensors]
                 for whole, alone in zip(stale[layer], tensors, strict=True):

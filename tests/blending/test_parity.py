@@ -20,6 +20,7 @@ from tests.blending import reference
 from tests.blending.families import _BASE, BLENDED, NOT_BLENDED, llama4, make_model
 from tests.blending.prompts import Scene, engine_for
 
+pytestmark = pytest.mark.usefixtures("gate_once")
 GREEDY = SamplingParams(max_tokens=8)
 _models: dict[str, Any] = {}
 _engines: dict[str, Any] = {}

@@ -21,6 +21,8 @@ from cacheblend_rag.errors import InputError
 from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 
+pytestmark = pytest.mark.usefixtures("gate_once")
+
 
 class Given(SelectionPolicy):
     """Chooses the positions it is given."""

@@ -23,6 +23,7 @@ from tests.blending.prompts import Scene, engine_for
 from tests.blending.test_parity import blended_logits, model_of
 from tests.conftest import tokenizer_named
 
+pytestmark = pytest.mark.usefixtures("gate_once")
 RATIOS = (0.05, 0.3)
 
 
@@ -41,13 +42,12 @@ def probe_of(engine: Any) -> list[int]:
     return list(probe_ids(engine.tokenizer, engine.subject().vocab_size, engine.context_window))
 
 
-def reference_scores(model: Any, engine: Any, scene: Scene) -> tuple[list[int], torch.Tensor]:
-    """Positions of the stale tokens, and the static deviation of each."""
-    positions, scores = [], []
-    for span in scene.prompt.spans[1:]:
-        positions += range(span.start, span.end)
-        scores.append(reference.static_deviation(model, scene.header, probe_of(engine), list(span.chunk.token_ids)))
-    return positions, torch.cat(scores)
+def reference_scores(model: Any, engine: Any, scene: Scene) -> tuple[list[int], list[torch.Tensor]]:
+    """Positions of the stale tokens, and each chunk's static deviation; the first chunk is not stale."""
+    positions = [at for span in scene.prompt.spans[1:] for at in range(span.start, span.end)]
+    probe = probe_of(engine)
+    scores = [reference.static_deviation(model, scene.header, probe, list(chunk.token_ids)) for chunk in scene.chunks]
+    return positions, scores
 
 
 def top(positions: list[int], scores: torch.Tensor, ratio: float) -> list[int]:
@@ -87,10 +87,10 @@ def test_both_policies_equal_the_independent_reference_on_every_family(family: s
     model, scene = model_of(family), Scene()
     engine = ranking_engine(model, scene)
     engine.precompute(scene.chunks)
-    positions, static = reference_scores(model, engine, scene)
-    for chunk in scene.chunks:
+    positions, each = reference_scores(model, engine, scene)
+    static = torch.cat(each[1:])
+    for chunk, want in zip(scene.chunks, each, strict=True):
         got = engine.entries.get(chunk.token_ids, engine.num_layers).static_deviation()
-        want = reference.static_deviation(model, scene.header, probe_of(engine), list(chunk.token_ids))
         torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=1e-4)
     attention = reference.question_attention(model, scene.header, scene.parts())[positions]
     policies = {"static": static, "static-query": static.sqrt() * attention}

@@ -50,7 +50,9 @@ TARGETS = {
 
 
 @pytest.fixture(scope="module", params=[*TARGETS, *(f"{family} behind the probe" for family in TARGETS)])
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
+def written(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, gate_once: None
+) -> Iterator[Written]:
     family, _, untrained = request.param.partition(" ")
     directory, config = tmp_path_factory.mktemp("writer"), BLENDED[family]
     how: dict[str, Any] = {"behind": PROBE}

@@ -310,26 +310,6 @@ def test_what_is_no_size_is_refused(text):
         parse_size(text)
 
 
-def test_in_a_process_of_its_own_json_is_all_that_stdout_holds(model_dir, store):
-    command = [
-        sys.executable,
-        "-m",
-        "cacheblend_rag",
-        "ask",
-        QUESTION,
-        "--store",
-        store,
-        "--model",
-        model_dir,
-        "--json",
-    ]
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("{")
-    assert result.stdout.endswith("}\n")
-    assert result.stderr == ""
-
-
 def test_in_a_process_of_its_own_an_error_is_one_line_and_a_code(tmp_path):
     command = [sys.executable, "-m", "cacheblend_rag", "ask", "Why?", "--store", str(tmp_path / "nothing")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

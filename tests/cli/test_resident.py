@@ -364,7 +364,7 @@ def test_a_resident_process_answers_as_the_command_alone_does_and_loads_once(
         assert (done.returncode, done.stderr) == (0, "")
         return {key: value for key, value in json.loads(done.stdout).items() if not key.endswith(("timings", "_s"))}
 
-    alone = facts(answered(0, "--json"))
+    alone = facts(answered(0, "--json"))  # nothing but JSON on stdout, and nothing on stderr
     first = facts(answered(5, "--json"))
     (there,) = (short / "cacheblend").glob("*[!k]")
     again = facts(answered(5, "--json"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,12 +71,3 @@ def test_options_of_a_server_and_a_model_do_not_mix(
     run("ui", "--server", "http://127.0.0.1:9", "--device", "cpu", "--store", tmp_path)
     with pytest.raises(InputError, match="--device does not go with --server"):
         served[0][0].load_engine(tmp_path)
-
-
-@pytest.mark.slow
-def test_neither_the_command_line_nor_the_page_waits_for_torch() -> None:
-    pytest.importorskip("gradio", reason="Gradio is not installed; make setup installs it")
-    code = "import sys, cacheblend_rag.cli, cacheblend_rag.ui.launch; print('gradio' in sys.modules, 'torch' in sys.modules); "
-    code += "import cacheblend_rag.ui.page; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False False\nFalse\n"

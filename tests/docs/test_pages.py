@@ -7,7 +7,9 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -117,9 +119,14 @@ def is_command(line: str) -> bool:
     return re.match(r"\s*(\$ )?cacheblend [a-z]", line) is not None and "..." not in line and "|" not in line
 
 
+@cache
+def command_tree() -> Any:
+    return get_command(app)
+
+
 def unknown_words(command: list[str]) -> list[str]:
     """Return the subcommand or the options of a command that the command line does not know."""
-    at, words = get_command(app), command[1:]
+    at, words = command_tree(), command[1:]
     while hasattr(at, "commands") and words:
         if words[0] not in at.commands:
             return words[:1]

@@ -28,6 +28,7 @@ from sybil import Example, Sybil
 from sybil.parsers.myst import CodeBlockParser
 
 from cacheblend_rag.cli import app
+from tests.command_line import spend_less
 from tests.server.running import RunningServer
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +129,7 @@ def served(arguments: list[str]) -> RunningServer:
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     monkeypatch.chdir(tmp_path)
+    spend_less(monkeypatch)
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     for telemetry in ("HAYSTACK_TELEMETRY_ENABLED", "ANONYMIZED_TELEMETRY"):
         monkeypatch.setenv(telemetry, "False")

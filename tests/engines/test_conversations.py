@@ -31,6 +31,7 @@ from tests.blending.writers import write_writer
 from tests.conftest import tokenizer_named
 from tests.engines.contract_conversation import NOTES
 
+pytestmark = pytest.mark.usefixtures("gate_once")
 RATIO = 0.3
 SINK = BlendSettings(ratio=RATIO, policy="sink")
 _CONFIG = {**_BASE, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}

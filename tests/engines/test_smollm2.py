@@ -18,8 +18,9 @@ from cacheblend_rag.prompts.chunk import encoder_for, make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
 from tests.blending import reference
 from tests.blending.test_parity import blended_logits
+from tests.command_line import spend_less
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("gate_once")]
 
 NOTES = (
     "# Travel\n\nTravel above 500 euros is approved by Maria Okafor, head of finance. Ask her two weeks before.",
@@ -30,8 +31,8 @@ QUESTION = "Who approves travel above 500 euros?"
 
 
 @pytest.fixture(scope="module")
-def engine(smollm2: Path) -> TransformersEngine:
-    return TransformersEngine(smollm2, device="cpu")
+def engine(smollm2: Path, gate_once: None) -> TransformersEngine:
+    return TransformersEngine(smollm2, device="cpu", ranking="off")  # no test asks this one for a ranking
 
 
 class RealScene:
@@ -123,6 +124,7 @@ def test_by_its_name_it_comes_with_its_kv_writer_which_blends_alone_read(
 def test_index_and_ask_answer_from_documents_of_ones_own(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    spend_less(monkeypatch)
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "models").symlink_to(smollm2.parent)

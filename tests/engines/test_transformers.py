@@ -31,6 +31,7 @@ from tests.engines.contract_controller import ControllerContract
 from tests.engines.contract_conversation import ConversationContract
 from tests.engines.contract_spans import SpansContract
 
+pytestmark = pytest.mark.usefixtures("gate_once")
 _CONFIG = {**_BASE, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}
 
 
@@ -91,12 +92,12 @@ class TestTransformersEngine(EngineContract, ControllerContract, SpansContract):
     def test_answers_longer_than_the_room_kept_for_them_stay_right(self, engine, chunks, prompt) -> None:
         import torch
 
-        long = SamplingParams(max_tokens=300)
+        long = SamplingParams(max_tokens=264)  # of which room is kept for 256
         got = engine.generate(prompt, long).token_ids
         tokens = torch.tensor([engine.tokenize(prompt).token_ids])
         with torch.no_grad():
             everything = torch.ones_like(tokens)
-            want = engine.runner.model.generate(tokens, attention_mask=everything, max_new_tokens=300, do_sample=False)
+            want = engine.runner.model.generate(tokens, attention_mask=everything, max_new_tokens=264, do_sample=False)
         assert list(got) == want[0, tokens.shape[1] :].tolist()
 
     def test_logprobs_are_those_of_the_models_own_forward(self, engine, prompt) -> None:

@@ -23,6 +23,7 @@ from vllm.entrypoints.launchers.api_server import entry
 from vllm.utils import ompmultiprocessing
 
 from cacheblend_rag.server import forking
+from tests.server import forked  # noqa: F401 - what processes are forked from has imported vLLM
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
@@ -140,8 +141,8 @@ def test_a_forked_worker_computes_on_as_many_threads_and_cores_as_one_that_is_sp
     skip: bool,
 ) -> None:
     here, there = multiprocessing.Pipe(duplex=False)
-    # Spawned, because a fork of this process, whose threads may have computed, would wait for these threads for ever.
-    process = multiprocessing.get_context("spawn").Process(target=serve_and_fork, args=(skip, there))
+    # From the server, because a fork of this process, whose threads may have computed, would wait for these threads for ever.
+    process = multiprocessing.get_context("forkserver").Process(target=serve_and_fork, args=(skip, there))
     process.start()
     assert here.poll(120), "it waits for threads that its parent had"
     assert here.recv() == ((3, len(os.sched_getaffinity(0))) if skip else (1, 1))

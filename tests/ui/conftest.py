@@ -27,9 +27,9 @@ if NEEDED:  # fails where the modules here would skip themselves
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One browser for all tests of this folder; closed behind them, since its loop would be in the way of async tests."""
+    """One browser for all tests of a file; closed behind them, since its loop would be in the way of async tests."""
     if CHROMIUM is None:
         reason = "the tests of the page need Chromium; make browser installs it"
         pytest.fail(reason) if NEEDED else pytest.skip(reason)

@@ -22,8 +22,17 @@ from tests.ui.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.slow
 
+COMMAND = """
+import sys, cacheblend_rag.cli, cacheblend_rag.ui.launch
+print("gradio" in sys.modules, "torch" in sys.modules)
+import cacheblend_rag.ui.page
+print("torch" in sys.modules, flush=True)
+cacheblend_rag.cli.main()
+"""
+"""What `cacheblend` does, and first what the page and the command line import."""
 
-def test_ctrl_c_ends_the_page_with_the_exit_code_that_the_help_names(tmp_path: Path) -> None:
+
+def test_a_page_waits_for_no_torch_and_ctrl_c_ends_it_with_the_exit_code_that_the_help_names(tmp_path: Path) -> None:
     port = free_port()
     options = [
         "--no-browser",
@@ -37,8 +46,9 @@ def test_ctrl_c_ends_the_page_with_the_exit_code_that_the_help_names(tmp_path: P
     # A shell's background jobs ignore the signal, and so would a page that such a test run starts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     page = subprocess.Popen(
-        [sys.executable, "-m", "cacheblend_rag", "ui", *options],
+        [sys.executable, "-c", COMMAND, "ui", *options],
         env={**os.environ, "CACHEBLEND_HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -50,11 +60,12 @@ def test_ctrl_c_ends_the_page_with_the_exit_code_that_the_help_names(tmp_path: P
             except httpx.TransportError:
                 threading.Event().wait(0.1)
         page.send_signal(signal.SIGINT)
-        _, said = page.communicate(timeout=300)
+        imported, said = page.communicate(timeout=300)
     finally:
         page.kill()
         signal.signal(signal.SIGINT, before)
     assert page.returncode == 130, said
+    assert imported.startswith("False False\nFalse\n")
     assert "Stopped." in said and "Traceback" not in said
     assert not list(tmp_path.glob("cacheblend-ui-*"))  # what was uploaded is no longer there
 

@@ -1,0 +1,36 @@
+"""Spares tests of what stands behind the parity gate a gate of their own for a model that has passed one in this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from cacheblend_rag.blending.gate import GateReport
+
+_passed: dict[tuple[str, str], GateReport] = {}
+
+
+def gate_once(patch: pytest.MonkeyPatch) -> None:
+    """Let a model on transformers that has passed the gate pass again uncompared; its rotation is measured each time."""
+    from cacheblend_rag.blending import gate
+    from cacheblend_rag.engines.transformers.target import TransformersSubject
+    from cacheblend_rag.store.kv import ModelFingerprint
+
+    compare = gate._compare
+
+    def remembered(subject: Any, rope: Any) -> GateReport:
+        if not isinstance(subject, TransformersSubject):
+            return compare(subject, rope)
+        config = subject.runner.config
+        found = ModelFingerprint.from_module(subject.runner.model, config.to_dict(), subject.dtype, "")
+        key = found.digest, str(config._attn_implementation)
+        if key in _passed:
+            return _passed[key]
+        report = compare(subject, rope)
+        if report.passed:
+            _passed[key] = report
+        return report
+
+    patch.setattr(gate, "_compare", remembered)
