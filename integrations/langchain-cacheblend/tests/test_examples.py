@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from cacheblend_lab.tuning import tune, world
+from langchain_core.documents import Document
 from typer.testing import CliRunner
 
 from cacheblend_rag import TransformersEngine, bundled_questions
@@ -26,13 +27,24 @@ import notebooks
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
+# The parts of the documents that the examples' questions are about.
+PARTS = {"ship-logs.md": slice(9500), "town-chronicle.md": slice(16_000, None)}
+
+
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(sys, "argv", ["example"])
+    whole = importlib.import_module("langchain_rag").load_documents
+
+    def parts() -> list[Document]:
+        named = [(document.metadata["source"], document.page_content) for document in whole()]
+        return [Document(text[PARTS[name]], metadata={"source": name}) for name, text in named]
 
     def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
+        monkeypatch.setattr(module, "load_documents", parts)
+        return module
 
     return load
 
