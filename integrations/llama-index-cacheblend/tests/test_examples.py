@@ -10,12 +10,19 @@ from typing import Any
 import notebooks
 import pytest
 
-from cacheblend_rag import BlendEngine, bundled_questions
+from cacheblend_rag import BlendEngine, bundled_corpus, bundled_questions
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
+# The parts of the documents that the questions are about.
+PARTS = {"ship-logs.md": slice(9500), "town-chronicle.md": slice(16_000, None)}
 ANSWERS = {question.question: question.answer for question in bundled_questions()}
+
+
+@pytest.fixture(autouse=True)
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, part in PARTS.items():
+        (tmp_path / name).write_text((bundled_corpus() / name).read_text("utf-8")[part], encoding="utf-8")
+    monkeypatch.setattr("cacheblend_rag.bundled_corpus", lambda: tmp_path)
 
 
 @pytest.mark.parametrize("name", ["llamaindex_rag.py", "llamaindex_chat.py"])
