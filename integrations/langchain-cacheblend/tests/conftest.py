@@ -46,9 +46,9 @@ def taught_engine(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> I
 
 @pytest.fixture(scope="session")
 def sources() -> list[Document]:
-    """The first part of each document of the corpus."""
+    """The beginning of each document of the corpus."""
     files = sorted(Path(bundled_corpus()).iterdir())
-    return [Document(page_content=file.read_text()[:6000], metadata={"source": file.name}) for file in files]
+    return [Document(page_content=file.read_text()[:4000], metadata={"source": file.name}) for file in files]
 
 
 @pytest.fixture(scope="session")
