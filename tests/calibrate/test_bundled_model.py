@@ -65,7 +65,7 @@ def test_a_blend_that_loses_answers_is_refused_by_the_metric_of_the_questions(en
 def test_few_prompts_choose_a_small_ratio_and_foreign_text_gets_a_higher_one(engine, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     store, rank = engine.store, engine.ranking
-    rows = calibration_rows(engine.tokenizer, 4, engine.context_window, most=256)
+    rows = calibration_rows(engine.tokenizer, 4, engine.context_window, most=128)
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     prompts = collect_prompts(engine, tmp_path / "prompts.jsonl", None, 4)
     found, file = calibrate_engine(engine, prompts, tmp_path)
@@ -91,8 +91,8 @@ def test_few_prompts_choose_a_small_ratio_and_foreign_text_gets_a_higher_one(eng
         )  # the first chunk stands where it was computed
         return done.ratio
 
-    own = demo_samples(engine.tokenizer, 1, 99, chunks=4, chunk_tokens=256)[0]
-    foreign = split_text(FOREIGN.read_text("utf-8"), engine.tokenizer, 256)[:4]
+    own = demo_samples(engine.tokenizer, 1, 99, chunks=4, chunk_tokens=128)[0]
+    foreign = split_text(FOREIGN.read_text("utf-8"), engine.tokenizer, 128)[:4]
     of_own = ratio([make_chunk(text, engine.tokenizer) for text in own.texts], own.question)
     of_foreign = ratio(foreign, "What is a check layer?")
     assert profile.ratio <= of_own < of_foreign <= 0.6

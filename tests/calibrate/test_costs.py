@@ -16,6 +16,12 @@ from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, engine_for
 
 
+@pytest.fixture(autouse=True)
+def _less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure bandwidths with 16 MiB, not 256."""
+    monkeypatch.setattr("cacheblend_rag.calibrate.costs._BLOCK", 16 << 20)
+
+
 @pytest.mark.parametrize(
     "cost", [ComputeCost(0.01, 1e-3, 1e-6), ComputeCost(0.0, 1e-3, 0.0), ComputeCost(0.5, 0.0, 1e-6)]
 )

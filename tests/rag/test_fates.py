@@ -34,9 +34,11 @@ def engine() -> Iterator[TransformersEngine]:
 
 @pytest.fixture(scope="module")
 def prompt(engine: TransformersEngine, tmp_path_factory: pytest.TempPathFactory) -> TokenizedPrompt:
-    with RagPipeline(engine, tmp_path_factory.mktemp("store"), k=4) as pipeline:
-        pipeline.index([bundled_corpus() / "ship-logs.md"])
-        question = next(q.question for q in bundled_questions() if q.source == "ship-logs.md")
+    notes = tmp_path_factory.mktemp("notes") / "ship-logs.md"
+    notes.write_text((bundled_corpus() / notes.name).read_text("utf-8")[:4000], encoding="utf-8")
+    with RagPipeline(engine, tmp_path_factory.mktemp("store"), chunk_tokens=128, k=4) as pipeline:
+        pipeline.index([notes])
+        question = next(q.question for q in bundled_questions() if q.source == notes.name)
         return pipeline.prompt(question, pipeline.retrieve(question).hits)[0]
 
 

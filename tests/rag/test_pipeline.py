@@ -557,9 +557,9 @@ def test_bad_arguments_are_named(pipeline: RagPipeline, engine: FakeEngine, tmp_
 DIE = """
 import os, signal, sys
 from pathlib import Path
-import sentence_transformers
-from cacheblend_rag.retrieval.index import ChunkIndex, Hit
 from cacheblend_rag.rag.pipeline import RagPipeline
+from cacheblend_rag.retrieval.embedding import DEFAULT_EMBEDDING, Embedder
+from cacheblend_rag.retrieval.index import ChunkIndex
 from cacheblend_rag.store import DiskStore
 from tests.fake_engine import FakeEngine
 
@@ -582,8 +582,10 @@ def index_until(where, store, docs):
     setattr(target, name, die)
     pipeline.index([docs])
 
+embedder = Embedder.load(DEFAULT_EMBEDDING)
+Embedder.load = lambda name: embedder
 for where in sys.argv[3:]:
-    if not (child := os.fork()):  # nothing has begun a thread yet; what is imported once serves all
+    if not (child := os.fork()):  # no thread runs yet; what is imported and loaded once serves all
         index_until(where, Path(sys.argv[1]) / where, sys.argv[2])
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

@@ -12,6 +12,7 @@ from langchain_core.documents import Document
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus
+from cacheblend_rag.blending import controller
 from langchain_cacheblend import BundledEmbeddings, CacheBlendRetriever, ChunkSplitter
 
 from plain import BUNDLED, PlainChat, PlainLLM
@@ -20,11 +21,6 @@ from taught import teach, transcript
 from tested_engine import engine_of
 
 MAX_TOKENS = 10
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the notebook that trains: with two workers all other tests run beside it."""
-    items.sort(key=lambda item: "tuning_notebook" not in item.name)
 
 
 @pytest.fixture(scope="session")
@@ -50,9 +46,9 @@ def taught_engine(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> I
 
 @pytest.fixture(scope="session")
 def sources() -> list[Document]:
-    """The first part of each document of the corpus."""
+    """The beginning of each document of the corpus."""
     files = sorted(Path(bundled_corpus()).iterdir())
-    return [Document(page_content=file.read_text()[:6000], metadata={"source": file.name}) for file in files]
+    return [Document(page_content=file.read_text()[:4000], metadata={"source": file.name}) for file in files]
 
 
 @pytest.fixture(scope="session")
@@ -93,8 +89,22 @@ def scripted() -> ScriptedEngine:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _blends() -> Iterator[None]:
+def _blends() -> Iterator[float]:
     """The bundled model answers a short prompt as soon without a blend: here what a blend reports is looked at."""
+    gain = controller.GAIN
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cacheblend_rag.blending.controller.GAIN", 0.0)
-        yield
+        patch.setattr(controller, "GAIN", 0.0)
+        yield gain
+
+
+@pytest.fixture
+def real_gain(_blends: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is answered as soon without a blend is not blended, as for users."""
+    monkeypatch.setattr(controller, "GAIN", _blends)
+
+
+@pytest.fixture
+def one_engine(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens the bundled model gets the one of all tests."""
+    if isinstance(engine, TransformersEngine):
+        monkeypatch.setattr("cacheblend_rag.TransformersEngine", lambda: engine)

@@ -7,12 +7,12 @@ the scripted engine answers to the suite's own prompts is recorded, and random w
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -34,10 +34,11 @@ class Said(NamedTuple):
 
 
 def transcript(file: Path) -> list[Said]:
-    """Run the suite on the scripted engine, and return all that was said."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", str(_SUITE), "-k", "TestIntegrationScripted"]
-    environment = {**os.environ, "CACHEBLEND_TRANSCRIPT": str(file)}
-    subprocess.run(command, cwd=_SUITE.parent.parent, env=environment, check=True, stdout=subprocess.DEVNULL)
+    """Run the suite on the scripted engine, in a session of its own within this one, and return all that was said."""
+    alone = ["--capture=no", "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts=", "-q", "--no-header"]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
+        patch.setenv("CACHEBLEND_TRANSCRIPT", str(file))
+        assert pytest.main([*alone, str(_SUITE), "-k", "TestIntegrationScripted"]) == 0, said.getvalue()
     rows = map(json.loads, file.read_text().splitlines())
     return sorted({Said(tuple(row["prompt"]), row["answer"]) for row in rows})
 

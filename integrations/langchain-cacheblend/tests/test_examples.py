@@ -6,28 +6,45 @@ import ast
 import importlib
 import inspect
 import os
+import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+from cacheblend_lab.tuning import tune, world
+from langchain_core.documents import Document
+from typer.testing import CliRunner
 
 from cacheblend_rag import TransformersEngine, bundled_questions
+from cacheblend_rag.cli import app
 from langchain_cacheblend import BundledEmbeddings
 
+import notebooks
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+# The parts of the documents that the examples' questions are about.
+PARTS = {"ship-logs.md": slice(9500), "town-chronicle.md": slice(16_000, None)}
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(sys, "argv", ["example"])
+    whole = importlib.import_module("langchain_rag").load_documents
+
+    def parts() -> list[Document]:
+        named = [(document.metadata["source"], document.page_content) for document in whole()]
+        return [Document(text[PARTS[name]], metadata={"source": name}) for name, text in named]
 
     def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
+        monkeypatch.setattr(module, "load_documents", parts)
+        return module
 
     return load
 
@@ -70,57 +87,47 @@ def test_the_migrated_chain_answers_as_the_one_before_and_differs_in_two_places(
     assert inspect.getsource(migrate.after).count("# <--") == 2
 
 
-def test_the_notebook_runs_and_answers() -> None:
-    notebook = nbformat.read(EXAMPLES / "langchain_rag.ipynb", as_version=4)
-    shown = len(values(notebook))
-    NotebookClient(notebook, timeout=None, kernel_name="python3").execute()
-    found = values(notebook)
-    assert len(found) == shown == 6
+def test_the_notebook_runs_and_answers(real_gain: None, one_engine: None) -> None:
+    cells = notebooks.read(EXAMPLES / "langchain_rag.ipynb")
+    found = notebooks.values(notebooks.run(cells))
+    assert len(found) == len(notebooks.values(cells)) == 6
     question, answer = ast.literal_eval(found[1])
     assert right(question, answer)
     assert ast.literal_eval(found[2])["input_token_details"]["cache_read"] > 1000
 
 
-# `cacheblend` in a world of 90 chunks, not 960: what is learned there may be chance, and is kept whatever it is.
-SMALL = f"""#!{sys.executable}
-from functools import partial
-from cacheblend_rag.cli import main
-from cacheblend_lab.tuning import tune, world
-world.paraphrased_world = partial(world.paraphrased_world, entities=3)
-tune.TuneSettings = partial(tune.TuneSettings, elsewhere=10)
-tune.verdict = lambda *found: (True, "kept")
-main()
-"""
+@pytest.fixture
+def small_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world of 90 chunks, not 960: what is learned there may be chance, and is kept whatever it is."""
+    monkeypatch.setattr(world, "paraphrased_world", partial(world.paraphrased_world, entities=3))
+    monkeypatch.setattr(tune, "TuneSettings", partial(tune.TuneSettings, elsewhere=10))
+    monkeypatch.setattr(tune, "verdict", lambda *found: (True, "kept"))
 
 
 def test_the_tuning_notebook_shows_a_better_retriever_and_runs_and_its_chunks_need_no_new_kv(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    small_world: None, real_gain: None
 ) -> None:
-    (tmp_path / "cacheblend").write_text(SMALL)
-    (tmp_path / "cacheblend").chmod(0o755)
-    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
-    notebook = nbformat.read(EXAMPLES / "tuned_retriever.ipynb", as_version=4)
-    before = [printed(cell) for cell in notebook.cells]
+    cells = notebooks.read(EXAMPLES / "tuned_retriever.ipynb")
+    before = [notebooks.printed(cell) for cell in cells]
     assert "better on questions held out, and no worse out of domain" in "".join(before)
-    assert "computed=0, present=960" in values(notebook)[0]
-    NotebookClient(notebook, timeout=None, kernel_name="python3").execute()
-    assert list(map(bool, before)) == [bool(printed(cell)) for cell in notebook.cells]
-    documents, answers = values(notebook)
+    assert "computed=0, present=960" in notebooks.values(cells)[0]
+    ran = notebooks.run(cells, cacheblend)
+    assert list(map(bool, before)) == [bool(notebooks.printed(cell)) for cell in ran]
+    documents, answers = notebooks.values(ran)
     assert documents.startswith("(90,") and "computed=0, present=90," in documents
     question, *answered = ast.literal_eval(answers)
     assert question.endswith("?") and all(answered)
 
 
-def printed(cell: Any) -> str:
-    """Return what a cell printed."""
-    return "".join(output["text"] for output in cell.get("outputs", ()) if output.get("name") == "stdout")
+def cacheblend(line: str) -> None:
+    """Run the command ``cacheblend ... > FILE 2> FILE`` in this process."""
+    name, *arguments, _, out, _, log = shlex.split(line)
+    assert name == "cacheblend"
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.stderr
+    Path(out).write_text(done.stdout)
+    Path(log).write_text(done.stderr)
 
 
 def right(question: str, answer: str) -> bool:
     return {q.question: q.answer for q in bundled_questions()}[question] == answer.strip()
-
-
-def values(notebook: Any) -> list[str]:
-    """Return what the cells' last expressions gave."""
-    found = (output for cell in notebook.cells for output in cell.get("outputs", ()))
-    return [output["data"]["text/plain"] for output in found if output["output_type"] == "execute_result"]

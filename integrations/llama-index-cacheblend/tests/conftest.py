@@ -19,7 +19,8 @@ from plain import PlainLLM
 from tested_engine import engine_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag import BlendEngine, bundled_corpus
+from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus
+from cacheblend_rag.blending import controller
 from cacheblend_rag.frameworks import encoder_for
 from llama_index_cacheblend import BundledEmbedding, precompute_nodes
 
@@ -48,8 +49,9 @@ def embedding() -> BundledEmbedding:
 
 @pytest.fixture(scope="session")
 def documents() -> list[Document]:
+    """The first part of two documents of the corpus."""
     return [
-        Document(text=path.read_text(encoding="utf-8"), metadata={"file_name": path.name})
+        Document(text=path.read_text(encoding="utf-8")[:6000], metadata={"file_name": path.name})
         for path in sorted(bundled_corpus().iterdir())[:2]
     ]
 
@@ -83,8 +85,22 @@ def untouched_globals() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _blends() -> Iterator[None]:
+def _blends() -> Iterator[float]:
     """The bundled model answers a short prompt as soon without a blend: here what a blend reports is looked at."""
+    gain = controller.GAIN
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cacheblend_rag.blending.controller.GAIN", 0.0)
-        yield
+        patch.setattr(controller, "GAIN", 0.0)
+        yield gain
+
+
+@pytest.fixture
+def real_gain(_blends: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is answered as soon without a blend is not blended, as for users."""
+    monkeypatch.setattr(controller, "GAIN", _blends)
+
+
+@pytest.fixture
+def one_engine(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens the bundled model gets the one of all tests."""
+    if isinstance(engine, TransformersEngine):
+        monkeypatch.setattr("cacheblend_rag.TransformersEngine", lambda: engine)

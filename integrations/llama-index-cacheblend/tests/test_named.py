@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 from pathlib import Path
 
@@ -66,7 +67,13 @@ def test_an_engine_and_the_name_of_one_do_not_go_together(engine: BlendEngine, m
         CacheBlendLLM()
 
 
-def test_a_pipeline_of_two_workers_computes_with_a_model_given_by_name(tmp_path: Path) -> None:
+def test_a_pipeline_of_two_workers_computes_with_a_model_given_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As new as spawned ones, but both take their imports from a third process.
+    imported = multiprocessing.get_context("forkserver")
+    imported.set_forkserver_preload(["llama_index_cacheblend", "cacheblend_rag.engines.transformers"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: imported)
     llm = CacheBlendLLM(model="bundled", store=str(tmp_path / "kv"), max_tokens=3)
     documents = [Document(text=f"The bell of harbour {n} was cast in 18{n}0, by two brothers.") for n in range(4)]
     pipeline = IngestionPipeline(transformations=[SentenceSplitter(), CacheBlendPrecompute(llm.engine)])

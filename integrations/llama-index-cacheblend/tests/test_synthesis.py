@@ -116,8 +116,9 @@ class TestEngines:
         self, engine: TransformersEngine, documents: list[Document], embedding: BundledEmbedding
     ) -> None:
         llm = CacheBlendLLM(engine=engine, max_tokens=8, stop=["\n"])
+        short = Document(text=documents[0].text[:3000], metadata=documents[0].metadata)
         made = CacheBlendQueryEngine.from_documents(
-            documents[:1], engine=engine, llm=llm, embed_model=embedding, chunk_size=128, similarity_top_k=4
+            [short], engine=engine, llm=llm, embed_model=embedding, chunk_size=128, similarity_top_k=4
         )
         response = made.query(QUESTION)
         (call,) = response.metadata["cacheblend"]
@@ -129,7 +130,9 @@ class TestEngines:
         self, engine: TransformersEngine, embedding: BundledEmbedding
     ) -> None:
         note = Document(text="Ilva Tornbeck keeps the keys of the old mill, and nobody else does.")
-        made = CacheBlendQueryEngine.from_documents([note], engine=engine, embed_model=embedding, precompute=False)
+        made = CacheBlendQueryEngine.from_documents(
+            [note], engine=engine, embed_model=embedding, precompute=False, max_tokens=4
+        )
         first, second = (made.query("Who keeps the keys?").metadata["cacheblend"][0] for _ in range(2))
         assert [["kv" in chunk["lacks"] for chunk in each["chunks"]] for each in (first, second)] == [[True], [False]]
         assert second["usage"]["reused_tokens"] > 0

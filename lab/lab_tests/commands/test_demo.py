@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
+from cacheblend_lab import comparison
 from cacheblend_rag.demo import bundle
 from cacheblend_rag.demo.bundle import DemoQuestion
 from cacheblend_rag.demo.methods import METHODS
@@ -71,7 +73,16 @@ def test_demo_shows_the_first_question_of_a_kind_that_full_recompute_gets_right(
         assert text.count(name) >= 4  # explained, shown twice, summed up
 
 
-def test_on_documents_what_recomputes_more_is_nearer_and_nothing_needs_a_question(run, model_dir, tmp_path):
+def test_on_documents_what_recomputes_more_is_nearer_and_nothing_needs_a_question(
+    run, model_dir, tmp_path, monkeypatch
+):
+    compare, compared = comparison.compare_on_documents, []
+
+    def once(*given: Any) -> Any:
+        compared[:] = compared or [compare(*given)]
+        return compared[0]
+
+    monkeypatch.setattr(comparison, "compare_on_documents", once)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "house.md").write_text((ROOT / "docs/architecture.md").read_text("utf-8")[:3000])
     arguments = ["demo", "--documents", tmp_path / "docs", "--model", model_dir]

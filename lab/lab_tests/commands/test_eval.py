@@ -153,6 +153,13 @@ def test_figures_are_made_from_the_command_line_and_refuse_what_there_is_not(run
 TINY = ("--random-weights", "llama:2x256", "--repeat", "1", "--threads", "1")
 
 
+@pytest.fixture
+def short_chunks(monkeypatch):
+    """Chunks of 64 tokens where a sweep has 512."""
+    monkeypatch.setattr("cacheblend_lab.bench.sweeps.CHUNK_TOKENS", 64)
+
+
+@pytest.mark.usefixtures("short_chunks")
 def test_sweeps_print_a_table_or_json(run):
     for args, axis in ((("ratio", "--ratios", "0.2"), "ratio"), (("batch", "--sizes", "1"), "batch")):
         points = as_json(run("bench", *args, *TINY, "--json"))["points"]
@@ -163,6 +170,7 @@ def test_sweeps_print_a_table_or_json(run):
     assert " ms" in shown
 
 
+@pytest.mark.usefixtures("short_chunks")
 def test_a_sweep_of_devices_holds_the_blend_against_loading_and_recomputing_alone(run):
     slow = ("devices", "--bandwidths", "0.05", "--policy", "static", "--ratio", "0.05")
     found = as_json(run("bench", *slow, *TINY, "--json"))["points"]

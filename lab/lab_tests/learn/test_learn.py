@@ -6,7 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,11 +25,10 @@ ANSWERED = replace(SMALL, answers=4)
 SETTINGS = LearnSettings(steps=6, rank=2, checks=3)
 
 
-@pytest.fixture
-def documents(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Thirty documents of made-up words."""
-    folder = tmp_path / "documents"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("documents")
     draw = random.Random(0)
     for number in range(30):
         words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 7))) for _ in range(250)]
@@ -49,22 +48,38 @@ def tiny() -> dict[str, Any]:
     }
 
 
+class Learned(NamedTuple):
+    trained: training.Trained
+    saved: Path
+    said: list[str]
+
+
+@pytest.fixture(scope="module")
+def answered(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    """A writer that has learned from the model's answers, too."""
+    said: list[str] = []
+    output = tmp_path_factory.mktemp("answered") / "writer"
+    how: dict[str, Any] = {"settings": SETTINGS, "sizes": ANSWERED, "note": "mine", "say": said.append}
+    trained, saved = learn(output=output, documents=[documents], **how, **tiny())
+    assert saved == output
+    return Learned(trained, saved, said)
+
+
+@pytest.fixture(scope="module")
+def first(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A writer that others learn on from."""
+    output = tmp_path_factory.mktemp("first") / "writer"
+    _, saved = learn(output=output, documents=[documents], settings=SETTINGS, sizes=SMALL, **tiny())
+    assert saved == output
+    return saved
+
+
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "adapter_model.safetensors")
 
 
-def test_a_better_writer_is_saved_with_its_card_in_pefts_format(tmp_path: Path, documents: Path) -> None:
-    said: list[str] = []
-    trained, saved = learn(
-        output=tmp_path / "writer",
-        documents=[documents],
-        settings=SETTINGS,
-        sizes=ANSWERED,
-        note="mine",
-        say=said.append,
-        **tiny(),
-    )
-    assert saved == tmp_path / "writer"
+def test_a_better_writer_is_saved_with_its_card_in_pefts_format(answered: Learned) -> None:
+    trained, saved, said = answered
     about = json.loads((saved / "writer.json").read_text())
     assert about["format"] == 1
     assert about["card"]["licences"] == "mine"
@@ -73,18 +88,16 @@ def test_a_better_writer_is_saved_with_its_card_in_pefts_format(tmp_path: Path, 
     config = json.loads((saved / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["base_model_name_or_path"]) == ("LORA", 2, None)
     assert {tensor.dtype for tensor in weights(saved).values()} == {torch.bfloat16}
-    assert not list(tmp_path.glob("*.pt"))
+    assert [path.name for path in saved.parent.iterdir()] == ["writer"]
     assert any("min" in line and "steps" in line for line in said[:5]), "it says first how long it will take"
 
 
-def test_a_writer_learns_on_from_another_of_the_same_model(tmp_path: Path, documents: Path) -> None:
+def test_a_writer_learns_on_from_another_of_the_same_model(tmp_path: Path, documents: Path, first: Path) -> None:
     def run(name: str, **more: Any) -> Path | None:
         return learn(
             output=tmp_path / name, documents=[documents], sizes=SMALL, **{"settings": SETTINGS, **tiny(), **more}
         )[1]
 
-    first = run("first")
-    assert first is not None
     still = LearnSettings(steps=1, rank=4, checks=1, rate=1e-12)
     on = run("on", settings=still, start=first)
     assert on is not None
@@ -103,12 +116,12 @@ def test_a_writer_learns_on_from_another_of_the_same_model(tmp_path: Path, docum
 
 @pytest.mark.slow
 def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
-    tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, documents: Path, answered: Learned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(name: str) -> Path | None:
         return learn(output=tmp_path / name, documents=[documents], settings=SETTINGS, sizes=ANSWERED, **tiny())[1]
 
-    whole = run("whole")
+    whole = answered.saved
     step = Training._learn
 
     def broken(self: Training, share: float) -> None:
@@ -123,7 +136,6 @@ def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
             run("resumed")
     assert (tmp_path / "resumed.training.pt").exists()
     resumed = run("resumed")
-    assert whole is not None
     assert resumed is not None
     one, other = weights(whole), weights(resumed)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -133,7 +145,7 @@ def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
 
 
 def test_a_run_does_not_go_on_from_one_with_other_settings(
-    tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, documents: Path, first: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(name: str = "w", **more: Any) -> Path | None:
         given = {"settings": SETTINGS, **tiny(), **more}
@@ -144,7 +156,6 @@ def test_a_run_does_not_go_on_from_one_with_other_settings(
         self._save()
         raise OSError("broken off")
 
-    first = run("first")
     monkeypatch.setattr(Training, "_learn", stop)
     with pytest.raises(OSError, match="broken off"):
         run()
@@ -161,7 +172,7 @@ def test_what_is_not_better_is_not_saved(tmp_path: Path, documents: Path, monkey
     trained, saved = learn(output=tmp_path / "w", documents=[documents], settings=SETTINGS, sizes=SMALL, **tiny())
     assert saved is None
     assert len(trained.curve) > 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["documents"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
