@@ -1,4 +1,4 @@
-"""Chooses the dtype in which a CPU runs a model, by a race of two matrix products, run once on each machine."""
+"""Chooses the dtype of a model on a CPU, by a race of two matrix products, and checks that the model fits into memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from typing import Any, Final
 
 import torch
 
+from cacheblend_rag.errors import ModelError
 from cacheblend_rag.homes import remembered
+from cacheblend_rag.printable import size
+from cacheblend_rag.store.opening import memory_bytes
 
+_MEMORY = Path("/proc/meminfo")
 _ROWS, _INNER, _OUTER = 256, 1024, 4096  # a part of a prompt, through one matrix of a model of 1B parameters
 _HEATS: Final = 5
 _LOST: Final = 2.0  # without bf16 instructions a product takes several times as long
@@ -36,6 +40,41 @@ def is_faster_in_bf16() -> bool:
     Another CPU, number of threads or version of torch has an answer of its own.
     """
     return remembered("precision", [cpu_name(), torch.get_num_threads(), torch.__version__], bool, _race)
+
+
+def check_memory(directory: Path, own: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+    """Check, before anything is loaded, that a model's weights in ``dtype`` fit the free memory of ``device``.
+
+    Args:
+        directory: Directory of the model's files.
+        own: Dtype of the weights in the files.
+        dtype: Dtype in which the model will run.
+        device: The CPU or a GPU.
+
+    Raises:
+        ModelError: The weights take more memory than is free; the message gives both sizes.
+    """
+    files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
+    needed = sum(file.stat().st_size for file in files) * dtype.itemsize // own.itemsize
+    free = _free_bytes(device)
+    if free is not None and needed > free:
+        half = " or give --dtype bfloat16, which takes half," if dtype.itemsize > torch.bfloat16.itemsize else ""
+        raise ModelError(
+            f"The model in {directory} takes {size(needed)} of memory in {str(dtype).removeprefix('torch.')}, and "
+            f"{size(free)} are free. Free some memory,{half} or choose a smaller model (`cacheblend models`)."
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that a model may take on ``device``, swap included; None if this system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMORY.read_text(encoding="utf-8").splitlines())
+        free = sum(int(lines[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
+    except (OSError, KeyError, ValueError):  # not Linux
+        return None
+    return min(free, memory_bytes())
 
 
 def _race() -> bool:

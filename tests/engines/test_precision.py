@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from cacheblend_rag.engines import precision
-from cacheblend_rag.engines.precision import cpu_dtype, is_faster_in_bf16
+from cacheblend_rag.engines.models import bundled_model_directory
+from cacheblend_rag.engines.precision import check_memory, cpu_dtype, is_faster_in_bf16
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.errors import ModelError
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +75,43 @@ def test_without_a_folder_to_remember_in_the_race_is_run_each_time(
     (tmp_path / "home").write_text("a file")
     Clock(monkeypatch, float32=1.0, bfloat16=0.5)
     assert [is_faster_in_bf16(), is_faster_in_bf16()] == [True, True]
+
+
+@pytest.fixture
+def free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Gives this machine so many bytes of free memory and of swap."""
+
+    def give(memory: int, swap: int = 0) -> None:
+        lines = [f"MemTotal: 99999999 kB\nMemAvailable: {memory // 1024} kB", f"SwapFree: {swap // 1024} kB\n"]
+        (tmp_path / "meminfo").write_text("\n".join(lines))
+        monkeypatch.setattr(precision, "_MEMORY", tmp_path / "meminfo")
+
+    return give
+
+
+def test_a_model_larger_than_the_free_memory_is_refused_before_it_is_loaded(free: Callable[..., None]) -> None:
+    stored = sum(file.stat().st_size for file in bundled_model_directory().glob("*.safetensors"))
+    free(2 * stored - 2048)
+    with pytest.raises(ModelError, match=r"MiB of memory in float32, and .* MiB are free.* --dtype bfloat16"):
+        TransformersEngine(device="cpu", dtype=torch.float32)
+    free(stored, stored + 2048)
+    with TransformersEngine(device="cpu", dtype=torch.float32) as engine:
+        assert engine.dtype == torch.float32
+
+
+def test_the_needed_memory_follows_the_dtype_and_a_container_has_no_more_than_its_limit(
+    free: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
+    cpu, half, whole = torch.device("cpu"), torch.bfloat16, torch.float32
+    free(1 << 20)
+    check_memory(tmp_path, half, half, cpu)
+    check_memory(tmp_path, whole, half, cpu)
+    with pytest.raises(ModelError, match=r"takes 2\.0 MiB of memory in float32, and 1\.0 MiB are free"):
+        check_memory(tmp_path, half, whole, cpu)
+    monkeypatch.setattr(precision, "memory_bytes", lambda: 1 << 19)
+    with pytest.raises(ModelError, match=r"takes 1\.0 MiB of memory in bfloat16, and 512\.0 KiB are free") as raised:
+        check_memory(tmp_path, half, half, cpu)
+    assert "bfloat16, which" not in str(raised.value)
+    monkeypatch.setattr(precision, "_MEMORY", tmp_path / "missing")
+    check_memory(tmp_path, half, half, cpu)

@@ -31,7 +31,7 @@ from cacheblend_rag.engines.models import (
     why_not_blendable,
     writer_of,
 )
-from cacheblend_rag.engines.precision import cpu_dtype
+from cacheblend_rag.engines.precision import check_memory, cpu_dtype
 from cacheblend_rag.engines.precompute import drop_forgotten
 from cacheblend_rag.engines.results import PrecomputeReport
 from cacheblend_rag.engines.transformers import attention
@@ -79,6 +79,8 @@ def load_model(model: Any, tokenizer: Any, device: torch.device, dtype: torch.dt
         dtype = dtype or (cpu_dtype({"dtype": own}) if device.type == "cpu" else own)
         # Quantised weights are created for one device, and cannot be moved to another.
         placed = {"device_map": {"": device}} if getattr(config, "quantization_config", None) else {}
+        if not placed:
+            check_memory(directory, own, dtype, device)
         loaded = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=dtype, **placed)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:

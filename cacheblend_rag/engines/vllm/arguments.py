@@ -15,7 +15,7 @@ import torch
 
 from cacheblend_rag.blending.profile import ModelProfile, load_profile
 from cacheblend_rag.engines.models import BUNDLED_MODEL, dtype_named, is_bundled, model_directory, writer_of
-from cacheblend_rag.engines.precision import cpu_dtype
+from cacheblend_rag.engines.precision import check_memory, cpu_dtype
 from cacheblend_rag.engines.vllm.starting import keep_what_is_compiled
 from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, ModelError
@@ -94,6 +94,8 @@ def prepare(
     name = BUNDLED_MODEL if is_bundled(model) else str(model)
     directory, config = _find(model, name, vllm_arguments)
     chosen = _dtype(dtype, config)
+    if not (config.get("quantization_config") or vllm_arguments.get("quantization")):
+        _check_memory(directory, config, chosen)
     fingerprint = ModelFingerprint.from_directory(directory, chosen, name)
     tokenizer = None if vllm_arguments.get("skip_tokenizer_init") else _tokenizer(directory, vllm_arguments)
     by = writer_of(model, writer)
@@ -215,8 +217,20 @@ def _dtype(given: str | torch.dtype | None, config: dict[str, Any]) -> torch.dty
         # The transformers engine chooses the same dtype, so that both engines read the same stores.
         if current_platform.is_cpu():
             return cpu_dtype(config)
-        given = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        return _own_dtype(config)
     return dtype_named(str(given))
+
+
+def _own_dtype(config: dict[str, Any]) -> torch.dtype:
+    return dtype_named(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"))
+
+
+def _check_memory(directory: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Check on a CPU that the model fits; vLLM itself checks the memory of a GPU."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        check_memory(directory, _own_dtype(config), dtype, torch.device("cpu"))
 
 
 def _tokenizer(directory: Path, given: Mapping[str, Any]) -> Any:

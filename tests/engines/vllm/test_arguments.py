@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
+from cacheblend_rag.engines import precision
 from cacheblend_rag.engines.models import bundled_model_directory
 from cacheblend_rag.engines.vllm.arguments import prepare
-from cacheblend_rag.errors import InputError
+from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.templates import turn_lead
 from cacheblend_rag.server.arguments import parse
 from cacheblend_rag.server.options import ServeOptions
@@ -48,6 +49,16 @@ def test_an_override_that_is_a_function_counts_by_what_it_does(tmp_path: Path) -
 
     found = [identity(tmp_path, hf_overrides=each) for each in (stretched, again)]
     assert found[0] == found[1] != identity(tmp_path, hf_overrides=lambda config: config)
+
+
+def test_a_model_larger_than_the_free_memory_is_refused_before_vllm_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 1024 kB\nSwapFree: 0 kB\n")
+    monkeypatch.setattr(precision, "_MEMORY", tmp_path / "meminfo")
+    with pytest.raises(ModelError, match=r"of memory in float32, and 1\.0 MiB are free"):
+        prepare(None, tmp_path)
+    assert identity(tmp_path, quantization="fp8")
 
 
 def test_naming_the_method_of_files_that_are_quantised_changes_nothing(tmp_path: Path) -> None:
