@@ -119,6 +119,8 @@ def _options(
     # Other libraries' messages would disturb the output. Variables that the user has set stay.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # PyTorch asks for huge pages: a model's weights are written into new memory three times as fast.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # OpenMP's threads spin while they wait. A long spin on a core that another process needs, too, delays all threads.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -52,6 +52,15 @@ def test_threads_of_a_command_do_not_spin_for_long() -> None:
     assert "GOMP_SPINCOUNT = '1000'" in done.stderr
 
 
+def test_a_command_asks_for_huge_pages_unless_the_user_has_decided(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, asked in ((None, "1"), ("0", "0")):
+        monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+        if given is not None:
+            monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", given)
+        assert run("ask", "--help").exit_code == 0
+        assert os.environ["THP_MEM_ALLOC_ENABLE"] == asked
+
+
 def test_how_long_they_spin_is_left_to_a_user_who_says_how_they_wait(run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
