@@ -62,7 +62,7 @@ class TestVLLMEngine(EngineContract, ControllerContract, ConversationContract, S
     def root(self, shared: Any) -> Path:
         return shared.root
 
-    def test_what_is_forgotten_while_its_prompt_runs_is_not_stored_behind_it(
+    def test_a_chunk_forgotten_while_its_prompt_runs_is_not_stored_afterwards(
         self, engine, chunks, prompt, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         report = engine.report

@@ -172,9 +172,7 @@ def test_what_a_prompt_found_missing_the_writer_writes_back(engine: Any, case: C
     assert engine.generate(SCENE.prompt, ANSWER, BlendSettings(ratio=0.5)).mode == "blend"
 
 
-def test_the_models_own_kv_of_a_chunk_is_stored_with_the_first_prompt_that_begins_with_it(
-    engine: Any, case: Case
-) -> None:
+def test_the_first_prompt_that_begins_with_a_chunk_stores_the_models_own_kv_of_it(engine: Any, case: Case) -> None:
     computed(case)
     first, own = SCENE.chunks[0], engine.entries.by(None)
     for ratio, check in ((0.0, 1), (0.5, 3)):
