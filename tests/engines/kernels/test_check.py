@@ -75,7 +75,7 @@ def test_wrongly_placed_rows_are_decoded_before_they_are_placed(
     assert not rows_work(where[0], torch.float32, 2, 30)  # at this size the scales are not aligned to 4 bytes
 
 
-def test_a_kernel_with_wrong_sums_of_weights_is_not_used_and_logged(
+def test_a_kernel_with_wrong_sums_is_not_used_and_the_log_names_the_fault(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from cacheblend_rag.engines.kernels import attention
