@@ -352,7 +352,7 @@ class EngineContract:
         with pytest.raises(InputError, match="JSON"):
             engine.generate("Is it so?", SamplingParams(max_tokens=4, json_schema="{no json"))
 
-    def test_an_engine_that_cannot_score_names_one_that_can(self, engine, prompt) -> None:
+    def test_an_engine_that_cannot_score_names_an_engine_that_can(self, engine, prompt) -> None:
         if can_score(engine):
             assert len(score(engine, prompt, [[5], [6]])) == 2
         else:

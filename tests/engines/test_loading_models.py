@@ -61,7 +61,7 @@ def test_unusable_quantised_weights_are_refused_with_the_reason(tmp_path: Path, 
         TransformersEngine(tmp_path, device="cpu")
 
 
-def test_a_warning_names_the_attention_that_replaces_the_chosen_one() -> None:
+def test_a_warning_names_the_attention_that_replaces_the_chosen_attention() -> None:
     model = make_model(LlamaConfig(**_BASE))
     model.config._attn_implementation_internal = "flash_attention_2"  # the package flash_attn is not installed
     with pytest.warns(UserWarning, match="to run with attention 'flash_attention_2'; here it runs with sdpa"):

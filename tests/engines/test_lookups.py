@@ -43,7 +43,7 @@ def test_local_look_ups_run_when_they_are_requested() -> None:
     assert asked == [(2,)]
 
 
-def test_a_look_ups_error_is_raised_where_its_result_is_requested() -> None:
+def test_a_look_ups_error_is_raised_when_its_result_is_requested() -> None:
     found = SideBySide(lambda _, ids: 1 // len(ids), [(OWN, ()), (OWN, (7,))], remote=True)
     assert found(OWN, (7,)) == 1
     assert found(OWN, (7, 8)) == 0, "one that nobody announced"

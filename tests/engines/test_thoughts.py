@@ -66,7 +66,7 @@ def test_thoughts_are_separated_from_the_answer_in_pieces_of_any_size(tokenizer,
         assert joined(ThoughtReader(tokenizer, prompt), [*pieces, ""]) == parts
 
 
-def test_thoughts_are_streamed_before_they_end(tokenizer) -> None:
+def test_thoughts_are_streamed_while_the_model_thinks(tokenizer) -> None:
     reader = ThoughtReader(tokenizer, asking(tokenizer, "<think>\n"))
     pieces = ("Is", " it", " A?\n", "</", "think>", "\n\n", "It", " is.")
     told = [reader.push(piece) for piece in pieces]

@@ -263,9 +263,7 @@ def test_the_first_prompt_that_begins_with_a_chunk_stores_the_models_own_kv_of_i
 
 
 @pytest.mark.parametrize("policy", ["hkvd", "static", "query", "static-query"])
-def test_a_blend_with_a_loaded_first_chunk_equals_one_with_a_computed_first_chunk(
-    directory: Path, model: Any, policy: Any
-) -> None:
+def test_loading_or_computing_the_first_chunk_gives_the_same_blend(directory: Path, model: Any, policy: Any) -> None:
     blends = []
     with engine_for(model, SCENE, writer=directory, ranking="now") as engine:
         engine._probe = (5, 6, 7)

@@ -262,7 +262,7 @@ def test_a_job_survives_serialisation(tmp_path: Path, ratio: Any) -> None:
 
 
 @pytest.mark.parametrize("whose", [DEFAULT, Namespace("public"), Namespace("acme", ("public",))])
-def test_a_namespace_reaches_the_workers_unchanged_and_the_default_one_is_not_sent(whose: Namespace) -> None:
+def test_a_namespace_reaches_the_workers_unchanged_and_the_default_is_not_sent(whose: Namespace) -> None:
     for job in (BlendJob(((0, 5, "a"),), OPTIONS, namespace=whose), SaveJob(0, namespace=whose)):
         travels = json.loads(json.dumps(to_params(job)))
         assert ("namespace" in travels[PARAMS]) == (whose != DEFAULT)

@@ -16,7 +16,7 @@ from tests.engines.vllm.test_parity import (  # noqa: F401
     test_a_blend_ranked_without_a_dense_pass_equals_the_reference,
     test_blended_blocks_never_serve_an_exact_request,
     test_blends_at_other_ratios_equal_the_reference,
-    test_chunks_behind_a_missing_one_are_reused,
+    test_chunks_behind_a_missing_chunk_are_reused,
     test_ratio_1_is_the_full_prefill,
     test_the_full_prefill_equals_the_models_own_logits,
     test_the_gate_passes,

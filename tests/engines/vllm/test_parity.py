@@ -160,7 +160,7 @@ def test_the_policy_hybrid_selects_as_in_the_transformers_engine(engine, model) 
     assert engine.generate(SCENE.prompt, ANSWER, settings).usage.recomputed_tokens == len(chosen)
 
 
-def test_a_chunk_without_a_rank_gets_one_after_its_first_use(engine) -> None:
+def test_a_chunk_without_a_rank_is_ranked_after_its_first_use(engine) -> None:
     before, engine.ranking = engine.ranking, "lazy"
     engine.precompute(SCENE.chunks)
     settings = BlendSettings(0.3, "static", (1,))
@@ -251,7 +251,7 @@ def test_a_prompt_is_prefilled_if_storage_is_slower_than_computing(engine, model
     torch.testing.assert_close(got, first_logprobs(engine, SCENE.prompt, FULL), atol=1e-4, rtol=0)
 
 
-def test_chunks_behind_a_missing_one_are_reused(engine, model) -> None:
+def test_chunks_behind_a_missing_chunk_are_reused(engine, model) -> None:
     engine.precompute([chunk for i, chunk in enumerate(SCENE.chunks) if i != 1])
     settings = BlendSettings(0.15, "hkvd", (1,))
     got = first_logprobs(engine, SCENE.prompt, settings)
