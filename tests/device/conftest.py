@@ -1,4 +1,4 @@
-"""The devices that the tests here run on: a simulated one (`pytest -m device`), and CUDA where there is one (`make test-gpu`)."""
+"""Fixtures of devices: a simulated one (`pytest -m device`), and CUDA if there is a GPU (`make test-gpu`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA
     ]
 )
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The name of a device that is not the CPU."""
+    """Yield the name of a device that is not the CPU."""
     if request.param == simulated.NAME:
         with simulated.usable():
             yield request.param
@@ -29,6 +29,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def sim() -> Iterator[str]:
-    """The simulated device's name."""
+    """Yield the simulated device's name."""
     with simulated.usable():
         yield simulated.NAME

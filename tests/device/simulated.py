@@ -1,15 +1,15 @@
-"""A device that behaves as CUDA does where it matters, made of CPU tensors: `pytest -m device`.
+"""Simulate a CUDA device with CPU tensors, for `pytest -m device`.
 
-- Its tensors refuse to meet CPU tensors, except in copies, as indices, and as single numbers.
-- Only CPU memory can be pinned; copies to and from pinned memory, on whatever stream, finish late: until an event behind them is
-  waited for, the target holds NaN, and what the source holds then is what arrives.
-- What one stream wrote another may use, and overwrite what another used, only behind an event of it, or once the host has waited.
+- Operations refuse its tensors together with CPU tensors, except in copies, as indices, and as single numbers.
+- Only CPU memory can be pinned; copies to and from pinned memory, on any stream, finish late: until the host waits for an event
+  behind them, the target holds NaN; the copy then takes the source's values of that moment.
+- A stream may use memory that another stream wrote, or overwrite memory that it used, only behind its event or a host wait.
 - A tensor that was allocated on one stream may be used on another only once it is recorded there: PyTorch's allocator would
-  hand its memory to somebody else as soon as the first stream has let go of it.
-- Memory that nobody wrote holds NaN.
-- Threads that load must have set their device before they use a stream: CUDA would open the first one for them, too.
-- It counts how often the host waits for it: numbers read one by one, indices that it must count first, and copies that do not
-  say ``non_blocking``, that end in ordinary memory, or that bring more than 64 KiB from there.
+  reuse its memory as soon as the first stream has released it.
+- Unwritten memory holds NaN.
+- Threads that load must have set their device before they use a stream: CUDA would open the first device for them, too.
+- It counts how often the host waits for it: numbers read one by one, indices that it must count first, and copies that are
+  not ``non_blocking``, that end in ordinary memory, or that bring more than 64 KiB from there.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_map
 
 NAME = "sim"
 LARGE = 64 << 10
-"""Copies of more bytes from ordinary memory pass through the driver's own page-locked memory, once the stream is done."""
+"""Larger copies from ordinary memory pass through the driver's page-locked memory, once the stream is done."""
 
 
 class Known(dict["Stream", int]):
-    """How far the work of each stream is known to be done, counted in operations."""
+    """The number of operations of each stream that are known to be done."""
 
     def learn(self, other: Known) -> None:
         with _order:
@@ -44,11 +44,11 @@ _order = threading.RLock()
 
 
 def _nothing() -> None:
-    """Stand in the queue for what is done."""
+    """Replace an operation in the queue that is done."""
 
 
 class Stream:
-    """Work in order; what is queued runs when somebody waits for it."""
+    """A stream of work in order; queued work runs when a stream or the host waits for it."""
 
     def __init__(self, device: object = None, **_: object) -> None:
         self.queue: list[Callable[[], object]] = []
@@ -57,19 +57,19 @@ class Stream:
         self._lock = threading.Lock()
 
     def operation(self) -> None:
-        """Begin the next operation: the host has issued it, so it comes behind all that the host has waited for."""
+        """Begin the next operation; it comes behind all work that the host has waited for, because the host issues it."""
         with _order:
             self.known.learn(HOST)
             self.known[self] = self.known.get(self, 0) + 1
 
     def run(self, end: int | None = None) -> None:
-        """Run what was queued before ``end``."""
+        """Run the work that was queued before ``end``."""
         with self._lock:
             while self.done < (len(self.queue) if end is None else end):
                 _local.copying = True
                 self.queue[self.done]()
                 _local.copying = False
-                self.queue[self.done] = _nothing  # lets go of source and target
+                self.queue[self.done] = _nothing  # releases source and target
                 self.done += 1
 
     def synchronize(self) -> None:
@@ -114,7 +114,7 @@ _local = threading.local()
 
 
 def is_copying() -> bool:
-    """Say whether what this thread runs now is the device's own work, not the processor's."""
+    """Return whether this thread now runs the device's work, not the processor's."""
     return getattr(_local, "copying", False)
 
 
@@ -140,7 +140,7 @@ def stream(chosen: Stream) -> Iterator[None]:
 
 
 class _Allocation:
-    """Memory of one or several tensors: the streams that may use it, and the last uses and writes by each."""
+    """The memory of one or several tensors, with the streams that may use it, and each stream's last uses and writes."""
 
     def __init__(self) -> None:
         here = current_stream()
@@ -162,24 +162,24 @@ class _Allocation:
 
 
 class SimulatedTensor(torch.Tensor):
-    """A tensor on the device; ``raw`` is the CPU tensor that it is made of."""
+    """A tensor on the device; the CPU tensor ``raw`` has its values."""
 
     raw: torch.Tensor
     allocation: _Allocation
     copies: ClassVar[int] = 0
-    """Copies of KV from the host to the device so far: of what is floating-point; positions and the like are launches."""
+    """Copies of KV (of floating-point tensors) from the host to the device so far; positions and the like are launches."""
     waits: ClassVar[int] = 0
     """How often the host's main thread has waited for the device so far; threads that load may wait."""
     launches: ClassVar[int] = 0
     """Operations that the device was given so far, views among them."""
     late_fetches: ClassVar[int] = 0
-    """Copies from the device to the host so far that nobody had to wait for at once."""
+    """Copies from the device to the host so far for which the host did not wait at once."""
     unpinned: ClassVar[int] = 0
-    """Those of them that came from ordinary memory, so that the host had to wait."""
+    """Copies of KV from ordinary memory so far, for which the host had to wait."""
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor, allocation: _Allocation | None = None) -> SimulatedTensor:
-        with torch.inference_mode(False):  # a view of a normal tensor must be one, too
+        with torch.inference_mode(False):  # a view of a normal tensor must be a normal tensor, too
             made = torch.Tensor._make_wrapper_subclass(
                 cls,
                 raw.shape,
@@ -195,7 +195,7 @@ class SimulatedTensor(torch.Tensor):
         return f"SimulatedTensor({self.raw})"
 
     def tolist(self) -> Any:
-        """Return plain numbers, as any tensor does; of a subclass PyTorch would not give them."""
+        """Return plain numbers; PyTorch does not return them for a subclass."""
         return self.cpu().tolist()
 
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
@@ -205,7 +205,7 @@ class SimulatedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        # In inference mode even ops that are made of others arrive here.
+        # In inference mode composite operations arrive here, too.
         if func not in _WHOLE:
             parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -214,7 +214,7 @@ class SimulatedTensor(torch.Tensor):
         if func is torch.ops.aten.copy_.default:
             return _copy(*args, **kwargs)
         if not _is_view(func):
-            current_stream().run()  # in order: what was queued on this stream comes first
+            current_stream().run()  # in order: the work queued on this stream comes first
         tensors = [*_tensors(args), *_tensors(kwargs.values())]
         _refuse_strangers(func, tensors)
         _count_wait(_waits(func, args, kwargs))
@@ -263,7 +263,7 @@ def _wrapped(out: Any, inputs: list[torch.Tensor]) -> Any:
     return SimulatedTensor(out)
 
 
-# Operations that are not made of others.
+# The operations that are not composite.
 _WHOLE: set[Any] = set()
 _TO_HOST = {
     torch.ops.aten._local_scalar_dense.default,
@@ -280,7 +280,7 @@ def _count_wait(waits: bool) -> None:
 
 
 def _waits(func: Any, args: Any, kwargs: Any) -> bool:
-    """Say whether the host must wait for the device before it can go on."""
+    """Return whether the host must wait for the device before it can continue."""
     if func is torch.ops.aten._to_copy.default:
         crosses = torch.device(kwargs.get("device") or NAME).type != args[0].device.type
         return crosses and not kwargs.get("non_blocking")
@@ -302,7 +302,7 @@ def _refuse_strangers(func: Any, tensors: list[torch.Tensor]) -> None:
 
 @cache
 def _arguments(func: Any) -> list[tuple[str, bool | None]]:
-    """Return an operation's arguments, each with whether it is written to (True) or viewed (False) by what is returned."""
+    """Return an operation's arguments, each with whether the operation writes (True) or views it (False), or neither (None)."""
     arguments = func._schema.arguments
     return [(each.name, None if each.alias_info is None else each.alias_info.is_write) for each in arguments]
 
@@ -313,9 +313,9 @@ def _is_view(func: Any) -> bool:
 
 
 def _access(func: Any, args: Any, kwargs: Any) -> None:
-    """Note which memory an operation reads and writes on the current stream; refuse what other streams may be using."""
+    """Note which memory an operation reads and writes on the current stream; refuse memory that other streams may be using."""
     if _is_view(func):
-        return  # nothing is read yet
+        return  # a view reads no memory yet
     here = current_stream()
     here.operation()
     for index, (name, writes) in enumerate(_arguments(func)):
@@ -339,7 +339,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     to, of = _raw(target), _raw(source)
     up = isinstance(target, SimulatedTensor) and not isinstance(source, SimulatedTensor)
     down = isinstance(source, SimulatedTensor) and not isinstance(target, SimulatedTensor)
-    if up and not (of.is_floating_point() or of.dtype == torch.uint8):  # neither KV nor rows of it
+    if up and not (of.is_floating_point() or of.dtype == torch.uint8):  # neither KV nor its int8 rows
         SimulatedTensor.launches += 1
     elif up:
         SimulatedTensor.copies += 1
@@ -362,7 +362,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 @torch.inference_mode()
 def _arrive(to: torch.Tensor, of: torch.Tensor) -> None:
-    """Copy now, whoever waits for it: what was made in inference mode may be written nowhere else."""
+    """Copy now, in inference mode, because tensors made in inference mode may be written nowhere else."""
     to.copy_(of)
 
 
@@ -371,7 +371,7 @@ def _garbage(raw: torch.Tensor) -> torch.Tensor:
 
 
 class _Module:
-    """What `torch.sim` offers, as `torch.cuda` does."""
+    """The functions of `torch.sim`, named as those of `torch.cuda`."""
 
     Stream, Event = Stream, Event
     current_stream, stream = staticmethod(current_stream), staticmethod(stream)
@@ -413,7 +413,7 @@ class _Module:
 
 
 _pinned: dict[int, int] = {}
-"""Addresses of pinned memory, and how many bytes are there."""
+"""Addresses of pinned memory, and its bytes."""
 pins = [0]
 """How often memory was pinned so far."""
 _empty = torch.empty
@@ -430,7 +430,7 @@ def _empty_maybe_pinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> 
 
 
 def _pinned_memory(nbytes: int) -> torch.Tensor:
-    memory = np.empty(nbytes, dtype=np.uint8)  # a tensor's memory keeps it, whatever becomes of the tensor
+    memory = np.empty(nbytes, dtype=np.uint8)  # views of the tensor keep the array alive
     _pinned[memory.ctypes.data] = nbytes
     weakref.finalize(memory, _pinned.pop, memory.ctypes.data)
     pins[0] += 1
@@ -447,7 +447,7 @@ _registered: list[Any] = []
 
 
 def _register() -> None:
-    """Make the device known to PyTorch, which is for good."""
+    """Register the device with PyTorch, for the rest of the process."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     library = torch.library.Library("aten", "IMPL")
     _registered.append(library)
@@ -473,7 +473,7 @@ def _register() -> None:
 
 @contextmanager
 def usable() -> Iterator[None]:
-    """Let `torch.device("sim")` be used; PyTorch itself can pin memory for its own devices only."""
+    """Make `torch.device("sim")` usable; PyTorch itself can pin memory for its own devices only."""
     if not _registered:
         _register()
     before = torch.Tensor.pin_memory, torch.Tensor.is_pinned
@@ -488,7 +488,7 @@ def usable() -> Iterator[None]:
 
 
 def _await_loading() -> None:
-    """Wait for reads of blends that were given up: they go on without anybody, and the next test would count what they do."""
+    """Wait for reads of abandoned blends, which continue and would be counted by the next test."""
     for thread in threading.enumerate():
         if thread.name.startswith("cacheblend-load"):
             thread.join(timeout=600)

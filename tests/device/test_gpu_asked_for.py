@@ -1,4 +1,4 @@
-"""Tests that what is asked to run on a GPU does not pass for want of one."""
+"""Tests that a run of GPU tests does not pass on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from tests import conftest
 
 
-def test_the_tests_of_a_gpu_fail_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # it would be set for the rest of this process
+def test_the_gpu_tests_fail_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # monkeypatch restores the variable, which pytest_configure sets
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked: Any = SimpleNamespace(option=SimpleNamespace(markexpr="gpu"), add_cleanup=lambda clean: clean())
-    with pytest.raises(pytest.UsageError, match="need a CUDA device"):  # with which pytest ends at once
+    with pytest.raises(pytest.UsageError, match="need a CUDA device"):  # this error ends pytest at once
         conftest.pytest_configure(asked)

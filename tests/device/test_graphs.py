@@ -1,4 +1,4 @@
-"""Stored KV that is placed at once, and passes that are replayed, give what placing layer by layer and ordinary passes give."""
+"""Tests that placing stored KV at once equals placing it layer by layer, and that replayed passes equal ordinary passes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ANSWER = SamplingParams(max_tokens=8)
 
 @dataclass(frozen=True)
 class Places:
-    """Where the layers are, for :func:`place_in_torch`."""
+    """The places of the layers, for :func:`place_in_torch`."""
 
     caches: Sequence[LayerKV]
     offsets: Any
@@ -54,7 +54,7 @@ class Places:
 
 
 def place_in_torch(memory: torch.Tensor, staged: Any, move: Move | None, layers: Places) -> None:
-    """What the kernel does, in operations that the simulated device checks."""
+    """Place as the kernel does, in operations that the simulated device checks."""
     _, heads, _, dim = layers.caches[0].k.shape
     before, within, length, slots = staged
     placed = layers.offsets.raw.tolist()
@@ -72,7 +72,7 @@ def place_in_torch(memory: torch.Tensor, staged: Any, move: Move | None, layers:
 
 
 class LayerByLayer:
-    """A block whose layers are pieces of memory of their own: the simulated device tells streams apart by whole pieces."""
+    """A block whose layers are separate allocations, because the simulated device tracks streams by whole allocations."""
 
     def __init__(self, layers: list[list[torch.Tensor]]):
         self._layers = layers
@@ -93,7 +93,7 @@ class LayerByLayer:
 
 
 class RecordingSpan(NonRecordingSpan):
-    """A span of a request that is sampled, and goes nowhere."""
+    """A span that is recorded and exported nowhere."""
 
     def __init__(self) -> None:
         super().__init__(INVALID_SPAN_CONTEXT)
@@ -104,8 +104,8 @@ class RecordingSpan(NonRecordingSpan):
 
 @pytest.fixture
 def at_once(sim: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
-    """Let an engine on the simulated device place all layers at once; it captures nothing."""
-    interpret(monkeypatch)  # whatever imports the kernels first decides how they run
+    """Make an engine on the simulated device place all layers at once; it captures nothing."""
+    interpret(monkeypatch)  # the kernels run as they were first imported
     from cacheblend_rag.engines.kernels import place
 
     monkeypatch.setattr(graphs, "placing_works", lambda *_: True)
@@ -139,7 +139,7 @@ def at_once(sim: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
 
 
 def shallow(family: str) -> Any:
-    """A family's configuration with three layers of its five: interpreted, each takes seconds."""
+    """Return a family's configuration with three of its five layers, because an interpreted layer takes seconds."""
     config = BLENDED[family]()
     config.num_hidden_layers = 3
     if getattr(config, "layer_types", None):
@@ -162,7 +162,7 @@ def on(device: str, scene: Scene, family: str = "llama", config: Any = None, **o
         ("gemma3", "static-query", "none"),
     ],
 )
-def test_layers_that_are_placed_at_once_give_the_same_logits(
+def test_layers_placed_at_once_give_the_logits_of_placing_layer_by_layer(
     sim: str, at_once: Callable[[Any], Any], family: str, policy: str, codec: str
 ) -> None:
     scene = Scene()
@@ -186,7 +186,7 @@ def test_layers_that_are_placed_at_once_give_the_same_logits(
 
 
 @pytest.mark.device
-def test_a_request_that_is_traced_has_its_layers_placed_at_once_too(
+def test_a_traced_request_has_its_layers_placed_at_once(
     sim: str, at_once: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_spans.spans, "begin", lambda *_, **__: RecordingSpan())
@@ -206,7 +206,7 @@ def test_a_request_that_is_traced_has_its_layers_placed_at_once_too(
 
 
 @pytest.mark.device
-def test_the_memory_of_copies_is_bounded(
+def test_copies_in_groups_of_bounded_memory_give_the_same_logits(
     sim: str, at_once: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cacheblend_rag.blending import bulk
@@ -221,7 +221,7 @@ def test_the_memory_of_copies_is_bounded(
 
 
 @pytest.mark.device
-def test_a_group_that_was_not_waited_for_would_be_noticed(
+def test_the_simulated_device_detects_a_missing_wait_for_a_group(
     sim: str, at_once: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene()
@@ -233,7 +233,7 @@ def test_a_group_that_was_not_waited_for_would_be_noticed(
 
 
 @pytest.mark.device
-def test_a_blend_that_is_given_up_leaves_no_copies_behind_that_others_could_meet(
+def test_an_abandoned_blend_leaves_no_copies_that_conflict_with_later_writes(
     sim: str, at_once: Callable[[Any], Any]
 ) -> None:
     scene = Scene()
@@ -242,14 +242,14 @@ def test_a_blend_that_is_given_up_leaves_no_copies_behind_that_others_could_meet
     request = engine.request(scene.prompt, ANSWER, STATIC)
     target = TransformersTarget(engine.runner, engine.rope, scene.prompt.token_ids)
     steps = fuse_stepwise(planned(engine, request), target, request.options)
-    assert next(steps).kind == "sparse"  # all that is stored is on its way
+    assert next(steps).kind == "sparse"  # all stored KV is being copied
     steps.close()
-    for layer in range(engine.num_layers):  # what another request would do with the memory
+    for layer in range(engine.num_layers):  # as another request would reuse the memory
         for side in range(2):
             target.cache.block[side, layer, None].zero_()
 
 
-def test_the_table_says_of_each_token_which_of_its_entry_it_is_and_what_stands_before_that() -> None:
+def test_the_table_gives_each_tokens_offset_in_its_entry_and_the_entrys_offset() -> None:
     def span(start: int, end: int, tokens: int, skip: int) -> StoredSpan:
         kv = LayerKV(*torch.zeros(2, 1, tokens, 2))
         return StoredSpan(start, end, ChunkKV([kv], 0), skip=skip)
@@ -263,7 +263,7 @@ def test_the_table_says_of_each_token_which_of_its_entry_it_is_and_what_stands_b
 
 
 def place_here(num_layers: int, cache: Any, stored: StoredLayers) -> Callable[[int], None] | None:
-    """Place all that is stored at once, without a device."""
+    """Place all stored KV at once, without a device."""
     if cache.block is None:
         return None
     for layer in range(stored.first, num_layers if stored.spans else 0):
@@ -277,9 +277,9 @@ def place_here(num_layers: int, cache: Any, stored: StoredLayers) -> Callable[[i
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
-    """Let an engine on a CPU replay passes: by running them again, with the kernels in Triton's interpreter."""
+    """Make an engine on a CPU replay passes by running them again, with the kernels in Triton's interpreter."""
     interpret(monkeypatch)
-    # Interpreted, an engine's parity gate takes seconds, and it is not what replays passes.
+    # An interpreted parity gate takes seconds, and it replays no passes.
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(reads._CPUReads, "in_place", True)
     monkeypatch.setattr(ChunkKV, "blocks", lambda self, begin, end: [])
@@ -296,7 +296,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
         def capture(run: Callable[[], Any], pool: Any) -> Any:
             before = found._block.clone()
             logits, looks = run()
-            found._block.copy_(before)  # capturing runs nothing
+            found._block.copy_(before)  # a capture runs nothing
 
             def replay() -> None:
                 new, looked = run()
@@ -314,7 +314,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
 
 
 @pytest.mark.slow
-def test_a_pass_that_is_replayed_is_padded_by_its_last_token_and_gives_the_same(
+def test_a_replayed_pass_padded_by_its_last_token_gives_the_same_logits(
     replayed: Callable[[Any], Any],
 ) -> None:
     scene = Scene(chunk_tokens=(12, 9, 15, 10))
@@ -322,7 +322,7 @@ def test_a_pass_that_is_replayed_is_padded_by_its_last_token_and_gives_the_same(
     engine.precompute(scene.chunks)
     runner = engine.runner
     ids = torch.tensor(scene.prompt.token_ids)
-    for count in (13, 32):  # of a graph of 32
+    for count in (13, 32):  # both fit a graph of 32
         positions = torch.arange(len(ids) - count, len(ids))
         found = []
         for _ in range(3):
@@ -340,7 +340,7 @@ def test_a_pass_that_is_replayed_is_padded_by_its_last_token_and_gives_the_same(
 
 
 @pytest.mark.slow
-def test_the_questions_replayed_pass_sees_and_chooses_what_the_ordinary_one_does(
+def test_the_questions_replayed_pass_gives_the_attention_and_selection_of_the_ordinary_pass(
     replayed: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(chunk_tokens=(12, 9, 15, 10))
@@ -366,7 +366,7 @@ def test_the_questions_replayed_pass_sees_and_chooses_what_the_ordinary_one_does
 
 
 @pytest.mark.slow
-def test_an_answer_that_outgrows_the_graphs_memory_goes_on_without_them(replayed: Callable[[Any], Any]) -> None:
+def test_an_answer_longer_than_the_graphs_memory_continues_without_graphs(replayed: Callable[[Any], Any]) -> None:
     engine = replayed(engine_for(make_model(shallow("llama")), Scene()))
     runner, token = engine.runner, torch.tensor([[5]])
     cache = runner.prompt_cache(4)
@@ -393,9 +393,7 @@ def test_a_model_whose_layers_differ_answers_without_graphs(replayed: Callable[[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_what_a_kv_writer_computes_goes_through_no_graph(
-    replayed: Callable[[Any], Any], tmp_path: Path, family: str
-) -> None:
+def test_passes_of_a_kv_writer_use_no_graph(replayed: Callable[[Any], Any], tmp_path: Path, family: str) -> None:
     scene, target = (
         Scene(header=1, chunk_tokens=(12, 1, 15, 1)),
         ["q_proj" if family == "llama" else "q_b_proj", "o_proj"],
@@ -408,7 +406,7 @@ def test_what_a_kv_writer_computes_goes_through_no_graph(
         for chunk in scene.chunks:
             for each in (plain, engine):
                 each.precompute([chunk])
-        few = SamplingParams(max_tokens=3)  # interpreted, each takes a third of a second
+        few = SamplingParams(max_tokens=3)  # an interpreted token takes a third of a second
         found = [each.generate(scene.prompt, few, BlendSettings(ratio=0.3)) for each in (plain, engine)]
         assert found[0].token_ids == found[1].token_ids
         for chunk in scene.chunks:
@@ -419,7 +417,7 @@ def test_what_a_kv_writer_computes_goes_through_no_graph(
 
 
 @pytest.mark.slow
-def test_a_second_prompt_at_the_same_time_has_memory_of_its_own(replayed: Callable[[Any], Any]) -> None:
+def test_two_concurrent_prompts_use_separate_memory(replayed: Callable[[Any], Any]) -> None:
     scene = Scene()
     engine = replayed(engine_for(make_model(BLENDED["llama"]()), scene))
     one, two = (engine.runner.prompt_cache(40) for _ in range(2))
@@ -434,7 +432,7 @@ def test_a_second_prompt_at_the_same_time_has_memory_of_its_own(replayed: Callab
 @NO_CUDA
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral_window", "gemma3"])
 @pytest.mark.parametrize("policy", ["static", "hkvd", "static-query"])
-def test_on_a_gpu_a_replayed_blend_answers_as_on_the_cpu(family: str, policy: str) -> None:
+def test_a_replayed_blend_on_a_gpu_equals_the_blend_on_the_cpu(family: str, policy: str) -> None:
     scene, how = Scene(chunk_tokens=(300, 200, 400, 250)), BlendSettings(0.2, policy)
     there, here = on("cuda", scene, family), engine_for(make_model(BLENDED[family]()), scene, ranking="now")
     found: dict[str, list[torch.Tensor]] = {"there": [], "here": []}
@@ -453,7 +451,7 @@ def test_on_a_gpu_a_replayed_blend_answers_as_on_the_cpu(family: str, policy: st
 
 @pytest.mark.gpu
 @NO_CUDA
-def test_on_a_gpu_prompts_that_take_turns_do_not_disturb_each_other() -> None:
+def test_interleaved_prompts_on_a_gpu_do_not_change_each_others_answers() -> None:
     scenes = [Scene(seed, chunk_tokens=(300, 200, 400)) for seed in (1, 2)]
     engine = on("cuda", scenes[0])
     for scene in scenes:

@@ -1,4 +1,4 @@
-"""A batch on a device that is not the CPU has the CPU's loss, and on CUDA its gradients."""
+"""Tests that a training batch on a device has the CPU's loss, and on CUDA the CPU's gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_loss_and_gradients_are_the_cpus(device: str, family: str, ratio: float) -> None:
-    learns = device == "cuda"  # autograd counts devices when it first runs, before a simulated one is there
+def test_loss_and_gradients_on_a_device_equal_the_cpus(device: str, family: str, ratio: float) -> None:
+    learns = device == "cuda"  # autograd counts devices at its first run, before the simulated one is registered
     found = []
     for place in ("cpu", device):
         model = make_model(BLENDED[family]()).to(place)

@@ -1,4 +1,4 @@
-"""Stored KV reaches the device in the copies it takes and no more: what is counted here is what a GPU would wait for."""
+"""Tests that stored KV reaches the device without needless copies; the tests count the operations that delay a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROPE = Rope((), (0,) * LAYERS, ("none",) * LAYERS)
 
 
 class HostWork(TorchDispatchMode):
-    """Counts what the processor copies: operations on host memory alone that write as many elements as a layer has."""
+    """Records the processor's copies: operations on host memory only that write as many elements as a layer has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class HostWork(TorchDispatchMode):
 
 
 class Inline:
-    """A pool of threads that runs everything at once, where it can be counted."""
+    """A thread pool that runs each task at once in the calling thread, where a test can count it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.tasks = 0
@@ -77,7 +77,7 @@ class Inline:
 
 
 class Counts:
-    """What the simulated device counted, from here on."""
+    """The simulated device's counts since this object was made."""
 
     def __init__(self) -> None:
         self._begin = self._now()
@@ -87,7 +87,7 @@ class Counts:
         return simulated.pins[0], simulated.SimulatedTensor.copies, simulated.SimulatedTensor.unpinned
 
     def so_far(self) -> tuple[int, int, int]:
-        """Return pins, copies to the device, and those of them from ordinary memory."""
+        """Return the pins, the copies to the device, and the copies from ordinary memory."""
         pins, copies, unpinned = (now - then for now, then in zip(self._now(), self._begin, strict=True))
         return pins, copies, unpinned
 
@@ -148,7 +148,7 @@ def own_stream(device: str = simulated.NAME) -> Iterator[None]:
         yield
 
 
-def test_what_the_processor_copies_is_seen() -> None:
+def test_copies_by_the_processor_are_counted() -> None:
     k, v = kv_of(1, tokens=9).layer(0)
     with HostWork() as host:
         torch.cat([k, k])
@@ -159,11 +159,11 @@ def test_what_the_processor_copies_is_seen() -> None:
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_from_page_locked_ram_every_span_is_one_copy_without_thread_pin_or_host_copy(sim: str, codec: str) -> None:
+def test_a_span_in_page_locked_ram_is_loaded_by_one_copy_without_thread_pin_or_host_copy(sim: str, codec: str) -> None:
     transfer_to(torch.device(sim))
     spans = stored_spans(filled(page_locked_ram(sim, codec=codec)))
     assert [type(span.kv) for span in spans] == [ChunkKV if codec == "none" else CodedKV] * SPANS
-    want = load(spans_of(entries()), "cpu")  # of numbers that the codec keeps
+    want = load(spans_of(entries()), "cpu")  # the codec stores these numbers exactly
     counts = Counts()
     with own_stream():
         with HostWork() as host:
@@ -177,7 +177,7 @@ def test_from_page_locked_ram_every_span_is_one_copy_without_thread_pin_or_host_
 
 
 @pytest.mark.parametrize("promotes", [True, False])
-def test_from_disk_kv_is_read_straight_into_page_locked_memory(
+def test_kv_from_disk_is_read_directly_into_page_locked_memory(
     sim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promotes: bool
 ) -> None:
     transfer_to(torch.device(sim))
@@ -197,7 +197,7 @@ def test_from_disk_kv_is_read_straight_into_page_locked_memory(
     assert all(ram.get(key_of(n)).layer(i).v.is_pinned() for n in range(SPANS * promotes) for i in range(LAYERS))
 
 
-def test_what_was_in_ram_before_a_device_came_is_page_locked_as_it_was_held(device: str) -> None:
+def test_entries_in_ram_are_page_locked_in_their_codec_when_a_device_is_set(device: str) -> None:
     store = MemoryStore(1 << 16, format=EntryFormat("int8"))
     filled(store)
     before = store.stats().nbytes
@@ -210,14 +210,14 @@ def test_what_was_in_ram_before_a_device_came_is_page_locked_as_it_was_held(devi
 
 
 @pytest.mark.parametrize("codecs", [("none", "int8", "int8"), ("int8", "none", "int8")])
-def test_entries_that_are_held_in_different_ways_are_loaded_side_by_side(device: str, codecs: tuple[str, ...]) -> None:
+def test_entries_of_different_codecs_are_loaded_together(device: str, codecs: tuple[str, ...]) -> None:
     stores = {codec: filled(page_locked_ram(device, codec=codec)) for codec in set(codecs)}
     with own_stream(device):
         spans = spans_of([stores[codec].get(key_of(number)) for number, codec in enumerate(codecs)])
         assert_same(load(spans, device), load(spans_of(entries()), "cpu"))
 
 
-def test_threads_that_read_and_copy_side_by_side_mix_nothing_up(device: str, tmp_path: Path) -> None:
+def test_concurrent_reads_and_copies_deliver_the_right_kv(device: str, tmp_path: Path) -> None:
     filled(DiskStore(tmp_path))
     want = load(spans_of(entries()), "cpu")
     for _ in range(5):
@@ -230,11 +230,11 @@ def test_ordinary_memory_gives_the_same_kv_and_pins_nothing(device: str) -> None
     counts = Counts()
     with own_stream(device):
         assert_same(load(spans_of(entries()), device), load(spans_of(entries()), "cpu"))
-    pins, _, unpinned = counts.so_far()  # on the simulated device alone
+    pins, _, unpinned = counts.so_far()  # counted on the simulated device only
     assert (pins, unpinned) == (0, 0)
 
 
-def test_parts_of_entries_and_single_ranks_heads_arrive_as_they_are_cut(device: str) -> None:
+def test_parts_of_entries_and_a_ranks_heads_are_loaded_as_they_are_cut(device: str) -> None:
     store = filled(page_locked_ram(device))
 
     def spans(found: Sequence[StoredKV]) -> list[StoredSpan]:
@@ -259,19 +259,23 @@ def test_parts_of_entries_and_single_ranks_heads_arrive_as_they_are_cut(device: 
 
 
 @pytest.mark.parametrize("layers_ahead", [2, 3])
-def test_what_lies_ready_on_the_device_is_bounded(sim: str, monkeypatch: pytest.MonkeyPatch, layers_ahead: int) -> None:
+def test_layers_loaded_ahead_onto_the_device_are_limited(
+    sim: str, monkeypatch: pytest.MonkeyPatch, layers_ahead: int
+) -> None:
     nbytes = sum(kv.nbytes for kv in entries()) // LAYERS
     monkeypatch.setattr(reads, "AHEAD_BYTES", layers_ahead * nbytes)
     spans = stored_spans(filled(page_locked_ram(sim)))
     counts = Counts()
     with own_stream(), LayerLoader((), spans, ROPE, LAYERS, torch.device(sim)) as loader:
         for index in range(LAYERS):
-            # Nothing is copied before the first layer is asked for: all of them may be wanted at once.
+            # No layer is copied before the first request, because the engine may request all layers at once.
             assert counts.so_far()[1] == (SPANS * min(layers_ahead + index, LAYERS) if index else 0)
             assert loader.layer(index) is not None
 
 
-def test_a_slot_that_were_given_back_too_early_would_be_noticed(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulated_device_detects_a_slot_that_is_released_too_early(
+    sim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reads, "AHEAD_BYTES", 0)
     monkeypatch.setattr(Transfer, "used", lambda self, slot: None)
     spans = stored_spans(filled(page_locked_ram(sim)))
@@ -279,14 +283,16 @@ def test_a_slot_that_were_given_back_too_early_would_be_noticed(sim: str, monkey
         load(spans, sim)
 
 
-def test_layers_stay_as_they_were_delivered(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delivered_layer_does_not_change_while_later_layers_load(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reads, "AHEAD_BYTES", 0)
     spans = stored_spans(filled(page_locked_ram(device)))[:1]
     with own_stream(device):
         assert_same(load(spans, device), load(spans_of(entries()[:1]), "cpu"))
 
 
-def test_an_entry_that_is_evicted_while_it_is_loaded_keeps_its_memory(device: str) -> None:
+def test_an_entry_evicted_during_its_load_keeps_its_memory(device: str) -> None:
     nbytes = sum(kv.nbytes for kv in entries())
     store = page_locked_ram(device, 1 << nbytes.bit_length())
     spans = stored_spans(filled(store))
@@ -310,7 +316,7 @@ class Failing(ChunkKV):
 
 
 @pytest.mark.parametrize("error", [DamagedKVError("flipped bit"), MemoryError("no memory")])
-def test_a_read_that_fails_says_so_at_its_layer_and_not_before(device: str, error: Exception) -> None:
+def test_a_failed_read_raises_at_its_layer_and_not_before(device: str, error: Exception) -> None:
     good = filled(page_locked_ram(device)).get(key_of(0))
     assert isinstance(good, ChunkKV)
     spans = spans_of([good, Failing(good, error)])
@@ -322,7 +328,7 @@ def test_a_read_that_fails_says_so_at_its_layer_and_not_before(device: str, erro
     gc.collect()
 
 
-def test_all_of_it_can_be_read_into_host_memory_before_anything_is_asked_for(device: str, tmp_path: Path) -> None:
+def test_a_whole_load_reads_all_layers_before_the_first_is_requested(device: str, tmp_path: Path) -> None:
     spans = stored_spans(filled(DiskStore(tmp_path)))
     with own_stream(device), LayerLoader((), spans, ROPE, LAYERS, torch.device(device), whole=True) as loader:
         while not loader.ready:
@@ -338,14 +344,14 @@ def unreadable(*_: Any) -> LayerKV:
     raise AssertionError("it was to be read by then")
 
 
-def test_what_lies_in_ram_is_ready_at_once(device: str) -> None:
+def test_a_whole_load_from_ram_is_ready_at_once(device: str) -> None:
     with LayerLoader(
         (), stored_spans(filled(page_locked_ram(device))), ROPE, LAYERS, torch.device(device), whole=True
     ) as it:
         assert it.ready
 
 
-def test_a_layer_that_does_not_come_in_time_is_late_and_nobody_waits_for_its_read(device: str) -> None:
+def test_a_late_layer_raises_without_waiting_for_its_read(device: str) -> None:
     go_on = threading.Event()
 
     class Far(ChunkKV):

@@ -1,4 +1,4 @@
-"""Copies to and from a device arrive in time, on whatever stream they are used; and the simulated device notices if not."""
+"""Tests that copies to and from a device arrive in time on any stream, and that the simulated device detects if not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def transfer(sim: str) -> Transfer:
     return Transfer(torch.device(sim))
 
 
-def test_a_copy_is_right_once_it_is_waited_for_and_not_before(sim: str, transfer: Transfer) -> None:
+def test_a_copy_is_complete_only_after_a_wait(sim: str, transfer: Transfer) -> None:
     kv = pinned(sim, host_kv())
     staged = transfer.stage(Slot(), [kv], TOKENS)
     (part,) = staged.parts
@@ -47,7 +47,7 @@ def test_a_copy_is_right_once_it_is_waited_for_and_not_before(sim: str, transfer
 
 @pytest.mark.parametrize("pin", [True, False])
 def test_copies_in_flight_do_not_mix(sim: str, transfer: Transfer, pin: bool) -> None:
-    layers = [host_kv(factor) for factor in range(1, 20)]  # more than there are buffers
+    layers = [host_kv(factor) for factor in range(1, 20)]  # more layers than buffers
     staged = [transfer.stage(Slot(), [pinned(sim, kv) if pin else kv], TOKENS) for kv in layers]
     for kv, copy in reversed(list(zip(layers, staged, strict=True))):
         transfer.wait(copy)
@@ -55,7 +55,7 @@ def test_copies_in_flight_do_not_mix(sim: str, transfer: Transfer, pin: bool) ->
         assert torch.equal(copy.parts[0].v.cpu(), kv.v)
 
 
-def test_what_lies_in_page_locked_memory_is_copied_from_there_in_one_piece(sim: str, transfer: Transfer) -> None:
+def test_page_locked_kv_is_copied_without_a_buffer_in_one_copy_a_layer(sim: str, transfer: Transfer) -> None:
     layers = [pinned(sim, host_kv(factor)) for factor in (1, 2)]
     before = simulated.pins[0], simulated.SimulatedTensor.copies, simulated.SimulatedTensor.unpinned
     transfer.stage(Slot(), layers, 2 * TOKENS)
@@ -63,7 +63,7 @@ def test_what_lies_in_page_locked_memory_is_copied_from_there_in_one_piece(sim: 
     assert (simulated.pins[0], copies, simulated.SimulatedTensor.unpinned) == (before[0], 2, before[2])
 
 
-def test_what_lies_in_ordinary_memory_passes_through_buffers_of_bounded_size(sim: str, transfer: Transfer) -> None:
+def test_kv_in_ordinary_memory_passes_through_buffers_of_bounded_size(sim: str, transfer: Transfer) -> None:
     k, v = torch.randn(2, 1, BUFFER_BYTES // 4, 1).unbind()
     before = simulated.pins[0], simulated.SimulatedTensor.unpinned
     staged = transfer.stage(Slot(), [LayerKV(k, v)], k.shape[1])
@@ -89,7 +89,7 @@ def test_one_buffer_is_enough_for_any_number_of_spans(sim: str, monkeypatch: pyt
     assert [float(part.k.sum()) for part in staged.parts] == [276.0, 552.0, 828.0]
 
 
-def test_where_nothing_can_be_pinned_copies_are_right_all_the_same(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_right_if_no_memory_can_be_pinned(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PageLockedMemory, "grow", lambda self, nbytes: False)
     transfer = Transfer(torch.device(sim))
     staged = transfer.stage(Slot(), [host_kv()], TOKENS)
@@ -98,7 +98,7 @@ def test_where_nothing_can_be_pinned_copies_are_right_all_the_same(sim: str, mon
     assert len(transfer.buffer(100)) == 100
 
 
-def test_the_source_of_a_late_copy_is_not_given_away(sim: str, transfer: Transfer) -> None:
+def test_the_source_memory_of_a_late_copy_is_not_reused_before_it_arrives(sim: str, transfer: Transfer) -> None:
     memory = PageLockedMemory(torch.device(sim))
     memory.limit = 512
     assert memory.grow(512)
@@ -108,11 +108,11 @@ def test_the_source_of_a_late_copy_is_not_given_away(sim: str, transfer: Transfe
     assert memory.take(192) is None
     transfer.wait(staged)
     assert torch.equal(staged.parts[0].v.cpu(), host_kv().v)
-    transfer.stage(Slot(), [host_kv()], TOKENS)  # lets go of what earlier copies needed
+    transfer.stage(Slot(), [host_kv()], TOKENS)  # releases the sources of earlier copies
     assert memory.take(192) is not None
 
 
-def test_a_copy_may_be_used_on_the_stream_that_waited_for_it(transfer: Transfer) -> None:
+def test_only_the_stream_that_waited_for_a_copy_may_use_it(transfer: Transfer) -> None:
     own, other = simulated.Stream(), simulated.Stream()
     with simulated.stream(own):
         staged = transfer.stage(Slot(), [host_kv()], TOKENS)
@@ -134,13 +134,13 @@ def test_a_slot_is_overwritten_only_behind_its_last_use(sim: str, transfer: Tran
             if factor < 3:
                 transfer.used(slot)
             assert torch.equal(total.cpu(), 2 * kv.v)
-        staged.parts[0].v + 1  # a use that nobody was told of
+        staged.parts[0].v + 1  # a use without a call of `used`
         with pytest.raises(RuntimeError, match="still be using"):
             transfer.stage(slot, [pinned(sim, host_kv())], TOKENS)
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_layers_come_to_the_host_with_one_copy_that_is_waited_for_elsewhere(sim: str, room: bool) -> None:
+def test_layers_are_fetched_to_the_host_by_one_late_copy(sim: str, room: bool) -> None:
     memory = PageLockedMemory(torch.device(sim), 1 << 12)
     assert memory.grow(1 << 12)
     want = [host_kv(1), host_kv(2)]
@@ -149,7 +149,7 @@ def test_layers_come_to_the_host_with_one_copy_that_is_waited_for_elsewhere(sim:
         simulated.current_stream().wait_stream(simulated.DEFAULT)
         arrive = fetch(layers, memory.take if room else lambda nbytes: None)
         for layer in layers:
-            layer.k.zero_()  # what the caller's stream does next
+            layer.k.zero_()  # the caller's stream continues
     got = arrive()
     for have, wanted in zip(got, want, strict=True):
         assert torch.equal(have.k, wanted.k)
@@ -159,7 +159,7 @@ def test_layers_come_to_the_host_with_one_copy_that_is_waited_for_elsewhere(sim:
     assert memory.holds(got[0].k) == room
 
 
-def test_kv_that_arrives_late_is_not_there_before(sim: str) -> None:
+def test_fetched_kv_is_not_in_its_memory_before_it_arrives(sim: str) -> None:
     memory = PageLockedMemory(torch.device(sim), 1 << 12)
     assert memory.grow(1 << 12)
     block = memory.take(192)
@@ -169,13 +169,13 @@ def test_kv_that_arrives_late_is_not_there_before(sim: str) -> None:
     assert torch.equal(block.view(torch.float32), torch.arange(48.0))
 
 
-def test_on_a_cpu_layers_are_packed_when_they_are_asked_for() -> None:
+def test_layers_on_a_cpu_are_packed_when_they_are_requested() -> None:
     (got,) = fetch([host_kv()], plain)()
     assert torch.equal(got.k, host_kv().k)
     assert got.k.untyped_storage().data_ptr() == got.v.untyped_storage().data_ptr()
 
 
-def test_one_transfer_serves_a_device_and_a_cpu_needs_none(sim: str) -> None:
+def test_a_device_has_one_transfer_and_a_cpu_has_none(sim: str) -> None:
     assert transfer_to(torch.device(sim)) is transfer_to(torch.device(sim, 0))
     assert transfer_to(torch.device("cpu")) is None
 
@@ -188,8 +188,8 @@ def test_the_simulated_device_refuses_what_cuda_refuses(sim: str) -> None:
         there.index_copy_(0, torch.tensor([0]), there[:1])
     with pytest.raises(RuntimeError, match="only dense CPU"):
         there.pin_memory()
-    assert (there * 2 + torch.tensor(1.0)).tolist() == [3.0] * 3  # a single number may come from the CPU
-    assert there[torch.tensor([0, 2])].tolist() == [1.0, 1.0]  # and so may indices
+    assert (there * 2 + torch.tensor(1.0)).tolist() == [3.0] * 3  # a single number on the CPU is allowed
+    assert there[torch.tensor([0, 2])].tolist() == [1.0, 1.0]  # indices on the CPU are allowed
 
 
 def test_views_on_the_simulated_device_share_memory(sim: str) -> None:
@@ -199,7 +199,7 @@ def test_views_on_the_simulated_device_share_memory(sim: str) -> None:
     assert not whole.transpose(0, 1).is_contiguous()
 
 
-def test_a_late_copy_on_the_default_stream_has_arrived_when_it_is_waited_for_and_not_before(sim: str) -> None:
+def test_a_late_copy_on_the_default_stream_arrives_only_after_a_wait(sim: str) -> None:
     values, there = torch.arange(4.0).to(sim), torch.zeros(4).pin_memory()
     there.copy_(values, non_blocking=True)
     assert there.isnan().all()
@@ -209,13 +209,13 @@ def test_a_late_copy_on_the_default_stream_has_arrived_when_it_is_waited_for_and
     assert torch.equal(there, torch.arange(4.0))
 
 
-def test_whoever_does_not_wait_for_what_is_fetched_reads_nothing(sim: str) -> None:
+def test_a_fetch_without_a_wait_reads_nan(sim: str) -> None:
     fetched = module.Fetch(torch.arange(4.0).to(sim))
     fetched._arrived = None  # the fault
     assert fetched.result().isnan().all()
 
 
-def test_what_a_page_locked_source_holds_when_it_is_copied_is_what_arrives(sim: str) -> None:
+def test_a_late_copy_takes_the_values_of_its_source_at_its_arrival(sim: str) -> None:
     source, values = torch.ones(4).pin_memory(), torch.empty(4, device=sim)
     values.copy_(source, non_blocking=True)
     source.fill_(9.0)  # the fault
@@ -239,7 +239,7 @@ def test_the_simulated_device_waits_for_ordinary_memory_as_cuda_does(sim: str) -
 
 
 @pytest.mark.parametrize("count", [3, 20_000])
-def test_nothing_is_waited_for_however_much_is_sent(sim: str, count: int) -> None:
+def test_sends_and_fetches_of_any_size_do_not_wait(sim: str, count: int) -> None:
     values = torch.arange(count)
     there: list[torch.Tensor] = []
     assert waited(lambda: there.append(sent(values, torch.device(sim)))) == 0
@@ -248,9 +248,7 @@ def test_nothing_is_waited_for_however_much_is_sent(sim: str, count: int) -> Non
     assert torch.equal(back[0].result(), values)
 
 
-def test_where_nothing_can_be_pinned_what_is_sent_and_fetched_is_right_all_the_same(
-    sim: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sends_and_fetches_are_right_if_no_memory_can_be_pinned(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 

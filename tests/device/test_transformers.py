@@ -1,4 +1,4 @@
-"""The transformers engine on a device that is not the CPU: gate, precompute, blend, save and load give the CPU's numbers."""
+"""Tests that the transformers engine on a device gives the CPU's numbers in gate, precompute, blend, save and load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.device import simulated
 
 pytestmark = pytest.mark.slow
 
-# Without windows and with; on CUDA all, where they take no time.
+# One family has windows and one has none; CUDA runs all families, because it is fast.
 FAMILIES = sorted(BLENDED) if torch.cuda.is_available() else ["llama", "gemma3"]
 ANSWER = SamplingParams(max_tokens=6)
 
@@ -44,12 +44,12 @@ def test_blends_equal_the_reference_on_the_cpu(device: str, family: str) -> None
 
 @pytest.fixture(scope="module")
 def pairs() -> dict[str, tuple[TransformersEngine, TransformersEngine]]:
-    """By device, an engine there and one on the CPU with the same chunks, once a test has made them."""
+    """Return a cache for tests: by device, an engine on it and one on the CPU with the same chunks."""
     return {}
 
 
 @pytest.mark.parametrize("policy", ["static-query", "hybrid", "random"])
-def test_every_policy_chooses_as_on_the_cpu(device: str, policy: str, pairs) -> None:
+def test_every_policy_selects_the_tokens_of_the_cpu(device: str, policy: str, pairs) -> None:
     scene = Scene()
     if device not in pairs:
         there = engine_on(device, "llama", scene, ranking="now")
@@ -66,7 +66,7 @@ def test_every_policy_chooses_as_on_the_cpu(device: str, policy: str, pairs) -> 
     assert (got - want).abs().max() < 1e-3
 
 
-def test_kv_from_disk_is_copied_behind_the_computation_and_gives_the_same_answer(device: str, tmp_path: Path) -> None:
+def test_a_blend_from_disk_has_the_answer_of_a_blend_from_ram(device: str, tmp_path: Path) -> None:
     scene = Scene(chunk_tokens=(75, 50, 100, 60))
     in_ram = engine_on(device, "llama", scene)
     in_ram.precompute(scene.chunks)
@@ -79,23 +79,23 @@ def test_kv_from_disk_is_copied_behind_the_computation_and_gives_the_same_answer
     assert got.usage == want.usage
 
 
-def test_each_chunk_leaves_the_device_in_one_late_copy_and_lies_in_page_locked_memory(sim: str) -> None:
+def test_each_chunk_is_saved_to_page_locked_memory_by_one_late_copy(sim: str) -> None:
     scene = Scene()
     store = open_store(None, ram_budget=1 << 22)
     engine = engine_on(sim, "llama", scene, store=store)
     before = simulated.SimulatedTensor.late_fetches
     assert engine.precompute(scene.chunks).computed == len(scene.chunks)
-    assert simulated.SimulatedTensor.late_fetches - before == len(scene.chunks) + 1  # and the header
+    assert simulated.SimulatedTensor.late_fetches - before == len(scene.chunks) + 1  # one more for the header
     for chunk in scene.chunks:
         kv = engine.entries.get(chunk.token_ids, engine.num_layers)
         assert all(kv.layer(index).v.is_pinned() for index in range(engine.num_layers))
     pins, unpinned = simulated.pins[0], simulated.SimulatedTensor.unpinned
     assert engine.generate(scene.prompt, ANSWER, BlendSettings(ratio=0.2)).mode == "blend"
-    assert simulated.pins[0] - pins == 1  # what the selection reads, a number a token
+    assert simulated.pins[0] - pins == 1  # the selection reads one number a token
     assert simulated.SimulatedTensor.unpinned - unpinned < 60  # ids, positions, single numbers
 
 
-def test_what_a_device_stored_serves_a_cpu_and_the_reverse(device: str, tmp_path: Path) -> None:
+def test_entries_stored_on_a_device_serve_a_cpu_and_the_reverse(device: str, tmp_path: Path) -> None:
     scene = Scene()
     answers = []
     for first, second in ((device, "cpu"), ("cpu", device)):
@@ -111,7 +111,7 @@ def test_what_a_device_stored_serves_a_cpu_and_the_reverse(device: str, tmp_path
     assert answers[0] == answers[1]
 
 
-def test_a_kv_writer_writes_on_the_device_what_it_writes_on_the_cpu(device: str, tmp_path: Path) -> None:
+def test_a_kv_writer_writes_the_same_kv_on_a_device_and_on_the_cpu(device: str, tmp_path: Path) -> None:
     scene = Scene()
     write_writer(tmp_path, BLENDED["llama"]())
     there, here = (engine_on(where, "llama", scene, writer=tmp_path, ranking="now") for where in (device, "cpu"))
@@ -142,7 +142,7 @@ def test_half_precision_passes_the_gate(device: str) -> None:
     assert engine.gate.passed, engine.gate.reason
 
 
-def test_a_model_that_is_not_blended_answers_as_on_the_cpu(device: str) -> None:
+def test_a_model_without_blending_has_the_cpus_answer(device: str) -> None:
     scene = Scene()
     answers = []
     for where in (device, "cpu"):

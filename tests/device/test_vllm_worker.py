@@ -1,4 +1,4 @@
-"""The worker's half in vLLM on a device: what is saved from its pages is loaded into others, behind what the device does."""
+"""Tests that the vLLM worker saves KV from pages on a device and loads it into other pages while the device works."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOTS, HEADS, DIM = 64, 2, 4
 
 
 class Paged:
-    """A paged cache on a device: one slot for each position of each sequence."""
+    """A paged cache on a device with one slot for each position of each sequence."""
 
     num_layers, kv_heads, head_dim = LAYERS, HEADS, DIM
     group_of = (0,) * LAYERS
@@ -59,7 +59,7 @@ def worker(store: MemoryStore, paged: Paged) -> tuple[WorkerSide, Entries]:
 
 
 @pytest.mark.parametrize("budget", [1 << 16, 0])
-def test_saved_pages_come_back_though_they_are_used_again_at_once(sim: str, budget: int) -> None:
+def test_saved_kv_is_right_although_its_pages_are_reused_at_once(sim: str, budget: int) -> None:
     paged = Paged(sim)
     store = page_locked_ram(sim, budget) if budget else MemoryStore()
     side, entries = worker(store, paged)
@@ -69,7 +69,7 @@ def test_saved_pages_come_back_though_they_are_used_again_at_once(sim: str, budg
     before = simulated.SimulatedTensor.late_fetches
     with simulated.stream(stream), torch.inference_mode():
         side.save([Save(str(ids), ids, ((ids[0],),), 0, len(ids), SaveJob(0)) for ids in prompts])
-        paged.pages.zero_()  # the next step
+        paged.pages.zero_()  # the next step reuses the pages
     assert simulated.SimulatedTensor.late_fetches - before == (len(prompts) if budget else 0)
     side.close()
     assert list(side.saver.take_written().values()) == [""] * len(prompts)
@@ -90,7 +90,7 @@ def test_saved_pages_come_back_though_they_are_used_again_at_once(sim: str, budg
         assert torch.equal(back[:, :, :, span.start : span.end], paged.host[:, :, :, ids[0] : ids[0] + 5])
 
 
-def test_where_a_prompts_pages_are_is_sent_once_for_all_layers(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slots_of_a_prompt_are_sent_once_for_all_layers(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     side, _ = worker(page_locked_ram(sim, 1 << 16), Paged(sim))
     copied: list[torch.Size] = []
     copy = simulated._copy

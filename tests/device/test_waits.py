@@ -1,4 +1,4 @@
-"""Tests how often the host waits for the device in a blend: once for each selection, and for nothing else."""
+"""Tests that in a blend the host waits for the device once for each selection, and never otherwise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def waits() -> Iterator[Callable[[], int]]:
 
 
 class Target:
-    """A model on the device that computes nothing worth waiting for."""
+    """A model on the device that computes no real values."""
 
     num_layers = LAYERS
     rope = Rope([], [0] * LAYERS, ["none"] * LAYERS)
@@ -103,7 +103,7 @@ def test_the_host_waits_once_for_each_selection(sim: str, name: str, layers: tup
     assert done.outcome.usage.computed_tokens == len(target.ran[-1])
 
 
-def test_a_blend_announces_that_it_will_wait_and_has_not_waited_before(sim: str) -> None:
+def test_a_blend_yields_before_its_first_wait(sim: str) -> None:
     target = Target(sim)
     steps = fuse_stepwise(plan(), target, FuseOptions(policy("hkvd"), 0.25))
     with waits() as count:
@@ -114,7 +114,7 @@ def test_a_blend_announces_that_it_will_wait_and_has_not_waited_before(sim: str)
 
 
 @pytest.mark.parametrize(("name", "most"), [("static", 80), ("hkvd", 80)])
-def test_what_the_device_is_given_does_not_grow_with_the_prompt(sim: str, name: str, most: int) -> None:
+def test_the_number_of_launches_does_not_grow_with_the_prompt(sim: str, name: str, most: int) -> None:
     counts = []
     for chunk in (40, 160):
         before = SimulatedTensor.launches
@@ -123,7 +123,7 @@ def test_what_the_device_is_given_does_not_grow_with_the_prompt(sim: str, name: 
     assert counts[0] == counts[1] <= most
 
 
-def test_what_says_where_chunks_belong_is_sent_at_once_however_many_they_are(sim: str) -> None:
+def test_positions_of_any_number_of_chunks_are_sent_at_once(sim: str) -> None:
     counts = []
     for chunks in (2, 12):
         layer = LayerKV(*(torch.rand(HEADS, CHUNK, DIM).pin_memory() for _ in "kv"))
@@ -138,7 +138,7 @@ def test_what_says_where_chunks_belong_is_sent_at_once_however_many_they_are(sim
     assert counts[0] == counts[1]
 
 
-def test_a_segment_takes_no_more_tokens_than_it_may(sim: str) -> None:
+def test_a_segment_has_no_more_tokens_than_allowed(sim: str) -> None:
     target = Target(sim)
     steps = fuse_stepwise(plan(), target, FuseOptions(policy("hkvd"), 0.25))
     ahead, seen = next(steps), []
@@ -152,7 +152,7 @@ def test_a_segment_takes_no_more_tokens_than_it_may(sim: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [("static", 0), ("hkvd", 1)])
-def test_a_blend_in_a_transformers_model_waits_for_its_selection_alone(sim: str, name: str, expected: int) -> None:
+def test_a_blend_in_a_transformers_model_waits_only_for_its_selection(sim: str, name: str, expected: int) -> None:
     runner = ModelRunner(make_model(BLENDED["llama"]()).to(sim))
     subject, ids = TransformersSubject(runner), list(range(2, 2 + 2 * CHUNK + 6))
     rope = subject.detect_rope()
@@ -161,13 +161,13 @@ def test_a_blend_in_a_transformers_model_waits_for_its_selection_alone(sim: str,
     plan = BlendPlan(len(ids), (), spans, "")
     fuse(
         plan, TransformersTarget(runner, rope, ids), FuseOptions(policy(name), 0.25)
-    )  # a model's first looks at its tables
+    )  # the first blend of a model builds its tables
     with waits() as count:
         fuse(plan, TransformersTarget(runner, rope, ids), FuseOptions(policy(name), 0.25))
     assert count() == expected
 
 
-def test_the_pages_of_a_long_prompt_are_not_waited_for(sim: str) -> None:
+def test_the_host_does_not_wait_for_the_pages_of_a_long_prompt(sim: str) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     from cacheblend_rag.engines.vllm.pages import PageGroup, Pages
 
@@ -178,7 +178,7 @@ def test_the_pages_of_a_long_prompt_are_not_waited_for(sim: str) -> None:
     assert torch.equal(pages.on_device[0].cpu(), torch.arange(16, 16 + 16_384))
 
 
-def test_a_pass_through_vllms_model_waits_for_nothing(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_through_vllms_model_does_not_wait(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     from cacheblend_rag.engines.vllm import paged as module
     from cacheblend_rag.engines.vllm.attention import PassMetadata

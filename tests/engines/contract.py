@@ -1,4 +1,4 @@
-"""Says what every engine must do. An engine's test module subclasses `EngineContract` and says how to make one."""
+"""The contract of all engines. An engine's test module subclasses `EngineContract` and defines `make`."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class EngineContract:
         raise NotImplementedError
 
     def make_with_budget(self, nbytes: int) -> BlendEngine:
-        """An engine whose store holds no more than ``nbytes``."""
+        """Make an engine whose store holds no more than ``nbytes``."""
         return self.make(open_store(None, ram_budget=nbytes))
 
     @pytest.fixture
     def reopened(self, engine: BlendEngine, tmp_path: Path) -> Callable[[], BlendEngine]:
-        """Make the engine read from disk what it may hold in RAM."""
+        """Make the engine read from disk the entries that it may hold in RAM."""
 
         def reopen() -> BlendEngine:
             engine.close()
@@ -91,7 +91,7 @@ class EngineContract:
         assert got.mode == "blend"
         assert (got.token_ids, got.text) == (want.token_ids, want.text)
 
-    def test_usage_adds_up_and_says_what_was_reused(self, engine, chunks, prompt) -> None:
+    def test_usage_adds_up_and_counts_the_reused_tokens(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
         stale = sum(len(c.token_ids) for c in chunks[1:])
         for ratio in (0.0, 0.25, 1.0):
@@ -101,7 +101,7 @@ class EngineContract:
             question = usage.prompt_tokens - stale - len(chunks[0].token_ids) - len(engine.header_ids)
             assert usage.computed_tokens == question + usage.recomputed_tokens
 
-    def test_usage_says_what_the_selection_cost(self, engine, chunks, prompt) -> None:
+    def test_usage_counts_the_tokens_of_the_selection(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
         spans = engine.tokenize(prompt).spans
         dense = spans[-1].end - spans[1].start  # the first is exact, and text in front of the second runs once
@@ -125,7 +125,7 @@ class EngineContract:
         assert prefix.usage.reused_tokens == len(engine.header_ids) + len(chunks[0].token_ids)
         assert prefix.token_ids == full.token_ids
 
-    def test_tenants_share_the_model_and_neither_chunks_nor_kv(self, engine, chunks, prompt) -> None:
+    def test_tenants_share_the_model_but_no_chunks_and_no_kv(self, engine, chunks, prompt) -> None:
         acme, globex = (_tenant(engine, name) for name in ("acme", "globex"))
         assert engine.within("acme") is acme is globex.within("acme")
         assert acme.within("default") is engine
@@ -147,7 +147,7 @@ class EngineContract:
         assert (again.mode, again.missing) == ("blend", ())
         assert acme.forget(chunks) == len(chunks)
 
-    def test_chunks_that_a_tenants_prompt_brings_are_written_back_for_it_alone(self, engine, prompt) -> None:
+    def test_chunks_of_a_tenants_prompt_are_written_back_for_that_tenant_only(self, engine, prompt) -> None:
         acme, globex = (_tenant(engine, name) for name in ("acme", "globex"))
         for tenant in (acme, globex):
             assert tenant.generate(prompt, SHORT).mode == "prefill"
@@ -156,7 +156,7 @@ class EngineContract:
             tenant.forget(list(tenant.registry))
 
     @pytest.mark.parametrize("name", ["", "Acme", "a:b", "../a"])
-    def test_what_cannot_name_a_tenant_is_refused(self, engine, name: str) -> None:
+    def test_an_invalid_tenant_name_is_refused(self, engine, name: str) -> None:
         with pytest.raises(InputError, match="cannot name a tenant"):
             engine.within(name)
 
@@ -165,14 +165,14 @@ class EngineContract:
         with pytest.raises(InputError, match=str(layers[-1])):
             engine.generate(prompt, SHORT, BlendSettings(check_layers=layers))
 
-    def test_a_tokenised_prompt_is_taken_as_it_is(self, engine, chunks, prompt) -> None:
+    def test_a_tokenised_prompt_is_used_unchanged(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
         tokens = engine.tokenize(prompt)
         assert [span.chunk.id for span in tokens.spans] == [chunk.id for chunk in chunks]
         assert engine.tokenize(tokens) is tokens
         assert engine.generate(tokens, SHORT).token_ids == engine.generate(prompt, SHORT).token_ids
 
-    def test_a_request_is_taken_as_it_is_and_leaves_no_room_for_other_options(self, engine, chunks, prompt) -> None:
+    def test_a_request_is_used_unchanged_and_refuses_further_options(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
         blend = BlendSettings(ratio=0.3)
         request = engine.request(prompt, SHORT, blend)
@@ -187,12 +187,12 @@ class EngineContract:
         with pytest.raises(PromptTooLongError):
             engine.generate(long)
 
-    def test_it_says_how_its_model_is_blended(self, engine) -> None:
+    def test_an_engine_reports_its_gate_and_its_profile(self, engine) -> None:
         assert engine.gate.passed, engine.gate.reason
         assert engine.num_layers > max(engine.profile.check_layers)
         assert 0 <= engine.profile.ratio <= 1
 
-    def test_precompute_skips_what_is_stored_and_reports_progress(self, engine, chunks) -> None:
+    def test_precompute_skips_stored_chunks_and_reports_progress(self, engine, chunks) -> None:
         seen: list[int] = []
         first = engine.precompute([*chunks, chunks[0]], seen.append)
         assert (first.computed, first.present, first.failed) == (len(chunks), 0, {})
@@ -209,7 +209,7 @@ class EngineContract:
         assert second.missing == ()
         assert engine.precompute(chunks).computed == 0
 
-    def test_a_model_trained_for_chunks_by_themselves_stores_what_a_prompt_misses_before_it_computes_it(
+    def test_a_model_for_separate_chunks_stores_missing_chunks_before_it_computes_the_prompt(
         self, engine, prompt, monkeypatch
     ) -> None:
         monkeypatch.setattr(engine, "profile", ModelProfile(ratio=0.0, blockwise=True, origin="declared"))
@@ -219,7 +219,7 @@ class EngineContract:
         engine.reset_prefix_cache()
         assert engine.generate(prompt, SHORT).token_ids == answers[0].token_ids
 
-    def test_once_its_chunks_are_ready_a_prompt_has_one_answer_and_before_that_answers_say_so(
+    def test_a_prompt_has_one_answer_once_its_chunks_are_stored_and_ranked(
         self, engine, chunks, prompt, monkeypatch
     ) -> None:
         if lazy := engine.ranking != "off":  # a server decides that itself
@@ -236,7 +236,7 @@ class EngineContract:
             engine.reset_prefix_cache()
             assert engine.generate(prompt, SHORT, settings).token_ids == rest[0].token_ids
 
-    def test_stream_gives_the_same_text_piece_by_piece(self, engine, chunks, prompt) -> None:
+    def test_a_stream_yields_the_text_of_generate_piece_by_piece(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
         whole = engine.generate(prompt, SHORT)
         events = list(engine.stream(prompt, SHORT))
@@ -252,7 +252,9 @@ class EngineContract:
         stream.close()
         assert engine.generate(prompt, SHORT).token_ids == want.token_ids
 
-    async def test_async_twins_agree_and_leave_the_event_loop_free(self, engine, chunks, prompt) -> None:
+    async def test_async_methods_give_the_synchronous_answers_and_leave_the_event_loop_free(
+        self, engine, chunks, prompt
+    ) -> None:
         report = engine.precompute(chunks)
         assert report.computed == len(chunks)
         want = engine.generate(prompt, SHORT)
@@ -288,18 +290,18 @@ class EngineContract:
             events = list(engine.stream(prompt, SamplingParams(max_tokens=12, stop=(stop,))))
             assert "".join(e.text for e in events) == got.text
 
-    def test_an_answer_that_repeats_itself_can_be_ended(self, engine, chunks, prompt) -> None:
+    def test_stop_repeating_ends_an_answer_that_repeats_itself(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
-        long = SamplingParams(max_tokens=100, frequency_penalty=-2.0)  # what it has said it says again
+        long = SamplingParams(max_tokens=100, frequency_penalty=-2.0)  # the model repeats its own tokens
         whole = engine.generate(prompt, long).token_ids
         end = next(count for count in range(len(whole)) if repeats(whole[:count]))
         got = engine.generate(prompt, replace(long, stop_repeating=True))
         assert (got.token_ids, got.finish_reason) == (whole[:end], "stop")
 
-    def test_answers_end_at_the_tokenizers_end_token_though_no_config_names_one(self, engine, prompt) -> None:
+    def test_answers_end_at_the_tokenizers_end_token_when_no_config_names_one(self, engine, prompt) -> None:
         end = engine.tokenizer.eos_token_id
         assert end is not None
-        for seed in range(16):  # so hot that any token comes up soon
+        for seed in range(16):  # at this temperature any token is drawn soon
             got = engine.generate(prompt, SamplingParams(max_tokens=200, temperature=2.0, seed=seed))
             assert end not in got.token_ids
             if got.finish_reason == "stop":
@@ -314,7 +316,7 @@ class EngineContract:
         nucleus = SamplingParams(max_tokens=12, temperature=2.0, top_p=1e-6, seed=3)
         assert engine.generate(prompt, nucleus).token_ids == engine.generate(prompt, SHORT).token_ids
 
-    def test_logprobs_are_the_models_own_whatever_the_sampling(self, engine, chunks, prompt) -> None:
+    def test_logprobs_are_the_models_own_for_every_sampling(self, engine, chunks, prompt) -> None:
         full = engine.generate(prompt, SamplingParams(max_tokens=12, logprobs=3), FULL)
         engine.precompute(chunks)
         got = engine.generate(prompt, SamplingParams(max_tokens=12, logprobs=3), BlendSettings(ratio=1.0))
@@ -350,15 +352,15 @@ class EngineContract:
         with pytest.raises(InputError, match="JSON"):
             engine.generate("Is it so?", SamplingParams(max_tokens=4, json_schema="{no json"))
 
-    def test_an_engine_that_cannot_score_says_which_can(self, engine, prompt) -> None:
+    def test_an_engine_that_cannot_score_names_an_engine_that_can(self, engine, prompt) -> None:
         if can_score(engine):
             assert len(score(engine, prompt, [[5], [6]])) == 2
         else:
             with pytest.raises(InputError, match="TransformersEngine"):
                 score(engine, prompt, [[5]])
 
-    def test_scores_of_completions_are_those_the_model_gives_its_own_answer(self, engine, chunks, prompt) -> None:
-        """Whatever is reused: the answer's tokens are as likely when they are given as when they are generated."""
+    def test_scores_of_completions_equal_the_logprobs_of_the_generated_answer(self, engine, chunks, prompt) -> None:
+        """Given tokens are as likely as generated tokens, however much KV is reused."""
         _skip_without_scoring(engine)
         for settings in (FULL, BlendSettings(ratio=1.0), BlendSettings(ratio=0.3), BlendSettings(ratio=0.0)):
             made = engine.generate(prompt, SamplingParams(max_tokens=6, logprobs=0), settings)
@@ -382,7 +384,9 @@ class EngineContract:
                 assert got.token_logprobs == pytest.approx(expected, abs=1e-4)
 
     @pytest.mark.parametrize("policy,ratio", [("hkvd", 0.0), ("hkvd", 0.3), ("query", 0.3), ("hkvd", 1.0)])
-    def test_a_prompt_that_ends_with_a_chunk_is_scored_as_it_is_answered(self, engine, chunks, policy, ratio) -> None:
+    def test_scores_of_a_prompt_that_ends_with_a_chunk_equal_the_logprobs_of_its_answer(
+        self, engine, chunks, policy, ratio
+    ) -> None:
         _skip_without_scoring(engine)
         engine.precompute(chunks)
         whole, settings = engine.tokenize(BlendPrompt(("Notes.\n\n", *chunks[:2]))), BlendSettings(ratio, policy)
@@ -393,7 +397,7 @@ class EngineContract:
         assert got[0].token_logprobs == pytest.approx([each.logprob for each in made.logprobs], abs=1e-4)
         assert got[1].token_logprobs == pytest.approx(got[0].token_logprobs[:1], abs=1e-4)
 
-    def test_what_cannot_be_scored_is_refused(self, engine, prompt) -> None:
+    def test_scoring_refuses_empty_completions_and_too_long_ones(self, engine, prompt) -> None:
         _skip_without_scoring(engine)
         with pytest.raises(InputError, match="Completion 1 has no tokens"):
             score(engine, prompt, [[5], []])
@@ -402,7 +406,7 @@ class EngineContract:
         with pytest.raises(PromptTooLongError):
             score(engine, prompt, [[5] * engine.context_window])
 
-    def test_references_are_resolved_and_unknown_ones_refused(self, engine, chunks, prompt) -> None:
+    def test_references_are_resolved_and_unknown_references_are_refused(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
         by_id = BlendPrompt(tuple(ChunkRef(s.id) if isinstance(s, Chunk) else s for s in prompt.segments))
         assert engine.generate(by_id, SHORT).token_ids == engine.generate(prompt, SHORT).token_ids
@@ -427,14 +431,16 @@ class EngineContract:
         with pytest.raises(InputError, match="policy"):
             engine.generate(prompt, SHORT, BlendSettings(policy="no such"))
 
-    def test_a_damaged_entry_is_a_miss_and_is_replaced(self, engine, chunks, prompt, reopened, root) -> None:
+    def test_a_damaged_entry_is_a_miss_and_is_replaced_by_a_sound_entry(
+        self, engine, chunks, prompt, reopened, root
+    ) -> None:
         engine.precompute(chunks)
         want = engine.generate(prompt, SHORT, FULL).token_ids
         files = sorted((root / "kv").rglob("*.safetensors"))
         assert len(files) == len(chunks) + 1
         for file in files[::2]:
             data = bytearray(file.read_bytes())
-            data[-5] ^= 1  # the last layer: found out in the middle of a blend
+            data[-5] ^= 1  # the last layer: a blend detects the damage in its middle
             file.write_bytes(data)
         with reopened() as engine:
             answer = engine.generate(prompt, SHORT, BlendSettings(ratio=1.0))
@@ -462,7 +468,7 @@ class EngineContract:
             thread.join()
         assert [got[i] for i in range(8)] == want * 2
 
-    def test_chunks_that_do_not_fit_the_budget_are_reported_and_still_answered(self, tmp_path: Path) -> None:
+    def test_chunks_beyond_the_budget_are_reported_and_their_prompt_is_answered(self, tmp_path: Path) -> None:
         with self.make_with_budget(1000) as engine:
             chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS]
             report = engine.precompute(chunks)

@@ -1,4 +1,4 @@
-"""Says what every engine with a loading controller must do. Subclass it beside `EngineContract`, whose fixtures it uses."""
+"""The contract of engines with a loading controller. Subclass it beside `EngineContract`, whose fixtures it uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cacheblend_rag.prompts.chunk import Chunk
 SHORT = SamplingParams(max_tokens=12)
 AUTO = BlendSettings(ratio="auto", policy="hkvd", check_layers=(1,))
 TIERS = ("ram", "disk")
-PER_TOKEN_S = 1e-2  # so that nothing depends on this machine, and nothing it reads is late
+PER_TOKEN_S = 1e-2  # so slow that no result depends on this machine, and no read is late
 
 
 def stored_bytes(engine: BlendEngine, chunks: list[Chunk]) -> int:
@@ -27,7 +27,7 @@ def stored_bytes(engine: BlendEngine, chunks: list[Chunk]) -> int:
 
 
 def reckon(engine: Any, chunks: list[Chunk], load_share: float, layers: int | None = None) -> Costs:
-    """Have the engine believe that loading all chunks takes that share of the time that computing them does."""
+    """Give the engine costs by which loading all chunks takes ``load_share`` of the time that computing them takes."""
     compute_s = PER_TOKEN_S * sum(len(chunk.token_ids) for chunk in chunks)
     tier = TierCost(0.0, stored_bytes(engine, chunks) / (load_share * compute_s))
     engine.costs = Costs(layers or engine.num_layers, ComputeCost(0.0, PER_TOKEN_S, 0.0), dict.fromkeys(TIERS, tier))
@@ -35,7 +35,7 @@ def reckon(engine: Any, chunks: list[Chunk], load_share: float, layers: int | No
 
 
 class ControllerContract:
-    def test_from_fast_storage_auto_blends_and_says_what_it_expected(self, engine, chunks, prompt) -> None:
+    def test_auto_blends_from_fast_storage_and_reports_the_expected_times(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
         reckon(engine, chunks, 0.01)
         done = engine.generate(prompt, SHORT, AUTO)
@@ -49,7 +49,7 @@ class ControllerContract:
         assert given.token_ids == done.token_ids
         assert given.usage == done.usage
 
-    def test_from_storage_slower_than_computing_auto_prefills(self, engine, chunks, prompt) -> None:
+    def test_auto_prefills_when_storage_is_slower_than_computing(self, engine, chunks, prompt) -> None:
         full = engine.generate(prompt, SHORT, BlendSettings(quality="full"))
         engine.precompute(chunks)
         reckon(engine, chunks, 1000.0)
@@ -57,7 +57,7 @@ class ControllerContract:
         assert (done.mode, done.usage.reused_tokens, done.policy) == ("prefill", 0, None)
         assert "none of it is used (expected in" in done.reason
         assert done.in_place == tuple(chunk.id for chunk in chunks)
-        assert done.missing == ()  # it is stored: nothing is to be written back
+        assert done.missing == ()  # all chunks are stored: none is to be written back
         assert done.token_ids == full.token_ids
 
     def test_in_between_some_chunks_are_computed_in_place_as_if_they_were_not_stored(
@@ -76,7 +76,7 @@ class ControllerContract:
         assert missing.token_ids == done.token_ids
         assert missing.usage == done.usage
 
-    def test_what_is_expected_counts_the_ratio_that_the_text_needs(self, engine, chunks, prompt, monkeypatch) -> None:
+    def test_the_expected_time_counts_the_ratio_that_the_text_needs(self, engine, chunks, prompt, monkeypatch) -> None:
         profile = replace(engine.profile, ratio=0.05, text=TextRange(0.3, 0.0))
         for holder in (engine, getattr(engine, "client", engine)):
             monkeypatch.setattr(holder, "profile", profile)
@@ -89,7 +89,7 @@ class ControllerContract:
         assert done.ratio > 0.2
         assert done.expected_s == pytest.approx(PER_TOKEN_S * done.usage.computed_tokens, rel=0.02)
 
-    def test_what_is_expected_of_chunks_without_a_rank_counts_the_dense_pass(
+    def test_the_expected_time_for_chunks_without_a_rank_counts_the_dense_pass(
         self, engine, chunks, prompt, monkeypatch
     ) -> None:
         for holder in (engine, getattr(engine, "client", engine)):
@@ -103,7 +103,7 @@ class ControllerContract:
         tokens = done.usage.computed_tokens + done.usage.selection_tokens
         assert done.expected_s == pytest.approx(PER_TOKEN_S * tokens, rel=0.03)
 
-    def test_a_ratio_given_by_the_request_is_not_the_controllers(self, engine, chunks, prompt) -> None:
+    def test_a_requests_ratio_overrides_the_controller(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
         reckon(engine, chunks, 1000.0)
         done = engine.generate(prompt, SHORT, BlendSettings(ratio=0.3))
@@ -111,12 +111,12 @@ class ControllerContract:
         assert "expected" not in done.reason
         assert done.expected_s is None
 
-    def test_without_costs_auto_needs_a_text_range(self, engine, prompt) -> None:
+    def test_auto_without_costs_needs_a_text_range(self, engine, prompt) -> None:
         engine.costs = None
         with pytest.raises(InputError, match="cacheblend store calibrate"):
             engine.generate(prompt, SHORT, AUTO)
 
-    def test_what_prompts_take_corrects_what_computing_costs(self, engine, chunks, prompt) -> None:
+    def test_measured_prompts_correct_the_estimated_compute_cost(self, engine, chunks, prompt) -> None:
         engine.precompute(chunks)
         engine.costs = Costs(engine.num_layers, ComputeCost(0.0, 3600.0, 0.0), {})  # an hour a token
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Says what every engine must do with a conversation. Subclass it beside `EngineContract`, whose fixtures it uses."""
+"""The contract of engines for conversations. Subclass it beside `EngineContract`, whose fixtures it uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FULL = BlendSettings(quality="full")
 def talk(
     engine: BlendEngine, settings: BlendSettings, turns: int, keep_notes: bool = True
 ) -> list[tuple[TokenizedPrompt, Generation]]:
-    """Ask ``turns`` questions over two notes each; ``keep_notes`` says whether the history has them, too."""
+    """Ask ``turns`` questions over two notes each; with ``keep_notes`` the history has the notes, too."""
     history: list[dict[str, Any]] = []
     done = []
     for turn in range(turns):
@@ -40,18 +40,18 @@ def talk(
 
 
 class ConversationContract:
-    """``block``: how many tokens the engine keeps KV of at a time."""
+    """``block`` is the number of tokens that the engine caches the KV of at a time."""
 
     block = 1
 
     @pytest.fixture
     def noted(self, engine: Any) -> Any:
-        """The engine, with the notes stored."""
+        """Store the notes and return the engine."""
         engine.precompute([make_chunk(text, engine.tokenizer) for text in NOTES])
         return engine
 
     @pytest.mark.parametrize("settings", [BlendSettings(ratio=0.25, policy="hkvd"), BlendSettings(quality="exact")])
-    def test_what_was_said_before_is_not_computed_again(self, noted, settings) -> None:
+    def test_earlier_turns_are_not_computed_again(self, noted, settings) -> None:
         turns = talk(noted, settings, 4)
         assert turns[0][1].usage.kept_tokens == 0
         for (before, _), (prompt, answer) in pairwise(turns):
@@ -75,7 +75,7 @@ class ConversationContract:
             assert (got.usage.kept_tokens > 0) == (said >= self.block)
             assert got.token_ids == want.token_ids
 
-    def test_a_conversation_recomputed_whole_is_answered_as_by_a_full_prefill(self, noted) -> None:
+    def test_a_conversation_at_ratio_1_has_the_answers_of_full_prefills(self, noted) -> None:
         for prompt, got in talk(noted, BlendSettings(ratio=1.0), 4):
             want = noted.generate(prompt, FEW, FULL)
             assert want.usage.reused_tokens == 0
@@ -83,8 +83,8 @@ class ConversationContract:
             for mine, theirs in zip(got.logprobs, want.logprobs, strict=True):
                 assert dict(mine.top) == pytest.approx(dict(theirs.top), abs=1e-3)
 
-    def test_what_was_blended_in_one_way_is_not_kept_for_another(self, noted) -> None:
-        """Full reuse is as far from the truth as a blend can be: none of it may be in the other answers."""
+    def test_kv_blended_at_one_ratio_is_not_cached_for_another_ratio(self, noted) -> None:
+        """Full reuse differs from the full prefill more than any other blend: no other answer may contain its KV."""
         turns = talk(noted, BlendSettings(ratio=0.0), 3)
         prompt, reused = turns[-1]
         assert reused.usage.kept_tokens > 0

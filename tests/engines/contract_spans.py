@@ -1,4 +1,4 @@
-"""Says what OpenTelemetry is told of a request, by every engine that computes. Subclass it beside `EngineContract`."""
+"""The contract of the OpenTelemetry spans of engines that compute. Subclass it beside `EngineContract`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SpansContract:
         with reopened() as engine:
             yield engine
 
-    def test_a_blended_request_is_a_span_with_its_parts_and_says_what_was_reused(
+    def test_a_blended_request_is_a_span_with_parts_and_counts_reused_tokens(
         self, stored, chunks, prompt, kept
     ) -> None:
         with told.span("mine"):
@@ -64,16 +64,18 @@ class SpansContract:
         assert plan["cacheblend.tokens.exact"] == len(stored.header_ids) + tokens[0]
         assert plan["cacheblend.tokens.stale"] == sum(tokens[1:])
 
-    def test_parts_lie_within_their_request_one_behind_the_other(self, stored, prompt, kept) -> None:
+    def test_the_parts_of_a_request_follow_each_other_within_its_span(self, stored, prompt, kept) -> None:
         stored.generate(prompt, FEW, SETTINGS)
         times = {span.name: (span.start_time, span.end_time) for span in kept.get_finished_spans()}
-        whole, slack = times["cacheblend.generate"], 2_000_000  # two clocks are read one after the other
+        whole, slack = times["cacheblend.generate"], 2_000_000  # the two clocks are not read at the same moment
         for begin, end in times.values():
             assert whole[0] - slack <= begin <= end <= whole[1] + slack
         order = [times[f"cacheblend.{name}"] for name in ("plan", "fuse", "decode")]
         assert all(before[1] <= after[0] + slack for before, after in itertools.pairwise(order))
 
-    def test_a_prefill_is_told_as_one_and_a_missing_chunk_is_counted(self, engine, chunks, prompt, kept) -> None:
+    def test_the_span_of_a_prefill_has_a_prefill_part_and_counts_missing_chunks(
+        self, engine, chunks, prompt, kept
+    ) -> None:
         engine.generate(prompt, FEW, BlendSettings(quality="full"))
         spans = kept.get_finished_spans()
         assert tree(spans)["cacheblend.generate"] == {"cacheblend.prefill", "cacheblend.decode"}
@@ -87,9 +89,7 @@ class SpansContract:
         )
         assert named(spans, "cacheblend.generate")["cacheblend.chunks.missing"] == len(TEXTS)
 
-    def test_streams_and_asynchronous_requests_are_parts_of_the_span_they_are_asked_in(
-        self, stored, prompt, kept
-    ) -> None:
+    def test_streams_and_asynchronous_requests_are_children_of_the_current_span(self, stored, prompt, kept) -> None:
         async def ask() -> None:
             with told.span("asynchronous"):
                 await stored.agenerate(prompt, FEW, SETTINGS)
@@ -101,16 +101,16 @@ class SpansContract:
         (parent,) = named_spans(kept, "asynchronous")
         assert [span.parent.span_id for span in asked] == [parent.context.span_id] * 2
 
-    def test_a_stream_that_is_left_ends_its_span_without_an_error(self, stored, prompt, kept) -> None:
+    def test_a_closed_stream_ends_its_span_without_an_error(self, stored, prompt, kept) -> None:
         stream = stored.stream(prompt, SamplingParams(max_tokens=400), SETTINGS)
         next(stream)
         stream.close()
-        stored.generate(prompt, FEW, SETTINGS)  # behind it, the first has ended
+        stored.generate(prompt, FEW, SETTINGS)  # ends after the closed stream
         left, _ = sorted(named_spans(kept, "cacheblend.generate"), key=lambda span: span.start_time)
         assert left.status.is_unset or left.status.is_ok
         assert left.attributes["error.type"] in {"GeneratorExit", "CancelledError"}
 
-    def test_no_span_says_what_a_prompt_or_an_answer_says(self, stored, prompt, kept) -> None:
+    def test_no_span_contains_text_of_a_prompt_or_an_answer(self, stored, prompt, kept) -> None:
         answer = stored.generate(prompt, SamplingParams(max_tokens=20), SETTINGS)
         text = said(kept.get_finished_spans())
         words = {word for each in (*TEXTS, "Who runs the observatory?") for word in each.split() if len(word) > 4}

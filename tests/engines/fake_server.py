@@ -1,4 +1,4 @@
-"""A server on a real socket that misbehaves as a test tells it to."""
+"""A server on a real socket that misbehaves as a test directs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Handler = Callable[[Request], Any]
 
 
 class FakeServer:
-    """Answers ``GET /v1/chunks/stats`` as a healthy server does, everything else as :attr:`handle` says.
+    """Answers ``GET /v1/chunks/stats`` as a healthy server does, everything else with :attr:`handle`.
 
     Attributes:
         requests: Method, path and parsed body of each request.
@@ -79,7 +79,7 @@ class FakeServer:
 
 
 def stream(*pieces: Any, breaks: bool = False) -> StreamingResponse:
-    """Server-sent events; ``breaks`` cuts the connection instead of ending them."""
+    """Return server-sent events; ``breaks`` cuts the connection instead of ending them."""
 
     async def events() -> AsyncIterator[str]:
         for piece in pieces:

@@ -1,4 +1,4 @@
-"""Tests that what nobody waits for any more is not computed: prompts that wait, and layers that a prompt has not come to."""
+"""Tests that cancelling a prompt prevents its computation, or that of its remaining layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 class CountedLock:
-    """A lock that tells of everybody who comes for it."""
+    """A lock whose semaphore ``come`` counts the calls that want it."""
 
     def __init__(self) -> None:
         self._lock, self.come = threading.Lock(), threading.Semaphore(0)
@@ -42,12 +42,12 @@ class CountedLock:
 
 
 class Watched:
-    """An engine, a prompt for it, and what becomes of it.
+    """An engine, a prompt for it, and a record of the layers that ran.
 
     Attributes:
-        layers: Those of the model that were run.
-        held_at: One that waits until ``go_on`` is set; it sets ``reached``.
-        left: Is released by every prompt that has ended.
+        layers: The model's layers that ran.
+        held_at: The layer that sets ``reached`` and waits until ``go_on`` is set.
+        left: Every prompt that ends releases this semaphore.
     """
 
     def __init__(self, kind: str, monkeypatch: pytest.MonkeyPatch):
@@ -105,7 +105,7 @@ async def cancel(calls: list[asyncio.Future[object]]) -> None:
 
 
 @pytest.mark.parametrize("way", ["astream", "agenerate"])
-async def test_prompts_that_wait_are_not_computed_once_nobody_waits_for_their_answers(
+async def test_queued_prompts_are_not_computed_after_they_are_cancelled(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     lock = CountedLock()
@@ -116,7 +116,7 @@ async def test_prompts_that_wait_are_not_computed_once_nobody_waits_for_their_an
         await cancel(calls)
     await wait_for(watched.left, len(calls))
     assert watched.layers == []
-    assert watched.engine.store.stats().entries == 0  # chunks that they lacked are not written back either
+    assert watched.engine.store.stats().entries == 0  # missing chunks are not written back either
 
 
 @pytest.mark.parametrize("way", ["astream", "agenerate"])
@@ -126,9 +126,7 @@ async def test_prompts_that_wait_are_not_computed_once_nobody_waits_for_their_an
     indirect=["watched"],
     ids=["prefill", "blend", "not blended"],
 )
-async def test_a_prompt_that_is_being_computed_comes_to_no_further_layer_once_nobody_waits_for_it(
-    watched: Watched, way: str, stored: bool
-) -> None:
+async def test_a_cancelled_prompt_computes_no_further_layer(watched: Watched, way: str, stored: bool) -> None:
     engine, prompt = watched.engine, watched.scene.prompt
     blend = BlendSettings(ratio=0.5) if stored else BlendSettings()
     want = engine.generate(prompt, ANSWER, blend if not stored else BlendSettings(quality="full")).token_ids
@@ -146,6 +144,6 @@ async def test_a_prompt_that_is_being_computed_comes_to_no_further_layer_once_no
     watched.go_on.set()
     await wait_for(watched.left, 1)
     assert watched.layers == [0, 1]
-    # Half a prompt's KV was kept nowhere: the next prompt is computed whole, or blended from what was stored.
+    # No cache has half a prompt's KV: the next prompt is computed whole, or blended from the stored chunks.
     got = engine.generate(prompt, ANSWER, BlendSettings(ratio=1.0) if stored else blend)
     assert (got.token_ids, got.usage.kept_tokens) == (want, 0)

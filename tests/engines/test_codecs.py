@@ -1,4 +1,4 @@
-"""KV that a tier stores in fewer bytes, blended by the transformers engine."""
+"""Blend KV of tiers with codecs in the transformers engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def first_logits(engine: Any, settings: BlendSettings) -> torch.Tensor:
     return logits[0]
 
 
-def test_an_int8_tier_is_blended_as_a_reference_does_that_rounds_in_plain_torch(model: Any, tmp_path: Path) -> None:
+def test_a_blend_from_an_int8_tier_equals_the_reference_that_rounds_in_plain_torch(model: Any, tmp_path: Path) -> None:
     exact = MemoryStore()
     with engine_for(
         model, SCENE, store=TieredStore([exact, DiskStore(tmp_path, format=EntryFormat("int8"))])
@@ -55,7 +55,7 @@ def test_an_int8_tier_is_blended_as_a_reference_does_that_rounds_in_plain_torch(
     assert (got - unrounded).abs().max() > 1e-3, "the scene is too easy to tell int8 from exact KV"
 
 
-def test_a_blend_of_coded_kv_is_that_of_the_decoded_numbers_in_ram_bit_for_bit(model: Any, tmp_path: Path) -> None:
+def test_a_blend_of_coded_kv_equals_that_of_decoded_kv_in_ram_bit_for_bit(model: Any, tmp_path: Path) -> None:
     ram, decoded = MemoryStore(), MemoryStore()
     with engine_for(
         model, SCENE, store=TieredStore([ram, DiskStore(tmp_path, format=EntryFormat("int8"))]), ranking="now"
@@ -68,7 +68,9 @@ def test_a_blend_of_coded_kv_is_that_of_the_decoded_numbers_in_ram_bit_for_bit(m
         rows = MemoryStore(format=EntryFormat("int8"))
         for entry in ram.entries():
             rows.put(entry.key, ram.get(entry.key))
-        assert rows.stats().nbytes < 0.4 * ram.stats().nbytes  # a byte of four, and a scale for each head's sixteen
+        assert (
+            rows.stats().nbytes < 0.4 * ram.stats().nbytes
+        )  # one byte instead of four, and a scale for each head's sixteen numbers
     with engine_for(model, SCENE, store=decoded) as near:
         for store in (DiskStore(tmp_path), rows):
             with engine_for(model, SCENE, store=store) as far:
@@ -79,7 +81,7 @@ def test_a_blend_of_coded_kv_is_that_of_the_decoded_numbers_in_ram_bit_for_bit(m
 
 
 @pytest.mark.parametrize("tier", ["ram", "disk"])
-def test_exact_reuse_takes_nothing_that_a_tier_has_kept_in_int8(model: Any, tmp_path: Path, tier: str) -> None:
+def test_exact_reuse_uses_no_kv_that_a_tier_stores_in_int8(model: Any, tmp_path: Path, tier: str) -> None:
     int8 = EntryFormat("int8")
     disk = DiskStore(tmp_path, format=int8)
     with engine_for(model, SCENE, store=disk) as engine:
@@ -89,7 +91,7 @@ def test_exact_reuse_takes_nothing_that_a_tier_has_kept_in_int8(model: Any, tmp_
         engine.precompute(SCENE.chunks)
         logits: list[torch.Tensor] = []
         engine.on_first_logits = lambda found: logits.append(found.clone())
-        for quality in ("high", "exact", "full"):  # behind the first all of it is in RAM
+        for quality in ("high", "exact", "full"):  # after the first prompt all KV is in RAM
             found = engine.generate(SCENE.prompt, ONE, BlendSettings(quality=quality))
             assert bool(found.usage.reused_tokens) == (quality == "high")
             assert found.missing == ()
@@ -97,7 +99,7 @@ def test_exact_reuse_takes_nothing_that_a_tier_has_kept_in_int8(model: Any, tmp_
         assert torch.equal(logits[1], logits[2])
 
 
-def test_a_conversation_leaves_nothing_of_int8_in_front_of_its_first_chunk(tmp_path: Path) -> None:
+def test_a_blend_of_int8_kv_leaves_exact_kv_in_front_of_the_first_chunk(tmp_path: Path) -> None:
     config = {**_BASE, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}
     tokenizer = tokenizer_named("byte_level")
     store = DiskStore(tmp_path, format=EntryFormat("int8"))
@@ -120,7 +122,7 @@ def test_a_conversation_leaves_nothing_of_int8_in_front_of_its_first_chunk(tmp_p
         torch.testing.assert_close(logits[1], logits[2], atol=1e-5, rtol=0)
 
 
-def test_without_loss_ratio_1_is_the_full_prefill_and_ratio_0_the_reference(model: Any, tmp_path: Path) -> None:
+def test_ratio_1_is_the_full_prefill_and_ratio_0_the_reference_with_codec_none(model: Any, tmp_path: Path) -> None:
     with engine_for(model, SCENE, store=f"file://{tmp_path}?codec=none") as engine:
         engine.precompute(SCENE.chunks)
         for ratio in (1.0, 0.0):
@@ -128,7 +130,7 @@ def test_without_loss_ratio_1_is_the_full_prefill_and_ratio_0_the_reference(mode
             torch.testing.assert_close(first_logits(engine, BlendSettings(ratio=ratio)), want, atol=1e-4, rtol=0)
 
 
-def test_an_answer_says_how_many_bytes_were_stored_of_what_it_loaded(model: Any, tmp_path: Path) -> None:
+def test_an_answer_reports_the_stored_bytes_of_its_loads(model: Any, tmp_path: Path) -> None:
     loaded = {}
     for codec in ("none", "int8"):
         with engine_for(model, SCENE, store=f"file://{tmp_path}/{codec}?codec={codec}") as engine:

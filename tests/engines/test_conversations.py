@@ -1,4 +1,4 @@
-"""The prefix cache of the transformers engine: what is kept of prompts, against an independent reference, and for whom."""
+"""Tests which KV the transformers engine's prefix cache holds, for whom, and that it equals an independent reference."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def engine(model: Any) -> TransformersEngine:
 
 
 def asked(engine: TransformersEngine, turns: int, subject: str = "it") -> TokenizedPrompt:
-    """The prompt of the last of ``turns`` questions over two notes each, all answered alike."""
+    """Return the prompt of the last of ``turns`` questions over two notes each; every answer is the same."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": DEFAULT_INSTRUCTION}]
     for turn in range(turns):
         notes = "\n\n".join(NOTES[2 * turn : 2 * turn + 2])
@@ -68,14 +68,14 @@ def kept(engine: Any, turns: int, settings: BlendSettings = SINK, subject: str =
     return engine.generate(prompt, SamplingParams(max_tokens=1), settings).usage.kept_tokens
 
 
-def test_what_a_conversation_has_left_of_a_chunk_is_not_stored_as_the_models_own(model: Any, tmp_path: Path) -> None:
-    """Without the header's KV the first chunk was blended; all that follows in the conversation goes on from that."""
+def test_blended_kv_of_a_conversation_is_not_stored_as_the_models_own_kv(model: Any, tmp_path: Path) -> None:
+    """The first chunk is blended because the header's KV is missing; the conversation continues from that blend."""
     write_writer(tmp_path, hf.LlamaConfig(**_CONFIG))
     engine = engine_of(model, writer=tmp_path)
     first, own = make_chunk(NOTES[0], engine.tokenizer), engine.entries.by(None)
     engine.store.delete(own.own_key(()))
     assert kept(engine, 1) == 0
-    engine.precompute([make_chunk("Something else.", engine.tokenizer)])  # and with it the header
+    engine.precompute([make_chunk("Something else.", engine.tokenizer)])  # stores the header, too
     assert kept(engine, 2) > 0
     assert not own.contains(first.token_ids)
     engine.reset_prefix_cache()
@@ -84,7 +84,7 @@ def test_what_a_conversation_has_left_of_a_chunk_is_not_stored_as_the_models_own
 
 
 def parts(engine: TransformersEngine, prompt: TokenizedPrompt) -> list[Part]:
-    """The prompt for the reference; the first chunk stands behind the header that it was computed behind."""
+    """Return the prompt for the reference; the first chunk is exact, because it was computed behind the same header."""
     found, at = [], 0
     for number, span in enumerate(prompt.spans):
         found.append(Part(list(prompt.token_ids[at : span.start]), "text"))
@@ -95,12 +95,12 @@ def parts(engine: TransformersEngine, prompt: TokenizedPrompt) -> list[Part]:
 
 
 def first_tokens(spans: Sequence[Any]) -> list[int]:
-    """What the policy `sink` recomputes of the chunks of one turn."""
+    """Return the positions that the policy `sink` recomputes in the chunks of one turn."""
     each = round(round(RATIO * sum(span.end - span.start for span in spans)) / len(spans))
     return [at for span in spans for at in range(span.start, min(span.start + each, span.end))]
 
 
-def test_each_answer_is_that_of_the_turns_blended_one_after_the_other(engine: TransformersEngine) -> None:
+def test_each_turns_answer_equals_the_reference_that_blends_turn_after_turn(engine: TransformersEngine) -> None:
     seen: list[torch.Tensor] = []
     engine.on_first_logits = seen.append
     chosen: list[int] = []
@@ -113,11 +113,11 @@ def test_each_answer_is_that_of_the_turns_blended_one_after_the_other(engine: Tr
         assert torch.allclose(seen[-1], want.logits, atol=1e-4)
 
 
-def test_a_prompt_asked_again_computes_its_last_token_alone(engine: TransformersEngine) -> None:
+def test_a_repeated_prompt_computes_its_last_token_only(engine: TransformersEngine) -> None:
     assert [kept(engine, 1), kept(engine, 1)] == [0, len(asked(engine, 1).token_ids) - 1]
 
 
-def test_another_question_about_the_same_chunks_goes_on_from_their_blend(engine: TransformersEngine) -> None:
+def test_a_second_question_about_the_same_chunks_continues_from_their_blend(engine: TransformersEngine) -> None:
     seen: list[torch.Tensor] = []
     engine.on_first_logits = seen.append
     kept(engine, 1)
@@ -153,7 +153,9 @@ def test_text_in_front_of_the_first_chunk_is_computed_once_for_all_prompts(engin
         assert front <= again <= front + 2, "and what chunks have in common at their beginning, where it is exact"
 
 
-def test_exact_quality_reuses_chunks_behind_any_front_and_answers_as_a_full_prefill(engine: TransformersEngine) -> None:
+def test_exact_quality_reuses_chunks_behind_any_text_and_has_the_answer_of_a_full_prefill(
+    engine: TransformersEngine,
+) -> None:
     def of(question: str, quality: Any) -> Any:
         text = f"Read all of this before you answer.\n\n{NOTES[0]}\n\n{NOTES[1]}\n\n{question}"
         return engine.generate(text, SamplingParams(max_tokens=6, logprobs=4), BlendSettings(quality=quality))
@@ -168,7 +170,7 @@ def test_exact_quality_reuses_chunks_behind_any_front_and_answers_as_a_full_pref
 
 
 @pytest.mark.parametrize("policy", ["query", "static-query", "hybrid"])
-def test_where_the_question_selects_another_question_keeps_nothing_of_its_turn(model: Any, policy: str) -> None:
+def test_a_policy_that_selects_by_the_question_reuses_no_turn_for_another_question(model: Any, policy: str) -> None:
     engine = engine_of(model, ranking="now")
     settings = BlendSettings(ratio=RATIO, policy=policy, check_layers=(1,))
     assert kept(engine, 1, settings) == 0
@@ -176,7 +178,7 @@ def test_where_the_question_selects_another_question_keeps_nothing_of_its_turn(m
     assert kept(engine, 2, settings) > 0
 
 
-def test_plain_texts_that_begin_alike_share_their_beginning(engine: Any) -> None:
+def test_plain_texts_share_the_kv_of_their_common_beginning(engine: Any) -> None:
     def of(text: str) -> int:
         return engine.generate(text, SamplingParams(max_tokens=2), SINK).usage.kept_tokens
 
@@ -188,14 +190,14 @@ def test_plain_texts_that_begin_alike_share_their_beginning(engine: Any) -> None
     assert of("Humans: who?") == 0
 
 
-def test_a_full_prefill_neither_finds_a_conversation_nor_leaves_one(engine: TransformersEngine) -> None:
+def test_a_full_prefill_neither_reuses_nor_caches_a_conversation(engine: TransformersEngine) -> None:
     off = BlendSettings(quality="full")
     assert [kept(engine, 1, off), kept(engine, 2, off), kept(engine, 2)] == [0, 0, 0]
     assert kept(engine, 3) > 0
     assert kept(engine, 3, off) == 0
 
 
-def test_only_so_much_is_kept_and_the_prompt_that_rested_longest_goes(model: Any) -> None:
+def test_the_prefix_cache_keeps_its_budget_and_evicts_the_least_recent_prompt(model: Any) -> None:
     texts = [f"{name * 3} is a word, and nobody has ever said more about it than that." for name in "abc"]
 
     def of(engine: TransformersEngine, text: str) -> int:
@@ -215,7 +217,7 @@ def test_only_so_much_is_kept_and_the_prompt_that_rested_longest_goes(model: Any
         engine_of(model, prefix_cache="much")
 
 
-def test_what_two_prompts_have_in_common_is_kept_once(engine: TransformersEngine) -> None:
+def test_prompts_share_the_memory_of_their_common_prefix(engine: TransformersEngine) -> None:
     each = []
     for turn in range(1, 4):
         kept(engine, turn)
@@ -224,7 +226,7 @@ def test_what_two_prompts_have_in_common_is_kept_once(engine: TransformersEngine
     assert each[0] < each[1] < each[2] <= (tokens + 8) * each[0] / len(asked(engine, 1).token_ids)
 
 
-def test_forgetting_a_chunk_forgets_the_conversations_and_so_does_a_reset(engine: TransformersEngine) -> None:
+def test_forgetting_a_chunk_and_a_reset_empty_the_prefix_cache(engine: TransformersEngine) -> None:
     kept(engine, 1)
     engine.forget([make_chunk(NOTES[0], engine.tokenizer)])
     assert kept(engine, 2) == 0
@@ -234,7 +236,7 @@ def test_forgetting_a_chunk_forgets_the_conversations_and_so_does_a_reset(engine
 
 
 def filled(said: PromptKey) -> PositionedCache:
-    """A cache whose KV at each slot tells all labels up to there."""
+    """Return a cache whose KV at each slot is a hash of all labels up to it."""
     cache, seen = PositionedCache(1, len(said.token_ids) or 1), hash(())
     values = []
     for label in said.labels:
@@ -245,7 +247,7 @@ def filled(said: PromptKey) -> PositionedCache:
     return cache
 
 
-# Most begin as the others do, so that they part late.
+# Most lists share a long beginning, so that they differ late.
 _ALIKE = st.builds(lambda same, own: [0] * same + own, st.integers(0, 40), st.lists(st.integers(0, 1), max_size=24))
 _ORIGINS = st.lists(st.tuples(st.integers(0, 50), st.sampled_from("ab")), max_size=2, unique_by=lambda each: each[0])
 _SAID = st.builds(
@@ -258,9 +260,7 @@ _SAID = st.builds(
 
 
 @given(st.lists(_SAID, max_size=6), _SAID, st.sampled_from([1 << 20, 40 * 16, 90 * 16]))
-def test_a_prompt_begins_with_the_longest_beginning_that_is_kept(
-    told: list[PromptKey], prompt: PromptKey, budget: int
-) -> None:
+def test_a_prompt_begins_with_the_longest_cached_prefix(told: list[PromptKey], prompt: PromptKey, budget: int) -> None:
     prefixes = PrefixCache(budget)
     for said in told:
         prefixes.keep(said, filled(said))
@@ -287,7 +287,7 @@ def common(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def test_forgetting_a_chunk_leaves_no_tokens_of_it_among_the_keys_that_are_remembered(
+def test_forgetting_a_chunk_clears_the_cache_of_entry_keys(
     engine: TransformersEngine,
 ) -> None:
     note = make_chunk(NOTES[0], engine.tokenizer)
@@ -307,7 +307,7 @@ def test_tenants_share_no_conversation(engine: TransformersEngine) -> None:
     assert kept(engine, 3) > 0
 
 
-def test_an_answer_that_was_left_in_the_middle_is_kept_as_far_as_it_came(engine: TransformersEngine) -> None:
+def test_a_closed_stream_leaves_its_tokens_in_the_prefix_cache(engine: TransformersEngine) -> None:
     stream = engine.stream(asked(engine, 1), SamplingParams(max_tokens=9), SINK)
     next(stream)
     stream.close()
@@ -320,7 +320,7 @@ def test_an_answer_that_was_left_in_the_middle_is_kept_as_far_as_it_came(engine:
     "policy", [None, "full-reuse", "full-recompute", "static", "hkvd", "static-query", "query", "sink"]
 )
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_the_memory_of_a_prompt_is_free_when_it_ends_and_not_when_garbage_is_collected(
+def test_the_memory_of_a_prompt_is_freed_at_its_end_without_garbage_collection(
     model: Any, policy: str | None, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(model, prefix_cache=0)

@@ -1,4 +1,4 @@
-"""Tests at which tokens answers end."""
+"""Tests which tokens end an answer."""
 
 from __future__ import annotations
 

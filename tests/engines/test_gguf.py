@@ -1,4 +1,4 @@
-"""GGUF files: a directory is made of them once, whole or not at all, and what cannot be read is said in words."""
+"""Tests that a GGUF file is converted to a directory once, whole or not at all, and that faults are named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """What is made of files in place of models, and in which order."""
+    """Replace the conversion by a copy; return the folders it makes, in order."""
     made: list[Path] = []
 
     def convert(file: Path, folder: Path) -> None:
@@ -39,16 +39,14 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return made
 
 
-def test_a_directory_is_made_once_however_many_ask_for_it_at_the_same_time(
-    file: Path, conversions: list[Path], tmp_path: Path
-) -> None:
+def test_concurrent_requests_convert_a_file_once(file: Path, conversions: list[Path], tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = set(pool.map(lambda _: made_of_gguf(file, tmp_path / "cache"), range(8)))
     assert len(conversions) == len(found) == 1
     assert (found.pop() / "model.safetensors").read_bytes() == b"weights of GGUF"
 
 
-def test_a_conversion_says_once_where_it_is_kept_how_large_it_is_and_how_to_delete_it(
+def test_a_conversion_logs_once_its_folder_its_size_and_how_to_delete_it(
     file: Path, conversions: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = made_of_gguf(file, tmp_path / "cache")
@@ -59,7 +57,7 @@ def test_a_conversion_says_once_where_it_is_kept_how_large_it_is_and_how_to_dele
     assert len(caplog.records) == 2
 
 
-def test_another_file_of_the_same_name_gets_a_directory_of_its_own_and_a_copy_elsewhere_does_not(
+def test_a_changed_file_gets_a_new_directory_and_a_copied_file_reuses_the_first(
     file: Path, conversions: list[Path], tmp_path: Path
 ) -> None:
     first = made_of_gguf(file, tmp_path / "cache")
@@ -70,9 +68,7 @@ def test_another_file_of_the_same_name_gets_a_directory_of_its_own_and_a_copy_el
 
 
 @pytest.mark.parametrize("harm", ["cut short", "one byte differs", "a file is gone", "no sums", "sums are no JSON"])
-def test_a_directory_that_is_damaged_is_made_anew(
-    file: Path, conversions: list[Path], tmp_path: Path, harm: str
-) -> None:
+def test_a_damaged_directory_is_converted_again(file: Path, conversions: list[Path], tmp_path: Path, harm: str) -> None:
     made = made_of_gguf(file, tmp_path / "cache")
     weights, sums = made / "model.safetensors", made / "cacheblend-sums.json"
     if harm == "cut short":
@@ -90,7 +86,7 @@ def test_a_directory_that_is_damaged_is_made_anew(
     assert len(conversions) == 2
 
 
-def test_a_conversion_that_fails_leaves_nothing_behind(
+def test_a_failed_conversion_leaves_no_files_but_its_lock(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def convert(file: Path, folder: Path) -> None:
@@ -104,7 +100,9 @@ def test_a_conversion_that_fails_leaves_nothing_behind(
     assert [each.suffix for each in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_a_conversion_deletes_what_a_killed_one_has_left(file: Path, conversions: list[Path], tmp_path: Path) -> None:
+def test_a_conversion_deletes_the_remains_of_a_killed_conversion(
+    file: Path, conversions: list[Path], tmp_path: Path
+) -> None:
     made = made_of_gguf(file, tmp_path / "cache")
     shutil.rmtree(made)
     left = made.with_name(f"{made.name}.killed")
@@ -115,7 +113,7 @@ def test_a_conversion_deletes_what_a_killed_one_has_left(file: Path, conversions
     assert (made.exists(), left.exists(), other.exists()) == (True, False, True)
 
 
-def test_without_the_extra_the_error_says_what_to_install(
+def test_the_error_names_the_extra_to_install_if_gguf_is_missing(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
@@ -123,7 +121,7 @@ def test_without_the_extra_the_error_says_what_to_install(
         made_of_gguf(file, tmp_path / "cache")
 
 
-def test_a_file_that_is_no_gguf_and_one_that_ends_too_early_are_called_damaged(tmp_path: Path) -> None:
+def test_a_file_that_is_no_gguf_and_a_truncated_gguf_are_refused_as_damaged(tmp_path: Path) -> None:
     written: Any = pytest.importorskip("gguf", reason="gguf is not installed; make setup installs it")
     other = tmp_path / "other.gguf"
     other.write_bytes(b"PK" * 400)
@@ -140,7 +138,7 @@ def test_a_file_that_is_no_gguf_and_one_that_ends_too_early_are_called_damaged(t
         made_of_gguf(other, tmp_path / "cache")
 
 
-def test_an_architecture_that_transformers_does_not_read_is_named_and_so_is_the_model_that_was_asked_for(
+def test_the_error_names_the_file_and_the_architecture_that_transformers_does_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: Any = pytest.importorskip("gguf", reason="gguf is not installed; make setup installs it")
@@ -154,7 +152,7 @@ def test_an_architecture_that_transformers_does_not_read_is_named_and_so_is_the_
         TransformersEngine(tmp_path / "odd.gguf", device="cpu")
 
 
-def test_without_the_package_the_name_is_looked_for_on_the_hub_and_the_error_says_what_to_install(
+def test_smollm2_comes_from_the_hub_without_its_package_and_the_error_names_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[str] = []

@@ -1,4 +1,4 @@
-"""Tests that a model passes the parity gate once on a machine, and again if anything changes that the gate depends on."""
+"""Tests that a machine runs a model's parity gate once, and again after a change that the gate depends on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compared(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
-    """Returns a function that starts an engine and says whether the gate compared anything."""
+    """Return a function that starts an engine and returns whether the gate compared anything."""
     compare, calls = gate._compare, list[Any]()
 
     def noted(*arguments: Any) -> Any:
@@ -80,7 +80,7 @@ def test_a_model_from_memory_is_compared_each_time(compared: Callable[..., bool]
     assert [compared(), compared(loaded, **options), compared(loaded, **options)] == [True, True, True]
 
 
-def test_a_damaged_report_is_made_anew(compared: Callable[..., bool], tmp_path: Path) -> None:
+def test_a_damaged_gate_report_is_replaced_by_a_new_comparison(compared: Callable[..., bool], tmp_path: Path) -> None:
     compared()
     for damage in ("[", "[]", json.dumps({"passed": True, "unknown": 1})):
         for file in (tmp_path / "home" / "gates").iterdir():
@@ -88,7 +88,7 @@ def test_a_damaged_report_is_made_anew(compared: Callable[..., bool], tmp_path: 
         assert compared()
 
 
-def test_a_gate_that_fails_is_not_remembered(
+def test_a_failed_gate_is_not_remembered(
     compared: Callable[..., bool], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="without blending"):
@@ -97,7 +97,7 @@ def test_a_gate_that_fails_is_not_remembered(
     assert compared()
 
 
-def test_behind_a_remembered_gate_a_blend_is_the_reference(compared: Callable[..., bool], directory: Path) -> None:
+def test_a_blend_with_a_remembered_gate_equals_the_reference(compared: Callable[..., bool], directory: Path) -> None:
     compared()
     scene = Scene()
     with TransformersEngine(directory, device="cpu", header=scene.header) as engine:
@@ -107,7 +107,7 @@ def test_behind_a_remembered_gate_a_blend_is_the_reference(compared: Callable[..
     torch.testing.assert_close(got, want.logits, atol=1e-4, rtol=0)
 
 
-def test_a_lower_time_of_a_pass_replaces_the_remembered_one_and_a_higher_one_does_not(
+def test_the_gate_report_keeps_the_lowest_time_of_a_pass(
     compared: Callable[..., bool], tmp_path: Path, directory: Path
 ) -> None:
     compared()

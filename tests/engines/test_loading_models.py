@@ -1,4 +1,4 @@
-"""Models that somebody has placed, quantised or given an attention: taken as they are, or refused with the reason."""
+"""Tests that a placed or quantised model, or one with a chosen attention, is used unchanged or refused with the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.blending.prompts import Scene
 
 
 def fixed(model: Any) -> Any:
-    """Let ``model`` refuse to be moved, as bitsandbytes' do."""
+    """Make ``model`` refuse to be moved, as bitsandbytes' models do."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError("`.to` is not supported for `4-bit` or `8-bit` bitsandbytes models.\nPlease use it as it is.")
@@ -29,7 +29,7 @@ def fixed(model: Any) -> Any:
     return model
 
 
-def test_a_quantised_model_is_left_where_it_is_and_blended() -> None:
+def test_a_quantised_model_is_not_moved_and_is_blended() -> None:
     model, scene = fixed(make_model(LlamaConfig(**_BASE))), Scene()
     model.is_quantized = True
     model.register_buffer("scale", torch.tensor(0.5))  # quantised models have single numbers among their weights
@@ -44,7 +44,7 @@ def test_a_model_that_cannot_be_moved_is_refused_with_the_reason() -> None:
         TransformersEngine(fixed(make_model(LlamaConfig(**_BASE))), device="cpu")
 
 
-def test_a_model_on_several_devices_is_refused_with_what_helps() -> None:
+def test_a_model_on_several_devices_is_refused_with_a_remedy() -> None:
     model = fixed(make_model(LlamaConfig(**_BASE)))
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu", "lm_head": "disk"}
     with pytest.raises(ModelError, match=r"spread over 0, cpu, disk .* device_map=\{'': 0\}"):
@@ -52,7 +52,7 @@ def test_a_model_on_several_devices_is_refused_with_what_helps() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bitsandbytes", "awq", "gptq", "fp8"])
-def test_quantised_weights_that_cannot_be_used_here_are_refused_with_the_reason(tmp_path: Path, kind: str) -> None:
+def test_unusable_quantised_weights_are_refused_with_the_reason(tmp_path: Path, kind: str) -> None:
     make_model(LlamaConfig(**_BASE)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text("utf-8"))
     config["quantization_config"] = {"quant_method": kind, "bits": 4, "load_in_4bit": True, "group_size": 32}
@@ -61,11 +61,11 @@ def test_quantised_weights_that_cannot_be_used_here_are_refused_with_the_reason(
         TransformersEngine(tmp_path, device="cpu")
 
 
-def test_another_attention_than_the_chosen_one_is_said() -> None:
+def test_a_warning_names_the_attention_that_replaces_the_chosen_attention() -> None:
     model = make_model(LlamaConfig(**_BASE))
-    model.config._attn_implementation_internal = "flash_attention_2"  # whose package is not installed
+    model.config._attn_implementation_internal = "flash_attention_2"  # the package flash_attn is not installed
     with pytest.warns(UserWarning, match="to run with attention 'flash_attention_2'; here it runs with sdpa"):
         usable_attention(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        usable_attention(model)  # once is enough
+        usable_attention(model)  # the second call warns no more

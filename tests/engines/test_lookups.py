@@ -1,4 +1,4 @@
-"""Look-ups on another machine are on their way side by side; near ones are made when they are asked for."""
+"""Tests that look-ups in a remote store run side by side, and that local look-ups run when they are requested."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ WRITTEN = Entries(open_store(None), ModelFingerprint("0" * 32, "a model"), (), w
 OWN = WRITTEN.by(None)
 
 
-def test_look_ups_of_a_store_on_another_machine_run_side_by_side_also_of_one_chunk_by_both_hands() -> None:
+def test_remote_look_ups_run_side_by_side_also_for_one_chunk_of_both_writers() -> None:
     together = Barrier(4)
 
     def look(hand: Entries, ids: Sequence[int]) -> int:
-        together.wait(30)  # none answers before all are asked
+        together.wait(30)  # no look-up answers before all have begun
         return sum(ids) + (100 if hand is OWN else 0)
 
     wanted: list[tuple[Entries, tuple[int, ...]]] = [
@@ -35,7 +35,7 @@ def test_look_ups_of_a_store_on_another_machine_run_side_by_side_also_of_one_chu
     assert [found(hand, ids) for hand, ids in asked] == [3, 103, 3, 0, 3]
 
 
-def test_near_look_ups_are_made_when_they_are_asked_for() -> None:
+def test_local_look_ups_run_when_they_are_requested() -> None:
     asked: list[Sequence[int]] = []
     found = SideBySide(lambda _, ids: asked.append(ids), [(OWN, (1,)), (OWN, (2,))], remote=False)
     assert asked == []
@@ -43,7 +43,7 @@ def test_near_look_ups_are_made_when_they_are_asked_for() -> None:
     assert asked == [(2,)]
 
 
-def test_what_a_look_up_raises_is_raised_where_it_is_asked_for() -> None:
+def test_a_look_ups_error_is_raised_when_its_result_is_requested() -> None:
     found = SideBySide(lambda _, ids: 1 // len(ids), [(OWN, ()), (OWN, (7,))], remote=True)
     assert found(OWN, (7,)) == 1
     assert found(OWN, (7, 8)) == 0, "one that nobody announced"

@@ -1,4 +1,4 @@
-"""Tests that a model runs in bf16 on a CPU where both the model and the CPU ask for bf16."""
+"""Tests that a model runs in bf16 on a CPU if its config names bf16 and the CPU is faster in bf16."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Clock:
-    """Stands for a CPU on which products take the given seconds; counts the products."""
+    """A simulated CPU on which products take the given seconds; it counts the products."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float | Iterator[float]):
         self.now, self.products, self._seconds = 0.0, 0, seconds
@@ -38,7 +38,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("bf16", "wins"), [(0.2, True), (0.83, True), (0.84, False), (1.5, False), (9.0, False)])
-def test_bf16_must_win_clearly(monkeypatch: pytest.MonkeyPatch, bf16: float, wins: bool) -> None:
+def test_bf16_is_used_only_if_it_is_clearly_faster(monkeypatch: pytest.MonkeyPatch, bf16: float, wins: bool) -> None:
     Clock(monkeypatch, float32=1.0, bfloat16=bf16)
     assert is_faster_in_bf16() == wins
     assert cpu_dtype({"dtype": "bfloat16"}) == (torch.bfloat16 if wins else torch.float32)
@@ -51,12 +51,12 @@ def test_a_model_of_another_dtype_runs_in_fp32(monkeypatch: pytest.MonkeyPatch, 
     assert cpu_dtype({"torch_dtype": torch.bfloat16}) == torch.bfloat16
 
 
-def test_a_machine_that_is_busy_for_a_while_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_period_does_not_decide_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch, float32=iter([1.0] * 9), bfloat16=iter([1.9, 1.9, 0.4, 1.9, 1.9, 1.9]))
     assert is_faster_in_bf16()
 
 
-def test_the_race_is_run_once_on_each_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bf16_and_fp32_are_timed_once_on_each_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = Clock(monkeypatch, float32=1.0, bfloat16=0.5)
     assert [is_faster_in_bf16() for _ in range(3)] == [True] * 3
     once = clock.products
@@ -69,7 +69,7 @@ def test_the_race_is_run_once_on_each_machine(monkeypatch: pytest.MonkeyPatch, t
     assert clock.products == 3 * once
 
 
-def test_without_a_folder_to_remember_in_the_race_is_run_each_time(
+def test_bf16_and_fp32_are_timed_each_time_if_the_result_cannot_be_saved(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "home").write_text("a file")

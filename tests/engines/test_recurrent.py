@@ -1,4 +1,4 @@
-"""Models with recurrent layers: the exact prefix comes from a snapshot, everything behind it is computed."""
+"""Tests that models with recurrent layers load the exact prefix from a snapshot and compute the rest of the prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prefix_tokens(scene: Scene) -> int:
 
 
 def answered(engine: Any, scene: Scene, settings: BlendSettings | None = None) -> Any:
-    """The answer, whose every token the model itself finds likeliest, as likely as the engine says, without any cache."""
+    """Return the answer, and assert that the model without a cache gives its tokens and their logprobs."""
     answer = engine.generate(scene.prompt, GREEDY, settings)
     tokens = list(answer.token_ids)
     with torch.no_grad():
@@ -41,21 +41,21 @@ def answered(engine: Any, scene: Scene, settings: BlendSettings | None = None) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", EXACT_PREFIX)
-def test_header_and_first_chunk_come_from_their_snapshot_and_the_answer_is_that_of_a_full_prefill(family: str) -> None:
+def test_header_and_first_chunk_come_from_a_snapshot_and_the_answer_equals_the_full_prefill(family: str) -> None:
     scene = Scene()
     engine = engine_of(family, scene)
     report = engine.precompute(scene.chunks)
     assert (report.computed, report.failed) == (len(scene.chunks), {})
     plain = answered(engine, scene, FULL_RECOMPUTE)
     assert (plain.mode, plain.usage.reused_tokens) == ("prefill", 0)
-    for _ in range(2):  # going on from a snapshot leaves it as it was
+    for _ in range(2):  # continuing from a snapshot does not change it
         reused = answered(engine, scene)
         assert reused.mode == "blend"
         assert reused.usage.reused_tokens == prefix_tokens(scene)
         assert "not blended" in reused.reason
 
 
-def test_a_chunk_that_stood_elsewhere_is_computed_in_place_and_stored_for_the_next_prompt() -> None:
+def test_a_first_chunk_without_a_snapshot_is_computed_in_place_and_stored() -> None:
     scene = Scene()
     engine = engine_of("lfm2", scene)
     engine.precompute(scene.chunks[1:])
@@ -64,7 +64,7 @@ def test_a_chunk_that_stood_elsewhere_is_computed_in_place_and_stored_for_the_ne
     assert second.usage.reused_tokens == prefix_tokens(scene)
 
 
-def test_without_a_header_the_first_chunk_alone_is_reused() -> None:
+def test_a_prompt_without_a_header_reuses_the_first_chunk_only() -> None:
     scene = Scene(header=0)
     engine = engine_of("granite4", scene)
     engine.precompute(scene.chunks)

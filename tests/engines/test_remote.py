@@ -1,4 +1,4 @@
-"""The remote engine under the contract of all engines, on a real server, and against servers that misbehave."""
+"""Run the contract of all engines on the remote engine with a real server."""
 
 from __future__ import annotations
 
@@ -29,18 +29,16 @@ class TestRemoteEngine(EngineContract, ConversationContract):
 
     @pytest.fixture
     def reopened(self, engine: BlendEngine) -> Callable[[], Any]:
-        return lambda: nullcontext(engine)  # the server holds nothing in RAM
+        return lambda: nullcontext(engine)  # the server holds no KV in RAM
 
     @pytest.fixture
     def root(self, server: RunningServer) -> Path:
         return server.store
 
-    def test_the_servers_controller_decides_where_auto_leaves_it_the_ratio(
-        self, engine, chunks, prompt, server: RunningServer
-    ) -> None:
+    def test_the_servers_controller_decides_the_ratio_auto(self, engine, chunks, prompt, server: RunningServer) -> None:
         engine.precompute(chunks)
         before = {n: server.metric(n) for n in ("decisions_total", "decided_first_token_seconds_sum")}
-        # What it decides depends on what this machine took so far; that it does, and says so, does not.
+        # The decision depends on the machine's measured speed; the test asserts only that there is one and that it is reported.
         done = engine.generate(prompt, SHORT, BlendSettings("auto", "hkvd", (1,)))
         assert "stored KV for 4 of 4 chunks" in done.reason
         assert f"(expected in {done.expected_s:.3g} s, an ordinary prefill in " in done.reason
@@ -52,8 +50,8 @@ class TestRemoteEngine(EngineContract, ConversationContract):
         assert given.expected_s is None
         assert server.metric("decisions_total") == before["decisions_total"] + 1
 
-    def test_a_model_trained_for_chunks_by_themselves_stores_what_a_prompt_misses_before_it_computes_it(self) -> None:
+    def test_a_model_for_separate_chunks_stores_missing_chunks_before_it_computes_the_prompt(self) -> None:
         pytest.skip("the profile is the server's, which has one for all tests")
 
-    def test_chunks_that_do_not_fit_the_budget_are_reported_and_still_answered(self) -> None:
+    def test_chunks_beyond_the_budget_are_reported_and_their_prompt_is_answered(self) -> None:
         pytest.skip("the budget is the server's, which has one for all tests")

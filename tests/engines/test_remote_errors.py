@@ -1,4 +1,4 @@
-"""The remote engine and servers that are down, slow, someone else's, or refuse."""
+"""Tests of the remote engine against servers that are down, slow, foreign or refuse requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refusal(status: int, message: str, kind: str = "x", param: str | None = None
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": status}}, status)
 
 
-def test_no_server_says_how_to_start_one() -> None:
+def test_the_error_without_a_server_names_the_command_that_starts_one() -> None:
     with unused_port() as port, pytest.raises(ServerError, match="cacheblend serve") as error:
         RemoteEngine(f"http://127.0.0.1:{port}", max_retries=0)
     assert error.value.status is None
@@ -59,10 +59,10 @@ def test_no_server_says_how_to_start_one() -> None:
         RemoteEngine("localhost:8000")
 
 
-def test_a_machine_that_takes_no_connection_is_not_called_busy() -> None:
+def test_a_machine_that_accepts_no_connection_is_not_reported_as_busy() -> None:
     with ExitStack() as opened:
         full = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):  # nobody accepts them, and there is no room for more
+        for _ in range(4):  # the backlog is full and no connection is accepted
             waiting = opened.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
@@ -71,7 +71,7 @@ def test_a_machine_that_takes_no_connection_is_not_called_busy() -> None:
 
 
 @pytest.mark.parametrize("answer", [PlainTextResponse("hello"), PlainTextResponse("no", 404), JSONResponse({"a": 1})])
-def test_somebody_elses_server_is_told_apart(answer: Response) -> None:
+def test_a_foreign_server_is_refused(answer: Response) -> None:
     class Other(FakeServer):
         async def _serve(self, request: Any) -> Response:
             return answer
@@ -80,7 +80,7 @@ def test_somebody_elses_server_is_told_apart(answer: Response) -> None:
         connect(fake)
 
 
-def test_another_model_than_the_wanted_one_is_refused_at_once(fake) -> None:
+def test_a_server_of_another_model_is_refused_when_the_engine_connects(fake) -> None:
     with pytest.raises(ServerError, match="serves fake, not 'big'"):
         connect(fake, model="big")
     with pytest.raises(
@@ -91,14 +91,14 @@ def test_another_model_than_the_wanted_one_is_refused_at_once(fake) -> None:
 
 
 @pytest.mark.slow
-def test_a_tokenizer_that_is_missing_or_splits_otherwise_is_refused(fake) -> None:
+def test_a_missing_or_different_tokenizer_is_refused(fake) -> None:
     with pytest.raises(ModelError, match="tokenizer="):
         connect(fake, tokenizer=None)
     with pytest.raises(ModelError, match="splits text otherwise"):
         connect(fake, tokenizer=tokenizer_named("metaspace"))
 
 
-def test_an_answer_is_put_together_with_usage_and_without_the_end_token(fake) -> None:
+def test_an_answer_joins_the_streamed_pieces_and_usage_without_the_end_token(fake) -> None:
     fake.handle = lambda _: stream(piece("Hel", 5), piece("lo", 6), piece("", 1, finish="stop"), usage(), "[DONE]")
     events = list(connect(fake).stream(BlendPrompt(("Who?",)), SHORT))
     done = events[-1].generation
@@ -110,20 +110,20 @@ def test_an_answer_is_put_together_with_usage_and_without_the_end_token(fake) ->
     assert connect(fake).generate(BlendPrompt(("Who?",)), SHORT).token_ids == (5, 6)
 
 
-def test_an_answer_tells_every_fact_that_the_server_reports(fake) -> None:
+def test_an_answer_has_every_fact_that_the_server_reports(fake) -> None:
     outcome = replace(filled(), fingerprint=fake.model.fingerprint)
     fake.handle = lambda _: stream(piece("Hel", 5), piece("", 1, finish="stop"), usage(**outcome.to_params()), "[DONE]")
     done = connect(fake).generate(BlendPrompt(("Who?",)), SHORT)
     assert differing(done, replace(outcome, usage=replace(outcome.usage, completion_tokens=1))) == set()
 
 
-def test_a_report_that_this_client_cannot_read_is_an_error_of_the_server(fake) -> None:
+def test_an_unreadable_report_raises_a_server_error(fake) -> None:
     fake.handle = lambda _: stream(piece("Hel", 5, finish="length"), usage(mood="good"), "[DONE]")
     with pytest.raises(ServerError, match=rf"malformed: mood.*{fake.url}"):
         connect(fake).generate(BlendPrompt(("Who?",)), SHORT)
 
 
-def test_prompts_travel_as_token_ids_with_the_places_of_their_chunks(fake) -> None:
+def test_prompts_are_sent_as_token_ids_with_the_spans_of_their_chunks(fake) -> None:
     fake.handle = lambda _: stream(piece("x", 5, finish="length"), usage(), "[DONE]")
     engine = connect(fake)
     chunk = make_chunk("A text about the harbour.", engine.tokenizer)
@@ -151,7 +151,7 @@ def test_prompts_travel_as_token_ids_with_the_places_of_their_chunks(fake) -> No
         ([piece("He", 5, finish="stop"), usage(fingerprint="0" * 32), "[DONE]"], "now serves another model"),
     ],
 )
-def test_an_answer_that_ends_badly_is_an_error_and_never_a_short_answer(fake, pieces, match) -> None:
+def test_a_broken_answer_raises_an_error_and_is_never_a_short_answer(fake, pieces, match) -> None:
     fake.handle = lambda _: stream(*pieces, breaks=pieces[-1] != "[DONE]")
     events = connect(fake).stream(BlendPrompt(("Who?",)), SHORT)
     with pytest.raises(ServerError, match=match):
@@ -159,7 +159,7 @@ def test_an_answer_that_ends_badly_is_an_error_and_never_a_short_answer(fake, pi
             assert event.generation is None
 
 
-async def test_async_answers_end_badly_the_same_way(fake) -> None:
+async def test_a_broken_async_answer_raises_the_same_error(fake) -> None:
     fake.handle = lambda _: stream(piece("He", 5), breaks=True)
     with pytest.raises(ServerError, match="broke off in the middle"):
         await connect(fake).agenerate(BlendPrompt(("Who?",)), SHORT)
@@ -187,7 +187,7 @@ def test_refusals_keep_their_status_and_message(fake, status, message, kind, mat
     assert "refuses" in str(error.value) or kind is UnknownChunkError
 
 
-def test_a_request_is_sent_again_after_a_server_error_but_not_after_a_refusal(fake) -> None:
+def test_a_request_is_retried_after_a_server_error_but_not_after_a_refusal(fake) -> None:
     answers = [refusal(503, "busy"), stream(piece("x", 5, finish="length"), usage(), "[DONE]"), refusal(400, "bad")]
     fake.handle = lambda _: answers.pop(0)
     engine = connect(fake, max_retries=2)
@@ -197,7 +197,7 @@ def test_a_request_is_sent_again_after_a_server_error_but_not_after_a_refusal(fa
     assert answers == []
 
 
-def test_a_server_that_does_not_answer_in_time_is_named_with_what_to_do(fake) -> None:
+def test_the_error_of_a_server_timeout_names_the_limit_and_the_option(fake) -> None:
     async def never(_: Any) -> Response:
         await asyncio.sleep(30)
         return Response()
@@ -207,7 +207,7 @@ def test_a_server_that_does_not_answer_in_time_is_named_with_what_to_do(fake) ->
         connect(fake, timeout_s=0.2).generate(BlendPrompt(("Who?",)), SHORT)
 
 
-def test_references_unknown_here_are_asked_of_the_server(fake) -> None:
+def test_the_client_requests_unknown_references_from_the_server(fake) -> None:
     engine = connect(fake)
     chunk = make_chunk("A text about the harbour.", engine.tokenizer)
     known = {"id": "there", "text": chunk.text, "token_ids": list(chunk.token_ids), "metadata": {}}
@@ -225,7 +225,7 @@ def test_references_unknown_here_are_asked_of_the_server(fake) -> None:
         engine.generate(BlendPrompt((ChunkRef("nowhere"),)), SHORT)
 
 
-def test_when_chunks_are_ranked_is_not_for_a_client_to_say(fake) -> None:
+def test_a_client_cannot_set_the_servers_ranking(fake) -> None:
     with connect(fake) as engine, pytest.raises(InputError, match=r"'now'.*server decides"):
         engine.ranking = "now"
 
@@ -258,7 +258,7 @@ def test_chunks_are_precomputed_in_batches_below_the_size_limit_and_reports_add_
     assert engine.registry.get(chunks[-1].id) == chunks[-1]
 
 
-def test_an_answer_begins_as_its_tokens_do(fake: FakeServer) -> None:
+def test_an_answer_has_the_leading_space_of_its_tokens(fake: FakeServer) -> None:
     """vLLM decodes an answer behind the prompt, where a word boundary becomes a space."""
     tokenizer = tokenizer_named("byte_level")
     ids = tokenizer("fine", add_special_tokens=False).input_ids
@@ -273,7 +273,7 @@ def test_an_answer_begins_as_its_tokens_do(fake: FakeServer) -> None:
             assert events[-1].generation.text == want
 
 
-def test_it_asks_for_top_k_and_penalties(fake: FakeServer) -> None:
+def test_the_client_sends_top_k_and_penalties(fake: FakeServer) -> None:
     fake.handle = lambda request: stream(piece("fine", 1, finish="length"), usage(), "[DONE]")
     with connect(fake) as engine:
         engine.generate("Who?", SamplingParams(8, top_k=5, presence_penalty=0.5, frequency_penalty=-1.0))
@@ -282,7 +282,7 @@ def test_it_asks_for_top_k_and_penalties(fake: FakeServer) -> None:
     assert "repetition_detection" not in body
 
 
-def test_an_answer_that_the_server_ends_for_its_repetition_is_one(fake: FakeServer) -> None:
+def test_an_answer_that_the_server_ends_for_repetition_has_the_finish_reason_stop(fake: FakeServer) -> None:
     fake.handle = lambda request: stream(piece("so and so", 1, finish="repetition"), usage(), "[DONE]")
     with connect(fake) as engine:
         done = engine.generate("Who?", SamplingParams(8, stop_repeating=True))
@@ -290,7 +290,7 @@ def test_an_answer_that_the_server_ends_for_its_repetition_is_one(fake: FakeServ
     assert fake.requests[-1][2]["repetition_detection"]["min_count"] == 2
 
 
-def test_another_process_gets_a_connection_of_its_own_to_the_same_server(fake: FakeServer) -> None:
+def test_a_pickled_engine_opens_a_new_connection_to_the_same_server(fake: FakeServer) -> None:
     with connect(fake, api_key="of mine") as engine, pickle.loads(pickle.dumps(engine)) as other:
         assert other is not engine
         assert other.fingerprint == engine.fingerprint
@@ -299,7 +299,7 @@ def test_another_process_gets_a_connection_of_its_own_to_the_same_server(fake: F
         assert other.generate("Who?", SHORT).text == "fine"
 
 
-def test_it_forgets_long_ids_in_requests_that_a_server_takes(fake: FakeServer) -> None:
+def test_the_client_splits_long_ids_to_forget_over_short_requests(fake: FakeServer) -> None:
     def handle(request: Any) -> Response:
         sizes.append(len(request.url.query))
         return JSONResponse({"data": [{"id": name} for name in request.query_params.getlist("id")]})
@@ -311,7 +311,7 @@ def test_it_forgets_long_ids_in_requests_that_a_server_takes(fake: FakeServer) -
     assert max(sizes) < 40_000
 
 
-def test_it_registers_and_forgets_in_its_holders_name(fake: FakeServer) -> None:
+def test_the_client_registers_and_forgets_chunks_in_its_holders_name(fake: FakeServer) -> None:
     def handle(request: Any) -> Response:
         report = {"computed": 1, "present": 0, "tokens": 3, "failed": {}, "ranked": 0, "rank_s": 0.0}
         held.append(request.query_params.get("holder"))
@@ -329,8 +329,8 @@ def test_it_registers_and_forgets_in_its_holders_name(fake: FakeServer) -> None:
             assert pickle.loads(pickle.dumps(engine))._holder == holder
 
 
-def test_nothing_is_held_of_an_event_loop_that_has_ended(fake) -> None:
-    """Each has connections of its own; programs without a loop start one for each call."""
+def test_a_client_keeps_no_reference_to_an_ended_event_loop(fake) -> None:
+    """Each event loop has separate connections; a program without a loop starts a loop for each call."""
     fake.handle = lambda _: stream(piece("x", 5, finish="length"), usage(), "[DONE]")
     engine = connect(fake)
 

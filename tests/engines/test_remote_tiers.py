@@ -1,4 +1,4 @@
-"""KV that lies on another machine alone gives the very answers that KV in RAM gives, and a fault costs no right number."""
+"""Tests that KV in a remote store gives the answers of KV in RAM, and that faults leave answers right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.blending.prompts import Scene, engine_for
 
 SHORT = SamplingParams(max_tokens=8)
 RATIOS = (1.0, 0.0, 0.15)
-# Larger than what a look-up brings along, so that layers are read by range.
+# The chunks are larger than the bytes that a look-up returns, so that layers are read by range.
 SCENE = Scene(chunk_tokens=(120, 90, 150, 110))
 
 
@@ -29,7 +29,7 @@ def model() -> Any:
 
 
 def answer(engine: Any, settings: BlendSettings) -> tuple[torch.Tensor, Any]:
-    """The first token's logits, and the whole answer."""
+    """Return the first token's logits and the whole answer."""
     logits: list[torch.Tensor] = []
     engine.on_first_logits = lambda found: logits.append(found.clone())
     return logits, engine.generate(SCENE.prompt, SHORT, settings)
@@ -49,7 +49,7 @@ def address(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("policy", ["hkvd", "static"])
-def test_the_answers_are_those_of_a_store_in_ram_bit_for_bit(model, address: str, policy: str) -> None:
+def test_answers_from_a_remote_store_equal_those_from_ram_bit_for_bit(model, address: str, policy: str) -> None:
     with engine_for(model, SCENE, store=MemoryStore(), ranking="now") as near:
         near.precompute(SCENE.chunks)
         with engine_for(model, SCENE, store=address, ranking="now") as writer:
@@ -63,7 +63,7 @@ def test_the_answers_are_those_of_a_store_in_ram_bit_for_bit(model, address: str
 
 
 class Failing(RedisStore):
-    """A server that goes away at one read of a layer, and comes back at the next prompt."""
+    """A server that fails at one read of a layer and works again for the next prompt."""
 
     def __init__(self, url: str):
         super().__init__(url, timeout_s=30)
@@ -78,7 +78,7 @@ class Failing(RedisStore):
 
 
 @pytest.mark.slow
-def test_a_chunk_that_cannot_be_read_is_computed_in_place_and_stays_stored(model, redis_url: str) -> None:
+def test_an_unreadable_chunk_is_computed_in_place_and_stays_stored(model, redis_url: str) -> None:
     far = Failing(redis_url)
     with engine_for(model, SCENE, store=far, write_back=False) as engine, engine_for(model, SCENE) as whole:
         engine.precompute(SCENE.chunks)
@@ -104,7 +104,7 @@ def test_a_chunk_that_cannot_be_read_is_computed_in_place_and_stays_stored(model
         assert torch.allclose(answer(engine, BlendSettings(ratio=1.0))[0][0], full, atol=1e-3)
 
 
-def test_a_damaged_copy_leaves_the_healthy_one_of_another_tier_alone(model, redis_url: str) -> None:
+def test_a_damaged_copy_does_not_delete_the_sound_copy_of_another_tier(model, redis_url: str) -> None:
     other = RedisStore(redis_url, timeout_s=30)
     import redis
 

@@ -1,4 +1,4 @@
-"""Tests which passes are captured, and when a model goes on without: the rule that both engines' graphs follow."""
+"""Tests which passes are captured as graphs, and when a model stops using graphs; both engines follow this rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WANT = torch.tensor([3.0, 4.0])
 
 
 def captured(replays: Replays[str], kind: Kind, gives: torch.Tensor = WANT) -> list[str]:
-    """Capture a pass whose graph ``gives`` that; return what was done."""
+    """Capture a pass whose graph returns ``gives``; return the steps that were done."""
     done: list[str] = []
 
     def make() -> str:
@@ -28,7 +28,7 @@ def captured(replays: Replays[str], kind: Kind, gives: torch.Tensor = WANT) -> l
     return done
 
 
-def test_a_pass_is_captured_when_one_of_its_width_comes_again_and_serves_those_of_a_few_tokens_less() -> None:
+def test_the_second_pass_of_a_width_is_captured_and_serves_slightly_shorter_passes() -> None:
     replays: Replays[str] = Replays()
     assert [replays.due(40), replays.due(70), replays.due(60)] == [None, None, (64, False)]
     assert captured(replays, (64, False)) == ["captured", "replayed"]
@@ -40,7 +40,7 @@ def test_a_pass_is_captured_when_one_of_its_width_comes_again_and_serves_those_o
     assert replays.serving(224) is None
 
 
-def test_passes_whose_attention_is_asked_for_have_captures_of_their_own() -> None:
+def test_passes_that_return_attention_have_separate_captures() -> None:
     replays: Replays[str] = Replays()
     captured(replays, (64, True))
     assert replays.serving(64) is None
@@ -48,13 +48,13 @@ def test_passes_whose_attention_is_asked_for_have_captures_of_their_own() -> Non
     assert [replays.due(64, looked=True), replays.due(64), replays.due(64)] == [None, None, (64, False)]
 
 
-def test_longer_passes_are_never_captured() -> None:
+def test_passes_above_2048_tokens_are_never_captured() -> None:
     replays: Replays[str] = Replays()
     assert [replays.due(2049), replays.due(2049), replays.serving(2049)] == [None] * 3
 
 
 @pytest.mark.parametrize("gives", [WANT * 1.01, WANT * float("nan")])
-def test_a_capture_that_gives_something_else_is_the_last(gives: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_capture_with_a_wrong_result_ends_capturing(gives: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
     replays: Replays[str] = Replays()
     captured(replays, (64, False), gives)
     assert replays.refused
@@ -63,7 +63,7 @@ def test_a_capture_that_gives_something_else_is_the_last(gives: torch.Tensor, ca
     assert "Blends do without CUDA graphs, more slowly: what a graph gives differs by" in caplog.text
 
 
-def test_a_model_that_cannot_be_captured_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_capture_logs_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     replays: Replays[str] = Replays()
 
     def fails(*_: object) -> str:
@@ -77,7 +77,7 @@ def test_a_model_that_cannot_be_captured_says_why(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize(("refusing", "done"), [(0, ["captured"]), (1, ["captured", "replayed"])])
-def test_what_one_rank_cannot_do_no_rank_does(refusing: int, done: list[str]) -> None:
+def test_no_rank_captures_or_replays_after_another_rank_refuses(refusing: int, done: list[str]) -> None:
     asked: list[bool] = []
 
     def agree(ok: bool) -> bool:
@@ -85,7 +85,7 @@ def test_what_one_rank_cannot_do_no_rank_does(refusing: int, done: list[str]) ->
         return len(asked) - 1 != refusing
 
     replays: Replays[str] = Replays(agree)
-    # A replay of which another rank knows nothing would wait for it for ever.
+    # A replay without the other ranks would wait for them forever.
     assert captured(replays, (64, False)) == done
     assert all(asked)
     assert (replays.refused, replays.passes) == (True, {})
@@ -110,5 +110,5 @@ def test_a_rank_that_fails_takes_part_in_every_vote() -> None:
     assert votes == [False, True, False]
 
 
-def test_fewer_tokens_are_padded_by_the_last() -> None:
+def test_short_inputs_are_padded_by_their_last_token() -> None:
     assert padded(torch.tensor([5, 9]), 4).tolist() == [5, 9, 9, 9]

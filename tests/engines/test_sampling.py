@@ -1,4 +1,4 @@
-"""Decoding options: what cannot be served is refused by name when they are made."""
+"""Tests that decoding options refuse invalid values by name, and that sampling follows the options."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ WRONG: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_a_wrong_value_or_type_is_named(name: str, value: Any) -> None:
+def test_the_error_names_an_option_of_a_wrong_value_or_type(name: str, value: Any) -> None:
     with pytest.raises(InputError, match=f"{name} is {value!r}".replace("(", r"\(").replace(")", r"\)")):
         SamplingParams(**{name: value})
 
 
-def test_whole_numbers_will_do_for_fractions() -> None:
+def test_whole_numbers_are_accepted_for_fractions() -> None:
     assert SamplingParams(temperature=1, top_p=1, stop=["end"]).temperature == 1  # type: ignore[arg-type]
 
 
@@ -58,7 +58,7 @@ PENALTIES = [
 
 
 @pytest.mark.parametrize(("name", "value"), PENALTIES)
-def test_penalties_and_top_k_out_of_range_are_named(name: str, value: Any) -> None:
+def test_the_error_names_penalties_and_top_k_that_are_out_of_range(name: str, value: Any) -> None:
     with pytest.raises(InputError, match=f"{name} is {value!r}"):
         SamplingParams(**{name: value})
 
@@ -68,10 +68,10 @@ def sampled(steps: list[list[float]], **options: Any) -> list[int]:
     return [sampler(torch.tensor(logits)) for logits in steps]
 
 
-def test_penalties_are_taken_off_what_the_answer_has() -> None:
+def test_penalties_lower_the_logits_of_tokens_in_the_answer() -> None:
     steps = [[1.0, 0.8, 0.0]] * 4
     assert sampled(steps) == [0, 0, 0, 0]
-    assert sampled(steps, presence_penalty=0.5) == [0, 1, 0, 0]  # once each, however often it comes
+    assert sampled(steps, presence_penalty=0.5) == [0, 1, 0, 0]  # the penalty counts each token once
     assert sampled(steps, frequency_penalty=0.5) == [0, 1, 0, 1]
     assert sampled(steps, frequency_penalty=-1.0) == [0, 0, 0, 0]
 
@@ -81,7 +81,7 @@ def test_penalties_are_taken_off_what_the_answer_has() -> None:
     [
         ([*range(16)] * 2, True),
         ([9, *range(16), *range(16)], True),
-        ([*range(15)] * 2, False),  # too little to be sure
+        ([*range(15)] * 2, False),  # too short for a repetition
         ([*range(16), 99, *range(16)], False),
         ([*range(16), *range(16), 99], False),
         ([*range(128)] * 2, True),
@@ -91,17 +91,17 @@ def test_penalties_are_taken_off_what_the_answer_has() -> None:
         ([], False),
     ],
 )
-def test_a_passage_that_is_said_twice_one_behind_the_other_is_a_repetition(said: list[int], again: bool) -> None:
+def test_a_passage_that_follows_itself_is_a_repetition(said: list[int], again: bool) -> None:
     assert repeats(said) == again
 
 
-def test_top_k_leaves_the_likeliest() -> None:
+def test_top_k_samples_only_the_likeliest_tokens() -> None:
     steps = [[3.0, 2.9, 2.8, 2.7]] * 60
     assert set(sampled(steps, temperature=2.0, seed=1)) == {0, 1, 2, 3}
     assert set(sampled(steps, temperature=2.0, seed=1, top_k=2)) == {0, 1}
 
 
-def test_a_json_schema_is_the_same_as_text_and_as_values_and_what_is_no_json_is_refused() -> None:
+def test_a_json_schema_may_be_text_or_values_and_invalid_json_is_refused() -> None:
     schema = {"type": "object", "properties": {"name": {"type": "string"}}}
     given = (SamplingParams(json_schema=schema), SamplingParams(json_schema=json.dumps(schema)), SamplingParams())
     assert [params.schema() for params in given] == [schema, schema, None]
@@ -118,9 +118,7 @@ def test_a_json_schema_is_the_same_as_text_and_as_values_and_what_is_no_json_is_
         (["▁che", "<0xC3>", "<0xA9>", "▁che"], ["che", "", "é", " che"]),
     ],
 )
-def test_an_answer_of_bytes_is_told_piece_by_piece_also_where_they_are_no_character(
-    tokens: list[str], pieces: list[str]
-) -> None:
+def test_a_text_stream_decodes_byte_tokens_that_are_no_character(tokens: list[str], pieces: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_directory())
     stream = TextStream(tokenizer, ())
     assert [stream.push(tokenizer.convert_tokens_to_ids(token)) for token in tokens] == pieces

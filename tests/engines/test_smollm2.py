@@ -1,4 +1,4 @@
-"""A real small model with a real tokenizer: what a toy cannot show."""
+"""Test blends with a real small model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ QUESTION = "Who approves travel above 500 euros?"
 
 @pytest.fixture(scope="module")
 def engine(smollm2: Path, gate_once: None) -> TransformersEngine:
-    return TransformersEngine(smollm2, device="cpu", ranking="off")  # no test asks this one for a ranking
+    return TransformersEngine(smollm2, device="cpu", ranking="off")  # no test here needs a ranking
 
 
 class RealScene:
-    """The notes and the question as the model's own chat template has them, in the reference's terms."""
+    """The notes and the question in the model's chat template, as parts for the reference."""
 
     def __init__(self, engine: TransformersEngine):
         self.chunks = [make_chunk(text, engine.tokenizer) for text in NOTES]
@@ -58,7 +58,7 @@ def scene(engine: TransformersEngine) -> RealScene:
     return RealScene(engine)
 
 
-def test_the_prompt_is_the_models_own_template_and_digits_stand_alone(
+def test_the_prompt_follows_the_models_template_and_digits_are_single_tokens(
     engine: TransformersEngine, scene: RealScene
 ) -> None:
     text = engine.tokenizer.decode(scene.prompt.token_ids)
@@ -81,7 +81,7 @@ def test_ratio_1_is_the_full_prefill_and_the_models_own_greedy_answer(
         want = engine.runner.model(input_ids=ids, use_cache=False).logits[0, -1]
         own = engine.runner.model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :].tolist()
     got, *_ = blended_logits(engine, scene, BlendSettings(ratio=1.0))
-    assert (got - want).abs().max() < 1e-3  # of logits up to 30, by 30 layers
+    assert (got - want).abs().max() < 1e-3  # the logits reach 30, after 30 layers
     answer = engine.generate(scene.prompt, SamplingParams(max_tokens=16), BlendSettings(ratio=1.0))
     assert answer.mode == "blend"
     assert list(answer.token_ids) == own[: len(answer.token_ids)]
@@ -96,7 +96,7 @@ def test_a_blend_equals_the_independent_reference(engine: TransformersEngine, sc
     assert (got - want.logits).abs().max() < 1e-3
 
 
-def test_by_its_name_it_comes_with_its_kv_writer_which_blends_alone_read(
+def test_the_name_smollm2_brings_a_kv_writer_that_only_blends_read(
     engine: TransformersEngine, scene: RealScene
 ) -> None:
     assert engine.writer is None, "a directory is a plain model"
@@ -108,7 +108,7 @@ def test_by_its_name_it_comes_with_its_kv_writer_which_blends_alone_read(
         assert (answer.mode, answer.missing, answer.calibrated) == ("blend", (), False)
         assert answer.ratio == pytest.approx(written.profile.ratio, abs=0.02)
         assert written.profile.ratio < ModelProfile.ratio
-        # Full recompute is the plain model's, and what reuses no blended chunk reads nothing that is written.
+        # Full recompute equals the plain model's, and reuse without a blended chunk reads no KV of the writer.
         full, *_ = blended_logits(engine, scene, BlendSettings(ratio=1.0))
         by_writer, *_ = blended_logits(written, scene, BlendSettings(ratio=1.0))
         assert (by_writer - full).abs().max() < 1e-3
@@ -121,7 +121,7 @@ def test_by_its_name_it_comes_with_its_kv_writer_which_blends_alone_read(
         assert (reused[0] - reused[1]).abs().max() > 1e-2
 
 
-def test_index_and_ask_answer_from_documents_of_ones_own(
+def test_index_and_ask_answer_from_a_users_documents(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spend_less(monkeypatch)

@@ -1,4 +1,4 @@
-"""Thoughts told from answers, however both come in pieces, and only where a model has the tokens for them."""
+"""Tests that thoughts are separated from answers, in any pieces, if the model has tokens for thoughts."""
 
 from __future__ import annotations
 
@@ -42,8 +42,12 @@ def joined(reader: ThoughtReader, pieces: Sequence[str]) -> Parts:
     ("end", "said", "parts"),
     [
         ("<think>\n", "\nIs it A?\n\nYes.\n</think>\n\nIt is\n A. ", Parts("It is\n A. ", "Is it A?\n\nYes.")),
-        ("<think>", "<think>Hm.</think>A", Parts("A", "Hm.")),  # the prompt has said it already
-        ("<think>\n\n", "a </thin b </think", Parts("", "a </thin b </think")),  # its tokens were all used
+        ("<think>", "<think>Hm.</think>A", Parts("A", "Hm.")),  # the prompt has the marker already
+        (
+            "<think>\n\n",
+            "a </thin b </think",
+            Parts("", "a </thin b </think"),
+        ),  # the answer was cut off at its last token
         ("<think>\n", "</think>A <think>b</think>", Parts("A <think>b</think>")),
         ("", " \n<think> Hm. </think>\nA", Parts("A", "Hm.")),
         ("", "<think></think>\n\nA", Parts("A")),
@@ -54,7 +58,7 @@ def joined(reader: ThoughtReader, pieces: Sequence[str]) -> Parts:
         ("", " \n", Parts(" \n")),
     ],
 )
-def test_thoughts_are_told_from_the_answer_however_it_comes_in_pieces(tokenizer, end, said, parts) -> None:
+def test_thoughts_are_separated_from_the_answer_in_pieces_of_any_size(tokenizer, end, said, parts) -> None:
     prompt = asking(tokenizer, end)
     for size in (*range(1, 12), 100):
         pieces = [said[at : at + size] for at in range(0, len(said), size)]
@@ -62,7 +66,7 @@ def test_thoughts_are_told_from_the_answer_however_it_comes_in_pieces(tokenizer,
         assert joined(ThoughtReader(tokenizer, prompt), [*pieces, ""]) == parts
 
 
-def test_what_is_thought_is_told_while_it_is_thought(tokenizer) -> None:
+def test_thoughts_are_streamed_while_the_model_thinks(tokenizer) -> None:
     reader = ThoughtReader(tokenizer, asking(tokenizer, "<think>\n"))
     pieces = ("Is", " it", " A?\n", "</", "think>", "\n\n", "It", " is.")
     told = [reader.push(piece) for piece in pieces]
@@ -70,7 +74,7 @@ def test_what_is_thought_is_told_while_it_is_thought(tokenizer) -> None:
     assert [each.answer for each in told] == ["", "", "", "", "", "", "It", " is."]
 
 
-def test_a_guided_answer_is_none_of_the_thoughts_that_its_prompt_has_opened(tokenizer) -> None:
+def test_a_guided_answer_is_not_taken_for_thoughts_that_its_prompt_has_opened(tokenizer) -> None:
     prompt = asking(tokenizer, "<think>\n")
     assert ThoughtReader(tokenizer, prompt, GUIDED).push('{"a": 1}', last=True) == Parts('{"a": 1}')
     behind = ThoughtReader(tokenizer, prompt, GUIDED).push('Hm.</think>{"a": 1}', last=True)
@@ -78,7 +82,7 @@ def test_a_guided_answer_is_none_of_the_thoughts_that_its_prompt_has_opened(toke
 
 
 @pytest.mark.parametrize("markers", [(), ("<think>",), (AddedToken("<think>", special=True), "</think>")], ids=str)
-def test_without_both_markers_as_tokens_that_are_seen_all_is_answer(markers) -> None:
+def test_a_tokenizer_without_both_visible_markers_yields_answers_only(markers) -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens(list(markers))
     said = "<think>Hm.</think>\n\nA"
@@ -86,7 +90,7 @@ def test_without_both_markers_as_tokens_that_are_seen_all_is_answer(markers) -> 
     assert ThoughtReader(None, TokenizedPrompt((1,), ())).push(said) == Parts(said)
 
 
-def test_a_generation_without_thoughts_is_the_same_but_for_its_text(tokenizer) -> None:
+def test_removing_thoughts_changes_only_the_text_of_a_generation(tokenizer) -> None:
     for made, text in ((tokenizer, "A"), (byte_level(), "Hm.</think>A")):
         engine = FakeEngine(tokenizer=made)
         prompt = BlendPrompt(("Who?<think>\n",))
@@ -95,7 +99,7 @@ def test_a_generation_without_thoughts_is_the_same_but_for_its_text(tokenizer) -
         assert without_thoughts(engine, prompt, said) == Generation(**{**vars(done), "text": text})
 
 
-def test_a_conversation_goes_on_where_thoughts_were_left_out_with_what_it_has_in_common(tokenizer) -> None:
+def test_a_conversation_without_earlier_thoughts_reuses_the_common_prefix(tokenizer) -> None:
     config = {**_BASE, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}
     sampling = SamplingParams(max_tokens=6, logprobs=0)
     with TransformersEngine(make_model(hf.LlamaConfig(**config)), tokenizer=tokenizer, device="cpu") as engine:

@@ -1,4 +1,4 @@
-"""The transformers engine under the contract, and what is its own."""
+"""Run the contracts on the transformers engine, and test what only this engine does."""
 
 from __future__ import annotations
 
@@ -56,10 +56,12 @@ class TestTransformersEngine(EngineContract, ControllerContract, SpansContract):
         self.directory = model_directory
 
     def make(self, store: Any, **options: Any) -> TransformersEngine:
-        """Without a prefix cache, so that a prompt asked again is blended again."""
+        """Make an engine without a prefix cache, so that a repeated prompt is blended again."""
         return TransformersEngine(self.directory, store=store, device="cpu", **{"prefix_cache": 0, **options})
 
-    def test_the_fingerprint_is_that_of_the_files_dtype_and_weights(self, engine, tmp_path: Path) -> None:
+    def test_the_fingerprint_depends_on_dtype_and_weights_and_not_on_the_directory(
+        self, engine, tmp_path: Path
+    ) -> None:
         import shutil
 
         import torch
@@ -72,11 +74,11 @@ class TestTransformersEngine(EngineContract, ControllerContract, SpansContract):
         make_model(hf.Qwen3Config(**_CONFIG, head_dim=16), seed=1).save_pretrained(copy)
         assert TransformersEngine(copy, device="cpu").fingerprint != engine.fingerprint
 
-    def test_answers_say_whether_the_model_is_calibrated_and_the_log_once_that_it_is_not(
+    def test_answers_report_calibration_and_the_log_warns_once_of_an_uncalibrated_model(
         self, prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
-        caplog.set_level("WARNING", "cacheblend_rag.blending.profile")  # commands leave it out
+        caplog.set_level("WARNING", "cacheblend_rag.blending.profile")  # commands suppress this warning
         log_uncalibrated.cache_clear()
         for _ in range(2):
             with self.make(None) as engine:
@@ -89,10 +91,10 @@ class TestTransformersEngine(EngineContract, ControllerContract, SpansContract):
         assert len(caplog.records) == 1
 
     @pytest.mark.slow
-    def test_answers_longer_than_the_room_kept_for_them_stay_right(self, engine, chunks, prompt) -> None:
+    def test_answers_longer_than_the_reserved_room_stay_right(self, engine, chunks, prompt) -> None:
         import torch
 
-        long = SamplingParams(max_tokens=264)  # of which room is kept for 256
+        long = SamplingParams(max_tokens=264)  # the engine reserves room for 256
         got = engine.generate(prompt, long).token_ids
         tokens = torch.tensor([engine.tokenize(prompt).token_ids])
         with torch.no_grad():
@@ -100,7 +102,7 @@ class TestTransformersEngine(EngineContract, ControllerContract, SpansContract):
             want = engine.runner.model.generate(tokens, attention_mask=everything, max_new_tokens=264, do_sample=False)
         assert list(got) == want[0, tokens.shape[1] :].tolist()
 
-    def test_logprobs_are_those_of_the_models_own_forward(self, engine, prompt) -> None:
+    def test_logprobs_equal_those_of_the_models_own_forward(self, engine, prompt) -> None:
         import torch
 
         got = engine.generate(prompt, SamplingParams(max_tokens=8, temperature=2.0, seed=4, logprobs=5))
@@ -111,7 +113,7 @@ class TestTransformersEngine(EngineContract, ControllerContract, SpansContract):
             assert mine.logprob == pytest.approx(float(row[mine.token_id]), abs=1e-4)
             assert [p for _, p in mine.top] == pytest.approx(row.topk(5).values.tolist(), abs=1e-4)
 
-    def test_scores_are_those_of_the_models_own_forward_of_the_whole_text(self, engine, chunks, prompt) -> None:
+    def test_scores_equal_those_of_the_models_own_forward_of_the_whole_text(self, engine, chunks, prompt) -> None:
         import torch
 
         engine.precompute(chunks)
@@ -124,9 +126,7 @@ class TestTransformersEngine(EngineContract, ControllerContract, SpansContract):
                 want = [float(row[token]) for row, token in zip(rows, ids, strict=True)]
                 assert got.token_logprobs == pytest.approx(want, abs=1e-4)
 
-    def test_exact_reuse_has_the_header_stored_again_that_the_store_had_no_room_for(
-        self, engine, chunks, prompt
-    ) -> None:
+    def test_exact_reuse_stores_a_missing_header_again(self, engine, chunks, prompt) -> None:
         exact, tokens = BlendSettings(quality="exact"), len(engine.header_ids) + len(chunks[0].token_ids)
         engine.precompute(chunks)
         assert engine.store.delete(engine.entries.own_key(()))
@@ -134,7 +134,7 @@ class TestTransformersEngine(EngineContract, ControllerContract, SpansContract):
         assert (lacking.missing, lacking.usage.reused_tokens) == ((chunks[0].id,), 0)
         assert (again.missing, again.usage.reused_tokens) == ((), tokens)
 
-    def test_kv_read_from_disk_once_is_in_ram_for_the_next_prompt(self, tmp_path: Path) -> None:
+    def test_kv_read_from_disk_is_in_ram_for_the_next_prompt(self, tmp_path: Path) -> None:
         root = tmp_path / "store"
         with self.make(root) as engine:
             chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS]
@@ -151,8 +151,8 @@ class TestTransformersEngine(EngineContract, ControllerContract, SpansContract):
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
-def test_scores_behind_a_blend_are_those_of_the_reference(ratio: float) -> None:
-    """The reference computes the prompt with each longer piece of the completion behind it, and shows the next token."""
+def test_scores_behind_a_blend_equal_those_of_the_reference(ratio: float) -> None:
+    """The reference computes the prompt with ever longer parts of the completion behind it, and gives the next token."""
     scene = Scene()
     model = make_model(hf.LlamaConfig(**_CONFIG))
     engine = engine_for(model, scene)
@@ -169,7 +169,7 @@ def test_scores_behind_a_blend_are_those_of_the_reference(ratio: float) -> None:
 
 
 class HeldUp(MemoryStore):
-    """A store on a disk that does not answer until it is let go."""
+    """A store whose writes wait until ``go_on`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class HeldUp(MemoryStore):
         return super().put(*args, **options)
 
 
-def test_a_prompt_does_not_wait_for_another_chunk_to_be_written() -> None:
+def test_a_prompt_does_not_wait_while_another_chunk_is_written() -> None:
     scene, store = Scene(), HeldUp()
     engine = engine_for(make_model(hf.LlamaConfig(**_CONFIG)), scene, store=store)
     engine.precompute(scene.chunks[:-1])
@@ -200,7 +200,7 @@ def test_a_prompt_does_not_wait_for_another_chunk_to_be_written() -> None:
     assert writing.result().computed == 1
 
 
-def test_a_model_that_cannot_be_loaded_is_named_with_what_to_give_instead(tmp_path: Path) -> None:
+def test_the_error_names_a_model_that_cannot_be_loaded_and_an_alternative(tmp_path: Path) -> None:
     for wrong in (tmp_path, tmp_path / "missing", Path(__file__)):
         with pytest.raises(ModelError, match="bundled"):
             TransformersEngine(wrong)
@@ -222,7 +222,7 @@ def test_a_chat_template_is_honoured_and_its_header_is_exact(tmp_path: Path) -> 
     assert len(tokens.spans) == len(TEXTS)
 
 
-async def test_a_call_that_is_cancelled_ends_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_call_stops_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, tokens = Scene(), []
     engine = engine_for(make_model(hf.LlamaConfig(**_CONFIG)), scene)
     begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()

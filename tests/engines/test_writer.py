@@ -1,4 +1,4 @@
-"""Reading KV writers: what is refused, and that no entry of another hand is mixed in."""
+"""Tests which KV writers are refused, and that an engine reads no entries of another writer."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-def test_what_fits_behind_the_header_but_not_behind_the_probe_is_not_written(model: Any) -> None:
+def test_a_chunk_that_does_not_fit_behind_the_probe_is_not_written(model: Any) -> None:
     with engine_for(model, SCENE, writer="probe", ranking="off") as engine:
         engine._probe, longest = tuple(range(40, 60)), max(len(chunk.token_ids) for chunk in SCENE.chunks)
         engine.context_window = len(SCENE.header) + len(engine._probe) + longest
@@ -102,16 +102,14 @@ def test_what_fits_behind_the_header_but_not_behind_the_probe_is_not_written(mod
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_writer_that_cannot_be_used_is_refused_with_the_reason(directory: Path, model: Any, name: str) -> None:
+def test_an_unusable_writer_is_refused_with_the_reason(directory: Path, model: Any, name: str) -> None:
     harm, why = FAULTS[name]
     harm(directory)
     with pytest.raises(InputError, match=f"KV writer in {directory} cannot be used: .*{why}"):
         engine_for(model, SCENE, writer=directory)
 
 
-def test_a_writer_of_another_rank_is_another_writer_but_its_card_says_nothing_of_its_identity(
-    tmp_path: Path, model: Any
-) -> None:
+def test_a_writers_identity_depends_on_its_weights_and_options_but_not_on_its_card(tmp_path: Path, model: Any) -> None:
     found = []
     for number, options in enumerate(({}, {}, {"rank": 8}, {"lora_alpha": 7}, {"use_rslora": True}, {"seed": 1})):
         write_writer(tmp_path / str(number), LLAMA(), **options)
@@ -142,7 +140,7 @@ def test_a_model_that_is_not_blended_takes_no_writer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The store has KV")
-def test_what_one_hand_has_written_is_a_miss_to_every_other(tmp_path: Path, model: Any) -> None:
+def test_entries_of_one_writer_are_a_miss_for_every_other_writer(tmp_path: Path, model: Any) -> None:
     hands = []
     for seed in range(2):
         write_writer(tmp_path / str(seed), LLAMA(), seed=seed)
@@ -154,7 +152,7 @@ def test_what_one_hand_has_written_is_a_miss_to_every_other(tmp_path: Path, mode
         settings = BlendSettings(ratio=0.5)
         engine.precompute_first(SCENE.chunks[:1])
         found = [each.generate(SCENE.prompt, ONE, settings).missing for each in engines]
-        # The first chunk is the model's own to all.
+        # All engines share the model's own KV of the first chunk.
         behind = tuple(chunk.id for chunk in SCENE.chunks[1:])
         assert found == [() if each is engine else behind for each in engines]
         engine.forget(SCENE.chunks)
@@ -170,7 +168,7 @@ def test_what_one_hand_has_written_is_a_miss_to_every_other(tmp_path: Path, mode
 
 
 @pytest.mark.filterwarnings("error:The store has KV")
-def test_chunks_that_a_prompt_found_missing_are_written_back_by_the_writer(directory: Path, model: Any) -> None:
+def test_missing_chunks_of_a_prompt_are_written_back_by_the_writer(directory: Path, model: Any) -> None:
     with engine_for(model, SCENE, writer=directory) as engine:
         assert engine.generate(SCENE.prompt, ONE).mode == "prefill"
         again = engine.generate(SCENE.prompt, ONE, BlendSettings(ratio=0.5))
@@ -179,7 +177,7 @@ def test_chunks_that_a_prompt_found_missing_are_written_back_by_the_writer(direc
 
 
 @pytest.mark.filterwarnings("error:The store has KV")
-def test_a_chunk_that_a_prompt_has_twice_says_nothing_of_who_wrote_the_store(directory: Path, model: Any) -> None:
+def test_a_chunk_that_a_prompt_has_twice_warns_of_no_other_writer(directory: Path, model: Any) -> None:
     chunk, header = SCENE.chunks[0], SCENE.header
     twice = [
         ChunkSpan(chunk, at, at + len(chunk.token_ids)) for at in (len(header), len(header) + len(chunk.token_ids))
@@ -190,7 +188,7 @@ def test_a_chunk_that_a_prompt_has_twice_says_nothing_of_who_wrote_the_store(dir
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_what_is_forgotten_while_its_prompt_runs_is_not_stored_behind_it(
+def test_a_chunk_forgotten_while_its_prompt_runs_is_not_stored_afterwards(
     directory: Path, model: Any, stored: bool
 ) -> None:
     with engine_for(model, SCENE, writer=directory) as engine:
@@ -207,7 +205,7 @@ def test_what_is_forgotten_while_its_prompt_runs_is_not_stored_behind_it(
         assert engine.generate(SCENE.prompt, ONE).usage.kept_tokens == 0
 
 
-def test_what_is_forgotten_while_it_is_written_back_is_not_stored_behind_it(
+def test_a_chunk_forgotten_during_write_back_is_not_stored_afterwards(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, *others = SCENE.chunks
@@ -216,7 +214,7 @@ def test_what_is_forgotten_while_it_is_written_back_is_not_stored_behind_it(
 
         def forget_behind(ids: Any, *given: Any) -> Any:
             found = run(ids, *given)
-            if len(ids) > 1:  # the batch that is written back
+            if len(ids) > 1:  # the batch of the write back
                 engine.forget([first.id])
             return found
 
@@ -227,7 +225,7 @@ def test_what_is_forgotten_while_it_is_written_back_is_not_stored_behind_it(
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_is_forgotten_right_before_it_is_written_back_is_not_known_again(
+def test_a_chunk_forgotten_just_before_write_back_is_not_registered_again(
     model: Any, monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
     *stored, last = SCENE.chunks
@@ -235,20 +233,20 @@ def test_what_is_forgotten_right_before_it_is_written_back_is_not_known_again(
         engine.precompute(stored)
         if not in_place:
             engine.registry.add([last])
-        monkeypatch.setattr(ChunkKV, "finish", lambda self: engine.forget([last.id]))  # as another thread might
+        monkeypatch.setattr(ChunkKV, "finish", lambda self: engine.forget([last.id]))  # as another thread may do
         assert engine.generate(SCENE.prompt, ONE).missing == (last.id,)
-        # A chunk that the prompt brings along becomes known by it.
+        # The prompt registers a chunk that it contains.
         assert engine.entries.contains(last.token_ids) == (last.id in engine.registry) == in_place
 
 
 def stored_by(engine: TransformersEngine) -> tuple[list[bool], ...]:
-    """Return which of the chunks are stored as the writer, and as the model itself writes them."""
+    """Return which of the chunks have an entry of the writer, and which an entry of the model itself."""
     hands = (engine.entries, engine.entries.by(None))
     return tuple([hand.contains(chunk.token_ids) for chunk in SCENE.chunks] for hand in hands)
 
 
 @pytest.mark.parametrize("write_back", [True, False])
-def test_the_models_own_kv_of_a_chunk_is_stored_with_the_first_prompt_that_begins_with_it(
+def test_the_first_prompt_that_begins_with_a_chunk_stores_the_models_own_kv_of_it(
     directory: Path, model: Any, write_back: bool
 ) -> None:
     settings, first = BlendSettings(ratio=0.3), SCENE.chunks[0]
@@ -265,9 +263,7 @@ def test_the_models_own_kv_of_a_chunk_is_stored_with_the_first_prompt_that_begin
 
 
 @pytest.mark.parametrize("policy", ["hkvd", "static", "query", "static-query"])
-def test_a_blend_is_the_same_whether_the_first_chunk_is_loaded_or_computed(
-    directory: Path, model: Any, policy: Any
-) -> None:
+def test_loading_or_computing_the_first_chunk_gives_the_same_blend(directory: Path, model: Any, policy: Any) -> None:
     blends = []
     with engine_for(model, SCENE, writer=directory, ranking="now") as engine:
         engine._probe = (5, 6, 7)
@@ -280,7 +276,7 @@ def test_a_blend_is_the_same_whether_the_first_chunk_is_loaded_or_computed(
     assert (blends[0][0] - blends[1][0]).abs().max() < 1e-4
 
 
-def test_the_models_own_kv_is_stored_once_and_what_cannot_be_is_said(directory: Path, model: Any) -> None:
+def test_precompute_first_stores_the_models_own_kv_once_and_reports_failures(directory: Path, model: Any) -> None:
     empty = Chunk("empty", "", ())
     with engine_for(model, SCENE, writer=directory) as engine:
         assert engine.precompute_first([*SCENE.chunks[:2], empty]).failed == {"empty": "it has no tokens"}
@@ -292,7 +288,7 @@ def test_the_models_own_kv_is_stored_once_and_what_cannot_be_is_said(directory: 
         assert not any(stored_by(engine)[0]), "without a writer all KV is the model's own"
 
 
-def test_the_models_own_kv_beside_a_writers_is_not_ranked(directory: Path, model: Any) -> None:
+def test_the_models_own_kv_is_not_ranked_if_a_writer_has_written_the_chunk(directory: Path, model: Any) -> None:
     with engine_for(model, SCENE, writer=directory, ranking="now") as engine:
         engine._probe = (5, 6, 7)
         assert engine.precompute(SCENE.chunks).ranked == len(SCENE.chunks)
@@ -310,23 +306,23 @@ def test_a_writer_acts_only_while_no_prompt_runs(directory: Path, model: Any, mo
         enter = Writing.__enter__
         monkeypatch.setattr(Writing, "__enter__", lambda self: begun.append(engine.lock.locked()) or enter(self))
         engine.precompute(SCENE.chunks)
-    assert len(begun) == 3  # the chunks; the probe; the chunks behind it
+    assert len(begun) == 3  # the chunks, the probe, and the chunks behind the probe
     assert all(begun)
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_profile_found_with_a_writer_holds_with_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_of_a_writer_is_used_with_this_writer_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path))
     hand, other = WrittenBy("ab", str(tmp_path / "writer")), WrittenBy("cd", "elsewhere")
     found: dict[str, Any] = {"calibrated": {"why": "made up"}}
     save_profile(ModelProfile(ratio=0.3, **found), "model")
-    save_profile(ModelProfile(ratio=0.1, **found), "model", tmp_path / "writer")  # as it ships with the writer
+    save_profile(ModelProfile(ratio=0.1, **found), "model", tmp_path / "writer")  # ships with the writer
     assert [load_profile("model", writer=each).ratio for each in (hand, other, None)] == [0.1, 0.3, 0.3]
     save_profile(ModelProfile(ratio=0.05, **found), "model", None, hand)
     assert [load_profile("model", writer=each).ratio for each in (hand, other, None)] == [0.05, 0.3, 0.3]
 
 
-def test_defaults_that_come_with_a_writer_give_way_to_what_calibration_has_found(
+def test_a_calibrated_profile_overrides_the_defaults_of_a_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path))
@@ -339,7 +335,7 @@ def test_defaults_that_come_with_a_writer_give_way_to_what_calibration_has_found
     assert load_profile("model", writer=hand).ratio == 0.4
 
 
-def test_the_writer_that_ships_is_found_by_name_is_small_and_says_what_it_learned_from() -> None:
+def test_the_shipped_writer_is_found_by_name_is_small_and_names_its_training_data() -> None:
     shipped = KVWriter.read("smollm2", ModelFingerprint("0" * 32, "smollm2"))
     directory = Path(shipped.name.directory)
     assert sum(file.stat().st_size for file in directory.iterdir()) < 10_000_000
@@ -352,13 +348,13 @@ def test_the_writer_that_ships_is_found_by_name_is_small_and_says_what_it_learne
         KVWriter.read("smollm2", ModelFingerprint("0" * 32, "other"))
 
 
-def test_the_writer_that_needs_no_training_recomputes_less_than_a_model_without_one() -> None:
+def test_the_probe_writer_recomputes_less_than_a_model_without_a_writer() -> None:
     default = load_profile("0" * 32, writer=KVWriter.read("probe").name)
     assert (default.policy, default.is_calibrated) == (ModelProfile.policy, False)
     assert default.fast < default.ratio < ModelProfile.ratio
 
 
-def test_an_index_tells_a_writer_that_has_changed_from_one_that_lies_elsewhere() -> None:
+def test_an_index_distinguishes_a_changed_writer_from_a_moved_writer() -> None:
     made = IndexConfig(ModelFingerprint("0" * 32, "m"), writer=WrittenBy("ab", "/hand"))
     assert made.unused_by(WrittenBy("ab", "/moved")) is None
     assert "The KV writer in /hand has changed" in str(made.unused_by(WrittenBy("cd", "/hand")))
@@ -368,7 +364,7 @@ def test_an_index_tells_a_writer_that_has_changed_from_one_that_lies_elsewhere()
     assert IndexConfig(made.model).unused_by(WrittenBy("cd", "/other")) is None
 
 
-def test_by_its_name_alone_a_model_comes_with_a_writer() -> None:
+def test_only_the_name_smollm2_selects_the_shipped_writer() -> None:
     shipped = writer_of("smollm2", None)
     assert shipped == writer_directory("smollm2")
     for model in (None, "bundled", "acme/smollm2", Path("/models/smollm2"), object()):

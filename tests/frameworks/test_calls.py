@@ -1,4 +1,4 @@
-"""Tool calls: which ones are asked for, the schema that enforces them, and reading them off answers however these are cut."""
+"""Tests of tool calls: requested tools, the schema that enforces calls, and reading calls from answers cut into any pieces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NODE = {"label": {"type": "string"}, "children": {"type": "array", "items": {"$r
 TREE = tool("tree", NODE, "label", **{"$defs": {"Node": {"type": "object", "properties": NODE, "required": ["label"]}}})
 CALL = {"name": "search", "arguments": {"query": "harbour {old} ]"}}
 BLOCK = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
-FENCED = f"```json\n{json.dumps(CALL, indent=2)}\n```"  # as Qwen2.5-Coder writes it
+FENCED = f"```json\n{json.dumps(CALL, indent=2)}\n```"  # the form of Qwen2.5-Coder
 NOTE = {"name": "search", "arguments": {"query": "```sh\nls {}```"}}
 OTHERS = """```json
 {"name": "rm", "arguments": {}}
@@ -90,18 +90,18 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_calls_and_text_are_told_apart(answer: str) -> None:
+def test_a_reader_separates_calls_from_text(answer: str) -> None:
     assert read(answer) == ANSWERS[answer]
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(list(ANSWERS)), st.lists(st.integers(1, 9), max_size=30))
-def test_it_does_not_matter_how_an_answer_is_cut(answer: str, sizes: list[int]) -> None:
+def test_a_reader_finds_the_same_calls_in_pieces_of_any_size(answer: str, sizes: list[int]) -> None:
     assert read(answer, sizes) == ANSWERS[answer]
 
 
 @pytest.mark.parametrize("size", [1, 9, 99])
-def test_a_forced_call_that_was_cut_off_is_invalid_and_never_the_answer(size: int) -> None:
+def test_a_truncated_forced_call_is_invalid_and_never_the_answer(size: int) -> None:
     whole = json.dumps(CALL)
     assert read(whole, [size], True) == ("", [("search", CALL["arguments"])], [])
     assert read(whole[:-3], [size], "search") == ("", [], [whole[:-3]])
@@ -120,7 +120,7 @@ def test_text_before_a_call_is_not_held_back() -> None:
     assert reader.push("}\n```\n") == '```json\n{"name": 1}\n```\n'
 
 
-def test_definitions_are_found_under_their_older_name_too() -> None:
+def test_schemas_may_have_definitions_under_their_older_name() -> None:
     older = tool("weather", {"place": {"$ref": "#/definitions/City"}}, "place", definitions={"City": CITY})
     valid = Draft202012Validator(call_schema([TREE, older], True)).is_valid
     assert valid({"name": "weather", "arguments": {"place": {"city": "x"}}})
@@ -142,21 +142,21 @@ def test_definitions_are_found_under_their_older_name_too() -> None:
         ({"name": "search"}, "search"),
     ],
 )
-def test_tool_choices_of_all_kinds_are_understood(choice: Any, wanted: Any) -> None:
+def test_tool_choices_of_every_form_are_accepted(choice: Any, wanted: Any) -> None:
     assert required_tool(choice, TOOLS) == wanted
 
 
-def test_a_choice_of_no_tool_is_refused() -> None:
+def test_a_choice_of_an_unknown_tool_is_refused() -> None:
     with pytest.raises(InputError, match="search, weather"):
         required_tool("rm", TOOLS)
 
 
-def test_a_prompt_shows_no_tools_where_none_may_be_called_or_there_are_none() -> None:
+def test_a_prompt_shows_no_tools_if_calls_are_forbidden_or_no_tools_are_given() -> None:
     assert tools_asked(TOOLS, "none") == tools_asked([], "rm") == NO_TOOLS
     assert tools_asked(TOOLS, "weather") == ToolsAsked(TOOLS, "weather")
 
 
-def test_call_schemas_accept_calls_and_nothing_else() -> None:
+def test_call_schemas_accept_only_valid_calls() -> None:
     schema = call_schema([*TOOLS, TREE], True)
     Draft202012Validator.check_schema(schema)
     valid = Draft202012Validator(schema).is_valid
@@ -169,7 +169,7 @@ def test_call_schemas_accept_calls_and_nothing_else() -> None:
     assert only({"name": "weather", "arguments": {"place": {"city": "x"}}}) and not only(CALL)
 
 
-def test_a_schema_of_answers_stands_beside_that_of_calls() -> None:
+def test_a_schema_accepts_calls_and_answers_of_the_answer_schema() -> None:
     answer = {**CITY, "properties": {"city": {"$ref": "#/$defs/Node"}}, "$defs": {"Node": {"type": "string"}}}
     schema = call_schema([*TOOLS, TREE], True, answer)
     Draft202012Validator.check_schema(schema)

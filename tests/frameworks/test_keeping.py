@@ -1,4 +1,4 @@
-"""Tests that what a vector store's documents hold is known to the engine, and forgotten when no document holds it any more."""
+"""Tests that the engine knows the texts of a vector store's documents, and forgets a text that no document has any more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHIP = "The ship was sold for timber in Oakcliff."
 
 
 class Base:
-    """A vector store, as far as this matters."""
+    """A stand-in for a vector store."""
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def known(engine: FakeEngine, *texts: str) -> list[bool]:
     return [chunk_id(text) in engine.registry for text in texts]
 
 
-def test_a_store_is_one_owner_while_it_lives() -> None:
+def test_a_vector_store_has_one_owner_until_it_is_garbage_collected() -> None:
     base, other = Base(), Base()
     assert owner_of(base, object) is owner_of(base, object) is not owner_of(other, object)
     key = id(base)
@@ -37,18 +37,18 @@ def test_a_store_is_one_owner_while_it_lives() -> None:
     assert key not in uses._owners
 
 
-def test_a_text_is_forgotten_with_the_last_document_that_holds_it(engine: FakeEngine) -> None:
+def test_a_text_is_forgotten_with_its_last_document(engine: FakeEngine) -> None:
     one, two = (StoreChunks(engine, owner_of(base, object)) for base in (Base(), Base()))
     assert [chunk.text for chunk in one.hold([("a", [BELL]), (None, [SHIP])])] == [BELL, SHIP]
     two.hold([("a", [f"  {BELL}\n"])])
     one.release(["a"])
     assert known(engine, BELL, SHIP) == [True, True]
-    two.hold([("a", [SHIP])])  # another text under the same id
+    two.hold([("a", [SHIP])])  # a different text under the id of the first
     assert known(engine, BELL, SHIP) == [False, True]
     assert (one.names(), two.names()) == ([], ["a"])
 
 
-def test_a_document_that_has_fewer_texts_than_before_lets_go_of_the_others(engine: FakeEngine) -> None:
+def test_texts_that_a_document_no_longer_has_are_forgotten(engine: FakeEngine) -> None:
     chunks = StoreChunks(engine, object())
     chunks.hold([("a", [f"{BELL} {SHIP}", SHIP])])
     chunks.hold([("a", [f"{BELL} {SHIP}"])])
@@ -58,7 +58,7 @@ def test_a_document_that_has_fewer_texts_than_before_lets_go_of_the_others(engin
     assert chunks.names() == []
 
 
-def test_reading_ahead_does_not_disturb_who_asked_for_it(
+def test_an_error_while_reading_ahead_is_logged_and_not_raised(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[list[str]] = []

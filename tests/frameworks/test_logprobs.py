@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's form: whose text is whose, with tokenizers of both kinds."""
+"""Tests that log-probabilities in OpenAI's form have each token's text, for tokenizers of both kinds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cacheblend_rag.frameworks.asking import openai_logprobs
 
 
 def bundled() -> Any:
-    """A tokenizer whose words begin with their space, with tokens for single bytes."""
+    """Return a tokenizer whose words begin with their space, with tokens for single bytes."""
     return AutoTokenizer.from_pretrained(bundled_model_directory())
 
 
 def of_bytes() -> Any:
-    """A tokenizer of bytes alone, as GPT-2's would be without merges."""
+    """Return a tokenizer of bytes only, as GPT-2's would be without merges."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -46,7 +46,7 @@ def test_tokens_and_bytes_join_to_the_answer(name: str, text: str) -> None:
         assert each["top_logprobs"] == [{name: each[name] for name in ("token", "logprob", "bytes")}]
 
 
-def test_an_alternative_is_told_as_it_would_stand_there() -> None:
+def test_an_alternative_token_has_the_text_that_it_would_have_in_the_answer() -> None:
     tokenizer = TOKENIZERS["bundled"]
     swift, heron, colon = (tokenizer(word, add_special_tokens=False).input_ids[-1] for word in ("Swift", "Heron", "x:"))
     first, second = openai_logprobs(

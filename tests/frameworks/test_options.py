@@ -1,4 +1,4 @@
-"""Options of frameworks' models: other libraries' names are understood, and what is left open is filled in."""
+"""Tests that options of frameworks' models accept other libraries' names, and that open options have defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_rag.prompts.prompt import BlendPrompt, chat_prompt
 from tests.fake_engine import FakeEngine
 
 
-def test_other_names_for_the_same_are_understood_and_not_given_twice() -> None:
+def test_other_names_of_options_are_accepted_and_duplicates_are_refused() -> None:
     assert with_usual_names({"max_completion_tokens": 5, "stop_sequences": ["x"], "request_timeout": 3, "seed": 1}) == {
         "max_tokens": 5,
         "stop": ["x"],
@@ -30,12 +30,12 @@ def test_other_names_for_the_same_are_understood_and_not_given_twice() -> None:
         with_usual_names({"top_logprobs": 3})
 
 
-def test_an_answer_is_512_tokens_long_at_most_or_what_the_window_leaves() -> None:
+def test_the_default_max_tokens_is_512_or_the_rest_of_the_window() -> None:
     assert [sampling_of({}, room).max_tokens for room in (4000, 100, -3)] == [512, 100, 1]
     assert sampling_of({"stop": "end", "max_tokens": 3, "seed": None}, 100) == SamplingParams(3, stop=("end",))
 
 
-def test_a_prompt_is_sent_as_text_where_it_is_nothing_but_text() -> None:
+def test_a_prompt_is_sent_as_text_only_if_it_has_no_special_tokens_in_documents() -> None:
     engine = FakeEngine()
     model = SimpleNamespace(engine=engine, on_miss="warn", **dict.fromkeys(CALL_OPTIONS))
     short = make_chunk(f"Use {engine.tokenizer.eos_token}.", engine.tokenizer)
@@ -49,4 +49,4 @@ def test_a_prompt_is_sent_as_text_where_it_is_nothing_but_text() -> None:
         return ask(model, build, {"max_tokens": 2}, log=RetrievalLog(), run=None).request.prompt.text
 
     assert short.text in (prompt() or "")
-    assert prompt(named=[short]) is None  # what it spells is a document's: a server would read a special token there
+    assert prompt(named=[short]) is None  # a server would read the document's text as a special token

@@ -1,4 +1,4 @@
-"""Tests that what was retrieved belongs to the runs that it was retrieved for, and that its fate in a prompt is told truly."""
+"""Tests that retrieved texts belong to their runs, and that their fate in a prompt is reported correctly."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def places(engine: FakeEngine, text: str, *items: tuple[str, ...], known: tuple[
 
 
 class TestRuns:
-    def test_a_run_sees_what_runs_beside_it_in_the_same_one_retrieved(self) -> None:
+    def test_a_run_finds_the_texts_that_its_sibling_runs_retrieved(self) -> None:
         log = RetrievalLog()
         for root in ("a", "b"):
             log.begin(root, None)
@@ -67,7 +67,7 @@ class TestRuns:
         log.end("a")
         assert log.loose == [("a",)]
 
-    def test_a_retriever_inside_another_counts_for_nothing(self) -> None:
+    def test_a_nested_retrievers_texts_are_replaced_by_those_of_the_outer_retriever(self) -> None:
         log = RetrievalLog()
         for run, parent in (("root", None), ("outer", "root"), ("inner", "outer")):
             log.begin(run, parent)
@@ -81,7 +81,7 @@ class TestRuns:
         log.end("postprocessor")
         assert log.of("root") == [("rewritten",)]
 
-    def test_what_never_ends_is_forgotten_in_the_end(self) -> None:
+    def test_the_log_forgets_the_oldest_runs_that_never_end(self) -> None:
         log = RetrievalLog()
         for number in range(retrieved._MOST_RUNS + 500):
             log.begin(number, None)
@@ -95,14 +95,14 @@ class TestRuns:
 
 
 class TestPlaces:
-    def test_a_text_as_it_was_retrieved_is_found_and_no_other(self, engine: FakeEngine) -> None:
+    def test_only_an_unaltered_retrieved_text_is_found(self, engine: FakeEngine) -> None:
         assert places(engine, f"Notes: {BELL} Question: who?") == [chunk_id(BELL), ""]
         assert places(engine, f"Notes: {SHIP} {BELL}") == [chunk_id(BELL), chunk_id(SHIP)]
         for changed in (BELL[:100], BELL.upper(), BELL.replace(" the ", "\nthe "), "Who cast the bell of Marlow?"):
             assert places(engine, f"Notes: {changed}") == ["", ""]
 
     @pytest.mark.parametrize("ascii_alone", [True, False])
-    def test_a_text_in_a_json_string_is_a_chunk_from_then_on(self, engine: FakeEngine, ascii_alone: bool) -> None:
+    def test_the_json_form_of_a_retrieved_text_becomes_a_chunk(self, engine: FakeEngine, ascii_alone: bool) -> None:
         text = json.dumps([{"text": BELL}, {"text": SHIP}], ensure_ascii=ascii_alone)
         prompt, report = found(engine, text)
         form = json.dumps(BELL, ensure_ascii=ascii_alone)[1:-1]
@@ -112,23 +112,23 @@ class TestPlaces:
         uses_of(engine).forget(engine, [chunk_id(BELL)])
         assert chunk_id(form) not in engine.registry
 
-    def test_a_chunk_that_holds_the_text_holds_its_kv(self, engine: FakeEngine) -> None:
+    def test_a_retrieved_text_is_found_inside_a_larger_chunk(self, engine: FakeEngine) -> None:
         assert places(engine, EITHER, (BELL,), known=(BELL, EITHER)) == [chunk_id(EITHER)]
 
-    def test_other_forms_are_as_good(self, engine: FakeEngine) -> None:
+    def test_a_retrieved_text_is_found_in_any_of_its_forms(self, engine: FakeEngine) -> None:
         forms = (f"page: 3\n\n{BELL}", BELL)
         assert places(engine, f"Source 1: {BELL}", forms, known=forms[:1]) == [chunk_id(BELL)]
 
-    def test_a_text_that_the_engine_does_not_know_is_not_learned_from_a_prompt(self, engine: FakeEngine) -> None:
+    def test_a_prompt_does_not_register_an_unknown_text(self, engine: FakeEngine) -> None:
         assert places(engine, f"{BELL} {json.dumps(BELL)}", (BELL,), known=()) == [""]
         assert not len(engine.registry)
 
-    def test_what_no_run_retrieved_counts_only_where_it_stands(self, engine: FakeEngine) -> None:
+    def test_a_text_retrieved_outside_any_run_counts_only_if_the_prompt_contains_it(self, engine: FakeEngine) -> None:
         _, report = found(engine, f"Notes: {BELL}", run=None, on_miss="error")
         assert report == RetrievalReport({chunk_id(BELL): chunk_id(BELL)})
 
 
-def test_one_warning_or_error_says_how_many_are_not_reused(
+def test_one_warning_or_error_gives_the_number_of_chunks_that_are_not_reused(
     engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     found(engine, f"{BELL} {SHIP}")
@@ -144,7 +144,7 @@ def test_one_warning_or_error_says_how_many_are_not_reused(
     assert error.value.chunk_id == chunk_id(SHIP)
 
 
-def test_an_answer_says_what_became_of_each_chunk() -> None:
+def test_an_answer_reports_the_fate_of_each_retrieved_chunk() -> None:
     def told(a: Fate, b: Fate, lacks: tuple[Lack, ...] = ()) -> list[Any]:
         chunks = (ChunkOutcome("a", 1, 2, a), ChunkOutcome("b in JSON", 4, 2, b, lacks=lacks))
         outcome = PromptOutcome("blend", "", Usage(9, 0, 0, 9), chunks=chunks)
@@ -164,14 +164,14 @@ def test_an_answer_says_what_became_of_each_chunk() -> None:
     ]
     assert told("recomputed", "reused") == ["1 of 3 retrieved chunks reused", 1, lost, "reused", lost]
     assert told("recomputed", "recomputed") == ["0 of 3 retrieved chunks reused", 0, lost, lost, lost]
-    # The prefix cache had the chunk's KV, which the store lacks.
+    # The prefix cache had the chunk's KV, which is missing in the store.
     assert told("recomputed", "exact", ("kv",)) == ["1 of 3 retrieved chunks reused", 1, lost, "reused", lost]
     nothing = Generation.of(PromptOutcome("blend", "", Usage(9, 0, 0, 9)), "", (), "stop", Timings(0.0, 0.0))
     assert RetrievalReport().answered(nothing) == {"summary": "", "retrieved": 0, "reused": 0, "chunks": []}
 
 
 @given(st.text())
-def test_json_forms_are_what_a_json_string_holds_and_differ_from_the_text(text: str) -> None:
+def test_json_forms_decode_to_the_text_and_differ_from_it(text: str) -> None:
     forms = json_forms(text)
     assert text not in forms
     assert len(set(forms)) == len(forms)

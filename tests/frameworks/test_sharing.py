@@ -1,4 +1,4 @@
-"""Engines by name: one for equal arguments, opened once, and clear words about what does not go together."""
+"""Tests that equal arguments share an engine that is opened once, and that conflicting arguments are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def nothing_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_equal_arguments_share_an_engine_and_others_have_their_own(tmp_path: Path) -> None:
+def test_equal_arguments_share_an_engine_and_different_arguments_do_not(tmp_path: Path) -> None:
     first = shared_engine("bundled", store=tmp_path)
     assert shared_engine("bundled", store=str(tmp_path)) is first
     assert shared_engine("bundled") is not first
@@ -42,7 +42,7 @@ def test_equal_arguments_share_an_engine_and_others_have_their_own(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_dtype_writer_and_threads_are_those_that_are_named() -> None:
+def test_a_shared_engine_has_the_given_dtype_writer_and_threads() -> None:
     given = torch.get_num_threads()
     try:
         named = shared_engine("bundled", dtype="bfloat16", writer="probe", threads=given + 1)
@@ -67,7 +67,7 @@ def test_vllm_is_started_with_dtype_and_writer(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_an_engine_that_was_closed_says_so_and_the_next_who_names_it_gets_another() -> None:
+def test_a_closed_engine_raises_and_its_name_opens_a_new_engine() -> None:
     first = shared_engine("bundled")
     first.close()
     assert first.closed
@@ -80,7 +80,7 @@ def test_an_engine_that_was_closed_says_so_and_the_next_who_names_it_gets_anothe
     assert not again.closed
 
 
-def test_of_threads_that_come_at_once_one_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_threads_open_an_engine_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made, gate = [], threading.Barrier(4)
     monkeypatch.setattr(
         "cacheblend_rag.engines.transformers.TransformersEngine",
@@ -102,7 +102,7 @@ def test_of_threads_that_come_at_once_one_opens_it(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_the_environment_names_what_is_left_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_fills_in_missing_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="CACHEBLEND_MODEL"):
         shared_engine()
     monkeypatch.setenv("CACHEBLEND_MODEL", "bundled")
@@ -112,7 +112,7 @@ def test_the_environment_names_what_is_left_open(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CACHEBLEND_BASE_URL", "http://127.0.0.1:9")
     with pytest.raises(ServerError, match=r"127\.0\.0\.1:9"):
         shared_engine(max_retries=0)
-    assert shared_engine("bundled").fingerprint  # what is given goes before it
+    assert shared_engine("bundled").fingerprint  # an argument overrides the environment
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,13 @@ def test_the_environment_names_what_is_left_open(monkeypatch: pytest.MonkeyPatch
         ({"model": "bundled", "engine": "tensorrt"}, "'tensorrt'"),
     ],
 )
-def test_what_does_not_go_together_is_refused(arguments: dict, word: str) -> None:
+def test_conflicting_and_invalid_arguments_are_refused(arguments: dict, word: str) -> None:
     with pytest.raises(InputError, match=word):
         shared_engine(**arguments)
 
 
 @pytest.mark.slow
-def test_at_the_end_of_the_process_it_is_closed_without_a_word(tmp_path: Path) -> None:
+def test_a_shared_engine_is_closed_without_an_error_at_process_exit(tmp_path: Path) -> None:
     code = (
         "from cacheblend_rag.frameworks import shared_engine; shared_engine('bundled', store=__import__('sys').argv[1])"
     )
@@ -150,7 +150,7 @@ def test_at_the_end_of_the_process_it_is_closed_without_a_word(tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
-def test_an_engine_that_was_named_is_opened_by_its_name_in_another_process(tmp_path: Path) -> None:
+def test_a_pickled_shared_engine_is_opened_by_its_name(tmp_path: Path) -> None:
     first = shared_engine("bundled", store=tmp_path)
     assert pickle.loads(pickle.dumps(first)) is first
     tenant = first.within("acme")
@@ -159,7 +159,7 @@ def test_an_engine_that_was_named_is_opened_by_its_name_in_another_process(tmp_p
         pickle.dumps(given)
 
 
-def test_a_copy_of_what_holds_an_engine_shares_it() -> None:
+def test_deepcopy_shares_the_engine() -> None:
     with TransformersEngine() as engine:
         assert copy.deepcopy({"engine": engine})["engine"] is engine
         assert copy.deepcopy(engine.within("acme")).namespace.name == "acme"

@@ -274,7 +274,7 @@ def test_code_that_serves_no_request_has_no_tenant(server: Server) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "Acme", "a b", "a:b", "../a", "-a", "a.", "a" * 64, "ä", 7, None])
-def test_what_cannot_name_a_tenant_is_refused(name: Any) -> None:
+def test_an_invalid_tenant_name_is_refused(name: Any) -> None:
     with pytest.raises(InputError, match="cannot name a tenant"):
         Namespace(name)
 

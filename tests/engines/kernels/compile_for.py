@@ -1,4 +1,4 @@
-"""A program: compile the kernels for a kind of GPU as they are launched for a Llama of 8 billion weights; needs no GPU.
+"""Compile the kernels for a kind of GPU as they are launched for a Llama of 8 billion weights. The program needs no GPU.
 
 python compile_for.py COMPUTE_CAPABILITY
 """
@@ -21,7 +21,7 @@ from cacheblend_rag.engines.kernels import attention, place
 GROUP, DIM = 4, 128
 TARGET = int(sys.argv[1])
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
-# What a block may have: of the first, 8.6, 8.9 and 12.0, for which the same is compiled, have less than 8.0 itself.
+# Bytes of shared memory for a block. The code for 8.0 also runs on 8.6, 8.9 and 12.0, which have less than 8.0 itself.
 SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
@@ -83,7 +83,7 @@ def placed_in_bulk(dtype: str, scale: int = 0) -> Any:
 
 
 def stack(kernel: Any) -> int:
-    """Return how many bytes of registers do not fit and are kept in memory."""
+    """Return how many bytes of registers spill to memory."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -108,7 +108,7 @@ def main() -> None:
     for kernel in made:
         assert kernel.metadata.shared <= SHARED[TARGET], f"{kernel.metadata.shared} bytes of shared memory"
     for move in moves:
-        # In bf16, as rows are decoded, 8.0 multiplies by adding 0: that rounds once, and nothing where a scale is a power of 2.
+        # Compute capability 8.0 multiplies bf16 rows by a fused addition of 0, which rounds once, or never for a power of 2.
         assert not re.search(r"fma\S*\.f32", move.asm["ptx"]), "a product is not rounded"
         assert stack(move) == 0
 

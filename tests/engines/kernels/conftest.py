@@ -1,4 +1,4 @@
-"""The kernels compiled on a GPU (`make test-gpu`), and in Triton's interpreter on a CPU: the same tests on both."""
+"""Run the kernels' tests compiled on a GPU (`make test-gpu`) and in Triton's interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the kernels run."""
+    """Return the device that runs the kernels."""
     if request.param == "cpu":
         interpret(monkeypatch)
     return str(request.param)

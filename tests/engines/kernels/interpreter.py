@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels on CPU tensors; what it gets wrong about bf16 is put right."""
+"""Run kernels on CPU tensors in Triton's interpreter, and correct its faults in bf16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.interpreted import INTERPRETED
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the kernels run on a CPU for the length of a test; skip it where Triton is missing or compiles for a GPU."""
+    """Run the kernels on a CPU for the length of a test; skip the test if Triton is missing or compiles for a GPU."""
     pytest.importorskip("triton", reason="Triton is not installed; on Linux, make setup installs it")
     if not INTERPRETED:
         pytest.skip("Triton compiles for this machine's GPU")
@@ -20,7 +20,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _repair() -> None:
-    """Round fp32 to bf16 as devices do, to the nearest, and multiply bf16, which the interpreter takes for integers."""
+    """Round fp32 to the nearest bf16 as devices do, and multiply bf16, which the interpreter treats as integers."""
     from triton.runtime import interpreter
 
     builder, tl = interpreter.InterpreterBuilder, interpreter.tl

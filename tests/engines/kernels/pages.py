@@ -1,4 +1,4 @@
-"""KV caches of pages, in every order in memory that vLLM's backends have, and positions scattered as selections are."""
+"""Make paged KV caches in every memory order of vLLM's backends, and positions scattered as selections are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def paged_cache(
 
 
 def columns_first(pages: int, heads: int, size: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values as vLLM's CPU kernels keep them: the keys of a page column by column, its values behind."""
+    """Return keys and values as vLLM's CPU kernels hold them: a page's keys column by column, its values behind them."""
     memory = torch.full((pages, heads, 2, size * dim), float("nan"))
     keys = memory[:, :, 0].unflatten(2, (dim, size)).transpose(2, 3)
     return keys, memory[:, :, 1].unflatten(2, (size, dim))

@@ -1,4 +1,4 @@
-"""The kernel for scattered queries against plain masked attention in double precision."""
+"""Compare the kernel for scattered queries with plain masked attention in double precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def dense(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The definition, ``[queries, heads, head_dim]``, with keys and values ``[kv_heads, tokens, head_dim]``: one mask."""
+    """Compute masked attention ``[queries, heads, head_dim]`` by its definition; keys are ``[kv_heads, tokens, head_dim]``."""
     groups = query.shape[1] // keys.shape[0]
     keys, values = (x.double().repeat_interleave(groups, 0) for x in (keys, values))
     scores = query.double().transpose(0, 1) @ keys.mT * scale
@@ -63,7 +63,7 @@ class Sequence:
         from cacheblend_rag.engines.kernels.attention import attend
 
         query, positions, table = (x.to(self.device) for x in (self.query, self.positions, self.table))
-        # As a model has them: a part of a wider projection.
+        # A model's queries are a part of a wider projection.
         query = torch.cat([query, query], 1)[:, : query.shape[1]]
         out = torch.full_like(self.query, float("nan"), device=self.device)
         attend(query, *cache, positions, table if paged else None, out, 0.2, **options)
@@ -73,13 +73,15 @@ class Sequence:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kv_heads,groups,dim", [(2, 4, 32), (1, 7, 16), (3, 1, 24), (1, 2, 128)])
-def test_it_equals_masked_attention(device: str, dtype: torch.dtype, kv_heads: int, groups: int, dim: int) -> None:
+def test_the_attention_kernel_equals_masked_attention(
+    device: str, dtype: torch.dtype, kv_heads: int, groups: int, dim: int
+) -> None:
     sequence = Sequence(device, 150, kv_heads, groups, dim, dtype)
     sequence.check(sequence.write(paged_cache("NHD", sequence.pages, kv_heads, 16, dim, dtype, device)))
 
 
 @pytest.mark.parametrize("order", [*ORDERS, "columns first"])
-def test_every_order_of_the_cache_in_memory_is_read_as_it_is(device: str, order: str) -> None:
+def test_the_attention_kernel_reads_every_memory_order_of_the_cache(device: str, order: str) -> None:
     sequence = Sequence(device, 100, 2, 2, 16, torch.float32)
     if order == "columns first":
         keys, values = (x.to(device) for x in columns_first(sequence.pages, 2, 16, 16))
@@ -96,7 +98,7 @@ def test_a_window_hides_old_keys(device: str, window: int) -> None:
     sequence.check(sequence.write(cache), window=window)
 
 
-def test_pages_before_every_window_may_be_gone(device: str) -> None:
+def test_pages_before_every_window_may_be_freed(device: str) -> None:
     sequence = Sequence(device, 230, 1, 2, 16, torch.float32)
     cache = sequence.write(paged_cache("NHD", sequence.pages, 1, 16, 16, torch.float32, device))
     late = sequence.positions >= 120
@@ -108,14 +110,14 @@ def test_pages_before_every_window_may_be_gone(device: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize("level", [-40.0, 0.0, 3.0, 300.0])
-def test_sinks_take_their_share(device: str, dtype: torch.dtype, window: int | None, level: float) -> None:
+def test_the_attention_kernel_counts_sinks(device: str, dtype: torch.dtype, window: int | None, level: float) -> None:
     sequence = Sequence(device, 150, 2, 3, 16, dtype)
     cache = sequence.write(paged_cache("NHD", sequence.pages, 2, 16, 16, dtype, device))
     sinks = (level + torch.randn(6, generator=torch.Generator().manual_seed(0))).to(device, dtype)
     sequence.check(cache, window=window, sinks=sinks)
 
 
-def test_sinks_are_what_transformers_calls_by_that_name() -> None:
+def test_sinks_have_the_meaning_that_transformers_gives_them() -> None:
     module = torch.nn.Module()
     module.num_key_value_groups, module.sinks, module.training = 3, torch.randn(6), False
     query, keys, values = torch.randn(1, 6, 40, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
@@ -126,13 +128,13 @@ def test_sinks_are_what_transformers_calls_by_that_name() -> None:
 
 
 @pytest.mark.parametrize("soft_cap", [2.0, 50.0])
-def test_scores_are_capped(device: str, soft_cap: float) -> None:
+def test_the_attention_kernel_caps_scores(device: str, soft_cap: float) -> None:
     sequence = Sequence(device, 90, 1, 2, 16, torch.float32)
     cache = paged_cache("NHD", sequence.pages, 1, 16, 16, torch.float32, device)
     sequence.check(sequence.write(cache), soft_cap=soft_cap)
 
 
-def test_one_page_needs_no_table_and_may_go_on_behind_the_last_query(device: str) -> None:
+def test_one_page_needs_no_table_and_may_extend_behind_the_last_query(device: str) -> None:
     sequence = Sequence(device, 130, 2, 2, 16, torch.float32)
     cache = paged_cache("HND", 1, 2, 200, 16, torch.float32, device)
     for memory, x in zip(cache, (sequence.keys, sequence.values), strict=True):
@@ -140,7 +142,7 @@ def test_one_page_needs_no_table_and_may_go_on_behind_the_last_query(device: str
     sequence.check(cache, paged=False)
 
 
-def test_neighbours_at_the_very_beginning_and_a_single_query(device: str) -> None:
+def test_the_attention_kernel_handles_consecutive_queries_and_a_single_query(device: str) -> None:
     sequence = Sequence(device, 70, 1, 2, 16, torch.float32)
     cache = sequence.write(paged_cache("NHD", sequence.pages, 1, 16, 16, torch.float32, device))
     for positions in (torch.arange(40), torch.tensor([0]), torch.tensor([69])):

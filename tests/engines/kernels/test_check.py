@@ -1,4 +1,4 @@
-"""The kernels are used where they were seen to be right, and nowhere else."""
+"""Tests that a kernel is used only after a check has found it right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _afresh() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_they_are_found_right(device: str, dtype: torch.dtype) -> None:
+def test_right_kernels_pass_their_checks(device: str, dtype: torch.dtype) -> None:
     assert placing_works(torch.device(device), dtype, 2, 64)
     assert rows_work(torch.device(device), dtype, 2, 64)
     assert attention_works(torch.device(device), dtype, 8, 2, 64)
@@ -37,7 +37,7 @@ def both_work(device: str) -> tuple[bool, bool]:
     "fault,says",
     [("place", "does not place keys"), ("place_layers", "does not place several"), ("attend", "attention differs")],
 )
-def test_a_kernel_that_is_wrong_is_not_used_and_the_log_says_so(
+def test_a_wrong_kernel_is_not_used_and_the_log_names_the_fault(
     device: str, fault: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from cacheblend_rag.engines.kernels import attention, place
@@ -56,7 +56,7 @@ def test_a_kernel_that_is_wrong_is_not_used_and_the_log_says_so(
     assert says in caplog.text
 
 
-def test_rows_that_are_placed_wrong_are_decoded_before(
+def test_wrongly_placed_rows_are_decoded_before_they_are_placed(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from cacheblend_rag.engines.kernels import place
@@ -72,10 +72,10 @@ def test_rows_that_are_placed_wrong_are_decoded_before(
     with caplog.at_level(logging.WARNING):
         assert (placing_works(*where), rows_work(*where)) == (True, False)
     assert "does not place rows" in caplog.text
-    assert not rows_work(where[0], torch.float32, 2, 30)  # whose scales would not be where four bytes may be read
+    assert not rows_work(where[0], torch.float32, 2, 30)  # at this size the scales are not aligned to 4 bytes
 
 
-def test_sums_of_weights_that_are_wrong_are_not_used_and_the_log_says_so(
+def test_a_kernel_with_wrong_sums_is_not_used_and_the_log_names_the_fault(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from cacheblend_rag.engines.kernels import attention
@@ -93,7 +93,7 @@ def test_sums_of_weights_that_are_wrong_are_not_used_and_the_log_says_so(
     assert "sums of weights differ" in caplog.text
 
 
-def test_a_kernel_that_does_not_compile_is_not_used_and_the_log_says_so(
+def test_a_kernel_that_does_not_compile_is_not_used_and_the_log_gives_the_error(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from cacheblend_rag.engines.kernels import attention
@@ -107,10 +107,10 @@ def test_a_kernel_that_does_not_compile_is_not_used_and_the_log_says_so(
     assert "C compiler" in caplog.text
 
 
-def test_a_cpu_does_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_uses_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert both_work("cpu") == (False, False)
 
 
-def test_double_precision_does_without_them(device: str) -> None:
+def test_double_precision_uses_no_attention_kernel(device: str) -> None:
     assert not attention_works(torch.device(device), torch.float64, 4, 2, 32)

@@ -1,4 +1,4 @@
-"""The kernels compile for Ampere, Hopper and Blackwell: what runs there is more than what the interpreter sees."""
+"""Tests that the kernels compile for Ampere, Hopper and Blackwell, which the interpreter does not show."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_kernels_compile_for_a_gpu_use_its_tensor_cores_and_keep_to_its_memory(
-    capability: int, tmp_path: Path
-) -> None:
-    """In a process of its own, whose Triton compiles."""
+def test_the_kernels_compile_for_a_gpu_use_tensor_cores_and_fit_shared_memory(capability: int, tmp_path: Path) -> None:
+    """Compile in another process, because Triton may interpret in this one."""
     pytest.importorskip("triton", reason="Triton is not installed; on Linux, make setup installs it")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("TRITON_INTERPRET", None)

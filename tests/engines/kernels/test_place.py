@@ -1,4 +1,4 @@
-"""One kernel that rotates and places stored KV equals the rotation in torch and a copy, bit for bit."""
+"""Tests that the kernel that rotates and places stored KV equals torch's rotation and copy, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rotation(tokens: int, dims: int) -> Rotation:
 
 
 def slots() -> torch.Tensor:
-    """Neither neighbours nor in order."""
+    """Return slots that are neither consecutive nor in order."""
     return torch.randperm(PAGES * SIZE, generator=torch.Generator().manual_seed(1))[:TOKENS]
 
 
@@ -50,7 +50,7 @@ def check(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("dim,rotated", [(32, 32), (24, 24), (32, 12)])
-def test_keys_are_rotated_bit_for_bit_as_in_torch(
+def test_the_placing_kernel_rotates_keys_bit_for_bit_as_torch_does(
     device: str, dtype: torch.dtype, layout: str, dim: int, rotated: int
 ) -> None:
     first = 9
@@ -64,27 +64,27 @@ def test_keys_are_rotated_bit_for_bit_as_in_torch(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("first", [0, TOKENS, None])
-def test_every_order_of_the_cache_in_memory_is_written_as_it_is(device: str, order: str, first: int | None) -> None:
+def test_the_placing_kernel_writes_every_memory_order_of_the_cache(device: str, order: str, first: int | None) -> None:
     kv = stored(16, torch.float32)
     move = None if first is None else Move(rotation(TOKENS - first, 16), "half", first)
     cache = paged_cache(order, PAGES, HEADS, SIZE, 16, torch.float32, device)
     check(device, kv, move, *cache, equal_to=moved(kv, move))
 
 
-def test_keys_may_lie_column_by_column(device: str) -> None:
+def test_the_placing_kernel_writes_keys_column_by_column(device: str) -> None:
     kv, move = stored(16, torch.float32), Move(rotation(TOKENS, 16), "half", 0)
     keys, values = (x.to(device) for x in columns_first(PAGES, HEADS, SIZE, 16))
     check(device, kv, move, keys, values, equal_to=moved(kv, move))
 
 
-def test_stored_kv_may_be_a_part_of_a_larger_block(device: str) -> None:
+def test_the_placing_kernel_reads_a_part_of_a_larger_block(device: str) -> None:
     whole = stored(16, torch.float32)
     kv = LayerKV(*(torch.stack([x, -x], 1).to(device)[:, 0] for x in whole))
     assert not kv.k.is_contiguous()
     check(device, kv, None, *paged_cache("NHD", PAGES, HEADS, SIZE, 16, torch.float32, device), equal_to=whole)
 
 
-def test_one_page_may_be_of_any_length(device: str) -> None:
+def test_the_placing_kernel_writes_one_page_of_any_length(device: str) -> None:
     kv, move = stored(16, torch.float32), Move(rotation(TOKENS, 16), "half", 0)
     cache = paged_cache("HND", 1, HEADS, PAGES * SIZE, 16, torch.float32, device)
     check(device, kv, move, *cache, equal_to=moved(kv, move))
@@ -100,7 +100,7 @@ def test_several_layers_of_several_entries_are_placed_in_one_launch(
     from cacheblend_rag.engines.kernels.place import Layers, TokenTable, place_layers
 
     layers, dim, room, first = 3, 24, PAGES * SIZE, 5
-    lengths, cuts = (11, 40, 9), ((0, 11), (3, 37), (2, 9))  # of what is stored, what is wanted
+    lengths, cuts = (11, 40, 9), ((0, 11), (3, 37), (2, 9))  # stored tokens of each entry, and the tokens wanted of it
     wanted = sum(end - begin for begin, end in cuts)
     generator = torch.Generator().manual_seed(3)
     entries = [torch.randn(layers, 2, HEADS, n, dim, generator=generator).to(dtype) for n in lengths]
@@ -133,7 +133,7 @@ def test_several_layers_of_several_entries_are_placed_in_one_launch(
             assert rows[rest].isnan().all(), "it wrote elsewhere"
 
 
-def test_caches_that_differ_are_not_placed_in_one_launch(device: str) -> None:
+def test_caches_of_different_shapes_are_not_placed_in_one_launch(device: str) -> None:
     from cacheblend_rag.engines.kernels.place import Layers
 
     one, other = (LayerKV(*paged_cache("NHD", PAGES, HEADS, SIZE, dim, torch.float32, device)) for dim in (24, 32))

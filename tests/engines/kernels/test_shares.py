@@ -1,4 +1,4 @@
-"""The kernel that adds up attention weights against their definition in double precision."""
+"""Compare the kernel that adds up attention weights with their definition in double precision."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-5, torch.bfloat16: 1e-5}
         (torch.bfloat16, 2, 4, 32, 20),
     ],
 )
-def test_weights_are_added_up_by_each_querys_share(
+def test_the_kernel_adds_up_attention_weights_by_each_querys_share(
     device: str, dtype: torch.dtype, kv_heads: int, groups: int, dim: int, window: int | None
 ) -> None:
     from cacheblend_rag.engines.kernels.attention import add_shares, attend
 
     generator = torch.Generator().manual_seed(dim)
     heads, room, tokens = kv_heads * groups, 190, 150
-    keys = torch.full((kv_heads, room, dim), float("nan"), dtype=dtype)  # nobody wrote behind the last query
+    keys = torch.full((kv_heads, room, dim), float("nan"), dtype=dtype)  # memory behind the last query is unwritten
     keys[:, :tokens] = torch.randn(kv_heads, tokens, dim, generator=generator)
     positions = scattered(tokens, 40)
     positions[-1] = tokens - 1
@@ -37,7 +37,7 @@ def test_weights_are_added_up_by_each_querys_share(
     hidden = (behind < 0) | (behind >= (window or tokens))
     scores = query.double().transpose(0, 1) @ keys[:, :tokens].double().repeat_interleave(groups, 0).mT * 0.2
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    want = torch.ones(kv_heads, room, dtype=torch.float64)  # what was there is added to
+    want = torch.ones(kv_heads, room, dtype=torch.float64)  # the kernel adds to the present values
     want[:, :tokens] += torch.einsum("hqk,q->hk", weights, shares.double()).view(kv_heads, groups, -1).sum(1) / heads
 
     query, keys, positions, shares = (x.to(device) for x in (query, keys, positions, shares))

@@ -1,4 +1,4 @@
-"""Real vLLM (its CPU build) with small random models. One engine for many tests: starting one takes half a minute."""
+"""Fixtures of real vLLM (its CPU build) with small random models. Many tests share an engine, which takes half a minute."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-# Bound to a core, as it is by default, each engine would have the same one as that of the test process beside it.
+# By default vLLM binds each engine to a core, the same one for the engines of parallel test processes.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
 
 if torch.cuda.is_available():
-    # What is forked cannot use a GPU that this process has asked for anything, as many libraries do.
+    # A forked process cannot use a GPU after this process has called its driver, as many libraries do.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 else:
     from tests.engines.vllm import forked  # noqa: F401
@@ -24,7 +24,7 @@ else:
 
 @pytest.fixture
 def engine(case: tuple[Any, Any]) -> Any:
-    """The engine of a file's case, as if it had just been started; ``case`` is a file's own."""
+    """Return the engine of the file's fixture ``case``, cleared as if it had just been started."""
     from tests.engines.vllm.engines import clear
 
     clear(case[0])
@@ -33,5 +33,5 @@ def engine(case: tuple[Any, Any]) -> Any:
 
 @pytest.fixture
 def model(case: tuple[Any, Any]) -> Any:
-    """The model of a file's case on transformers."""
+    """Return the transformers model of the file's fixture ``case``."""
     return case[1]

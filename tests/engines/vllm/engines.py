@@ -1,4 +1,4 @@
-"""Making engines of small random models, and asking them for exact numbers."""
+"""Make engines of small random models, and get exact numbers from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = {**_BASE, "hidden_size": 128, "vocab_size": VOCABULARY, "eos_token_id": 
 """Four heads of 32 dimensions, the smallest that vLLM's CPU kernels take."""
 FULL = BlendSettings(quality="full")
 ROOM = 1 << 26
-"""Bytes for KV, which vLLM fills with zeros first: enough for a few prompts of these shapes."""
+"""Bytes for KV, enough for a few prompts of these shapes; vLLM fills them with zeros first."""
 PIECES = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True}
 """Options by which prompts and passes run in pieces of 64 tokens."""
 
@@ -34,10 +34,10 @@ def save_model(config: Any, directory: Path) -> Any:
 
 
 def start(directory: Path | str, store: Path | None, *, generated: bool = False, **options: Any) -> Any:
-    """Start an engine; small, eager and without a tokenizer unless told otherwise.
+    """Start an engine; by default it is small, eager and without a tokenizer.
 
-    One that is not eager runs the graph that was traced, as it stands, or, if ``generated``, C++ that is made of it: what C++
-    compilers work at for half a minute. Which hooks are called, and what is called outside of the graph, are the same.
+    An engine that is not eager runs the traced graph, or, if ``generated``, C++ code made of it, whose compilation takes half a
+    minute. Both ways call the same hooks, and the same functions outside of the graph.
     """
     from cacheblend_rag.engines.vllm import VLLMEngine
 
@@ -53,7 +53,7 @@ def start(directory: Path | str, store: Path | None, *, generated: bool = False,
 def with_model(
     config: Any, options: dict[str, Any], header: list[int], folders: pytest.TempPathFactory
 ) -> Iterator[tuple[Any, Any]]:
-    """An engine of a random model that keeps nothing of its store in RAM, and the model."""
+    """Yield an engine of a random model whose store holds no KV in RAM, and the model."""
     directory = folders.mktemp("model")
     model = save_model(config, directory)
     with start(directory, folders.mktemp("store"), header=header, ram_budget=0, **options) as engine:
@@ -61,7 +61,7 @@ def with_model(
 
 
 def first_logprobs(engine: Any, prompt: TokenizedPrompt, settings: BlendSettings) -> torch.Tensor:
-    """Log-probabilities ``[vocab]`` of the first generated token."""
+    """Return the log-probabilities ``[vocab]`` of the first generated token."""
     return run(engine, _first_logprobs(engine, prompt, settings))
 
 

@@ -1,4 +1,4 @@
-"""Makes vLLM start its processes from one that has imported it already: twenty seconds less for each engine.
+"""Make vLLM fork its processes from a server that has imported vLLM, which saves twenty seconds for each engine.
 
 vLLM's CPU build spawns its processes, and each of them imports PyTorch and vLLM anew.
 """
@@ -24,7 +24,7 @@ from tests.forking import preload
 
 
 class EnvironedProcess(ForkServerProcess):
-    """Takes environment and folder of the process that starts it, as a spawned one would, not those of the server it is from."""
+    """A process with the environment and folder of the process that starts it, as a spawned one, not of the fork server."""
 
     def start(self) -> None:
         self._environ, self._folder = dict(os.environ), Path.cwd()
@@ -34,7 +34,7 @@ class EnvironedProcess(ForkServerProcess):
         os.environ.clear()
         os.environ.update(self._environ)
         os.chdir(self._folder)
-        tempfile.tempdir = None  # is found by the environment
+        tempfile.tempdir = None  # tempfile reads it from the environment again
         super().run()
 
 
@@ -47,18 +47,18 @@ def _context() -> Any:
     return _Context() if process.parent_process() is None else multiprocessing.get_context("fork")
 
 
-# A worker spins for a second behind each step, and two cores have other things to do; here it waits, as it does when idle.
-# Then a notice of news is lost now and then, which vLLM makes up for after five seconds.
+# A worker spins for a second behind each step, which two cores cannot spare; here it waits, as it does when idle.
+# Waiting sometimes misses a notification; vLLM checks again after five seconds, and here after 10 ms.
 shm_broadcast.SpinCondition.__init__.__defaults__ = (0.001,)
 shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 10
-# In the tests' process, and in the server that it forks from; where another test has imported vLLM's engine by now, too.
+# The patch covers the tests' process and the fork server, also if another test has imported vLLM's engine before.
 _own = system_utils.get_mp_context
 for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
     if vars(module).get("get_mp_context") is _own:
         module.get_mp_context = _context
-# What a model's class can do vLLM asks of a process that imports everything first, so that its own touches no GPU yet.
+# vLLM inspects a model's class in a process that imports everything first, so that its main process touches no GPU yet.
 registry._run_in_subprocess = lambda question: question()
-# vLLM's own one-liners, which it compiles in each process at their first call, for two seconds; whoever imports them follows.
+# vLLM compiles two small functions in each process at their first call, for two seconds; here they run uncompiled.
 for module, name in ((logprobs, "batched_count_greater_than"), (vocab_parallel_embedding, "get_masked_input_and_mask")):
     compiled = getattr(module, name)
     setattr(module, name, getattr(compiled, "_torchdynamo_orig_callable", compiled))

@@ -1,4 +1,4 @@
-"""A paged model whose cache is laid out as vLLM lays it out on a GPU, without a GPU and without a model."""
+"""Make a paged model with a cache in vLLM's GPU layouts, without a GPU and without a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cacheblend_rag.engines.vllm.pages import Pages
 
 NAMES = ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 4, 2, 32, 16, 12
-# Any that the backends take, on Hopper and before; FlashInfer on Blackwell takes those that keep a head's tokens together.
+# The layouts of the backends up to Hopper; FlashInfer on Blackwell takes the layouts that keep a head's tokens together.
 LAYOUTS = get_supported_kv_cache_layouts([flash_attn.FlashAttentionBackend, triton_attn.TritonAttentionBackend])
 BACKENDS = {
     "FLASH_ATTN": (flash_attn.FlashAttentionImpl, flash_attn, "reshape_and_cache_flash"),
@@ -30,7 +30,7 @@ BACKENDS = {
 
 
 def allocate(layout: KVCacheLayout, dtype: torch.dtype) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
-    """Return groups and each layer's cache, by vLLM's own arithmetic, all blocks of all layers in one allocation."""
+    """Return groups and each layer's cache as vLLM allocates them: all blocks of all layers in one allocation."""
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=DIM, dtype=dtype)
     config = SimpleNamespace(
         attention_config=SimpleNamespace(hisparse_config=None),
@@ -49,13 +49,13 @@ def allocate(layout: KVCacheLayout, dtype: torch.dtype) -> tuple[KVCacheConfig, 
 def scatter(
     key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, *_: Any
 ) -> None:
-    """What the compiled kernel behind a backend's update does: ``[tokens, heads, dim]`` into ``[blocks, tokens, heads, dim]``."""
+    """Write ``[tokens, heads, dim]`` into ``[blocks, tokens, heads, dim]``, as the compiled kernel of a backend's update does."""
     keys[slots // BLOCK, slots % BLOCK] = key
     values[slots // BLOCK, slots % BLOCK] = value
 
 
 class Describing:
-    """A backend's metadata builder that only hands on what it is told."""
+    """A backend's metadata builder that returns the common metadata unchanged."""
 
     def __init__(self, *_: Any):
         pass
@@ -65,7 +65,7 @@ class Describing:
 
 
 class Layer(SimpleNamespace):
-    """An attention layer of vLLM: its own update of the cache, the backend's attention left out."""
+    """An attention layer of vLLM with the backend's update of the cache, and without its attention."""
 
     def __init__(self, backend: str, cache: torch.Tensor, **impl: Any):
         cls = BACKENDS[backend][0]
@@ -122,6 +122,6 @@ def paged_model(
 
 
 def described(model: paged.PagedModel, block_ids: Sequence[int], positions: torch.Tensor) -> Any:
-    """Return what the model tells its backend of a pass over ``positions``."""
+    """Return the metadata that the model gives its backend for a pass over ``positions``."""
     pages = Pages(model, [block_ids], int(positions[-1]) + 1)
     return model._metadata.build(positions, positions, pages.tables, [pages.at(0, positions)])[NAMES[0]]

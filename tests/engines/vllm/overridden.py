@@ -1,4 +1,4 @@
-"""Puts vLLM's kernels for CPUs in place in the process that engines are forked from: each would search all modules for them."""
+"""Register vLLM's kernels for CPUs once in the fork server, because each engine would search all modules for them."""
 
 from __future__ import annotations
 

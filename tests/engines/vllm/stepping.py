@@ -1,6 +1,6 @@
-"""Scheduler's and worker's halves of the connector, driven through steps by vLLM's own connector code of either runner.
+"""Drive the scheduler's and worker's halves of the connector through steps, by vLLM's connector code of either runner.
 
-What the runners do around it is written down here: the order of their calls, as in `execute_model` and `sample_tokens` of
+This module repeats the order of the runners' calls, as in `execute_model` and `sample_tokens` of
 `vllm/v1/worker/gpu_model_runner.py` (V1) and `vllm/v1/worker/gpu/model_runner.py` (V2). Model and blends are stand-ins.
 """
 
@@ -37,7 +37,7 @@ PROMPT, CHUNK_END = 40, 30
 
 
 class FakeBlend:
-    """A blend of two segments; `events` gets what is done when."""
+    """A blend of two segments; `events` records its steps in order."""
 
     loading = False
     trace = None
@@ -62,7 +62,7 @@ class FakeBlend:
 
 
 class RunnerV1:
-    """Runner V1: loads start behind the forward, before tokens are sampled."""
+    """Runner V1, which starts loads behind the forward, before tokens are sampled."""
 
     def __init__(self, config: Any, events: list[Any]):
         self._config, self._events = config, events
@@ -84,7 +84,7 @@ class RunnerV1:
 
 
 class RunnerV2:
-    """Runner V2: loads start behind sampling, outside a forward context; saves may wait for a draft model."""
+    """Runner V2, which starts loads behind sampling, outside a forward context; saves may wait for a draft model."""
 
     deferred = False
 
@@ -103,7 +103,7 @@ class RunnerV2:
     def sample_tokens(self, _: Any) -> Any:
         self._events.append("sample")
         output = ModelRunnerOutput([], {})
-        # With its tokens still on their way; vLLM 0.33 gives a method to reach the report.
+        # The output's tokens are still being copied; vLLM 0.33 has a method that returns the report.
         on_its_way = SimpleNamespace(model_runner_output=output)
         if self.deferred:
             if "defer_finalize" not in inspect.signature(self._connector.post_forward).parameters:
@@ -117,10 +117,10 @@ class RunnerV2:
 
 
 class Engine:
-    """A scheduler's and a worker's connector and a runner; `step` is what vLLM's engine core does in one step.
+    """A scheduler's and a worker's connector and a runner; `step` does one step of vLLM's engine core.
 
     Attributes:
-        events: What was done, in order.
+        events: The calls, in order.
     """
 
     def __init__(self, runner: type, monkeypatch: pytest.MonkeyPatch, through_worker: bool = True):
@@ -130,7 +130,7 @@ class Engine:
         monkeypatch.setattr(connector.Entries, "contains", lambda *_: True)
         monkeypatch.setattr(blends, "_Blend", type("Blend", (FakeBlend,), {"events": self.events}))
         extra = _connect(store="/nowhere", fingerprint="0" * 32, header_ids=[])
-        # A GPU's wheel, unpacked on a CPU, knows no device by itself.
+        # A GPU's wheel that is unpacked on a CPU finds no device.
         config = VllmConfig(kv_transfer_config=KVTransferConfig(**extra), device_config=DeviceConfig(device="cpu"))
         config.model_config = SimpleNamespace(hf_text_config=SimpleNamespace())  # type: ignore[assignment]
         self.config = config
@@ -149,12 +149,12 @@ class Engine:
             runs, self._steps = self._steps, object.__new__(worker.BlendWorker)
 
     def connector(self, config: Any, role: Any) -> Any:
-        """Return a connector of ours."""
+        """Make a `BlendConnector` for ``role``."""
         spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
         return connector.BlendConnector(config, role, KVCacheConfig(16, [], [KVCacheGroupSpec(["layer"], spec)]))
 
     def request(self, name: str, job: BlendJob | SaveJob | None = None) -> Any:
-        """Make a request known that blends, or does another `job`."""
+        """Add a request that blends, or has another ``job``."""
         if job is None:
             job = BlendJob(((0, CHUNK_END, "chunk"),), FuseOptions(policy("hkvd"), 0.15))
         made = SimpleNamespace(
@@ -168,7 +168,7 @@ class Engine:
         return made
 
     def admit(self, request: Any, computed: int = 0) -> tuple[int, bool]:
-        """Look for external tokens, as the scheduler does for a waiting request; return what it is told."""
+        """Look for external tokens, as the scheduler does for a waiting request; return the connector's answer."""
         found = self._scheduler.get_num_new_matched_tokens(request, computed)
         assert found[0] is not None
         return found[0], found[1]
@@ -194,7 +194,7 @@ class Engine:
         return report
 
     def finish(self, request: Any) -> dict[str, Any]:
-        """End a request; return what its output says of the blend."""
+        """End a request; return the outcome of the blend in its output."""
         held, params = self._scheduler.request_finished_all_groups(request, ([],))
         assert not held, "vLLM may free the blocks at once"
         report = read_report(params)

@@ -1,4 +1,4 @@
-"""Tests what vLLM's arguments make of a model: which files it is read from, and whose KV it computes."""
+"""Tests which files a model is read from by vLLM's arguments, and which fingerprint its KV has."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_po
 
 
 def identity(tmp_path: Path, model: Any = None, **given: Any) -> str:
-    """The fingerprint that an engine's processes are told, and its client goes by."""
+    """Return the fingerprint that an engine's processes and its client use."""
     launch = prepare(model, tmp_path, **given)
     told = launch.arguments["kv_transfer_config"]["kv_connector_extra_config"]["fingerprint"]
     assert told == launch.fingerprint.digest
     return str(told)
 
 
-def test_the_kv_of_a_model_that_is_run_by_other_numbers_is_kept_apart_from_its_own(tmp_path: Path) -> None:
+def test_quantisation_and_config_overrides_change_the_fingerprint(tmp_path: Path) -> None:
     stretched = {"hf_overrides": YARN}
     given: list[dict[str, Any]] = [{}, stretched, {"quantization": "fp8"}, stretched | {"quantization": "fp8"}]
     found = [identity(tmp_path, **each) for each in given]
@@ -39,7 +39,7 @@ def test_the_kv_of_a_model_that_is_run_by_other_numbers_is_kept_apart_from_its_o
     assert len(set(map(len, found))) == 1
 
 
-def test_an_override_that_is_a_function_counts_by_what_it_does(tmp_path: Path) -> None:
+def test_an_override_function_changes_the_fingerprint_by_its_effect(tmp_path: Path) -> None:
     def stretched(config: Any) -> Any:
         config.rope_parameters = YARN["rope_parameters"]
         return config
@@ -61,7 +61,7 @@ def test_a_model_larger_than_the_free_memory_is_refused_before_vllm_starts(
     assert identity(tmp_path, quantization="fp8")
 
 
-def test_naming_the_method_of_files_that_are_quantised_changes_nothing(tmp_path: Path) -> None:
+def test_naming_the_method_of_quantised_files_keeps_the_fingerprint(tmp_path: Path) -> None:
     from transformers import LlamaConfig
 
     save_model(LlamaConfig(**SHAPE, quantization_config={"quant_method": "awq", "bits": 4}), tmp_path / "model")
@@ -69,7 +69,7 @@ def test_naming_the_method_of_files_that_are_quantised_changes_nothing(tmp_path:
     assert identity(tmp_path, **given, quantization="awq_marlin") == identity(tmp_path, **given)
 
 
-def test_the_server_goes_by_the_same_fingerprint(tmp_path: Path) -> None:
+def test_the_server_uses_the_fingerprint_of_the_engine(tmp_path: Path) -> None:
     flags = ["--hf-overrides", '{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}']
     args, launch = parse(ServeOptions(store=tmp_path), [*flags, "--quantization", "fp8"])
     assert (args.hf_overrides["rope_parameters"]["factor"], args.quantization) == (4.0, "fp8")
@@ -77,9 +77,7 @@ def test_the_server_goes_by_the_same_fingerprint(tmp_path: Path) -> None:
     assert launch.fingerprint.digest != identity(tmp_path)
 
 
-def test_the_revision_of_a_model_on_the_hub_that_is_asked_for_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_requested_revision_of_a_hub_model_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def download(name: str, *, revision: str | None, cache_dir: str | None, **_: Any) -> str:
@@ -93,7 +91,7 @@ def test_the_revision_of_a_model_on_the_hub_that_is_asked_for_is_served(
 
 
 @pytest.mark.parametrize(("given", "revision"), [({}, None), ({"revision": "v2"}, "v2")])
-def test_a_tokenizer_from_the_hub_is_that_of_the_revision_that_vllm_takes(
+def test_a_hub_tokenizer_has_the_revision_that_vllm_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], revision: str | None
 ) -> None:
     from transformers import AutoTokenizer
@@ -109,7 +107,7 @@ def test_a_tokenizer_from_the_hub_is_that_of_the_revision_that_vllm_takes(
 SPOKEN = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] {{ strftime_now('%Y') }}"
 
 
-def test_the_turns_of_a_conversation_are_found_by_the_chat_template_that_is_served(tmp_path: Path) -> None:
+def test_the_served_chat_template_determines_the_turns_of_a_conversation(tmp_path: Path) -> None:
     file = tmp_path / "spoken.jinja"
     file.write_text(SPOKEN)
     own = parse(ServeOptions(store=tmp_path), [])[1]

@@ -1,4 +1,4 @@
-"""A question to vLLM's workers ends, whatever becomes of them."""
+"""Tests that a call to vLLM's workers ends, even if they fail or die."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cacheblend_rag.engines.vllm.asking import ask_workers
 
 
 class Engine(SimpleNamespace):
-    """An engine that answers when it is let, or dies before."""
+    """An engine that answers when ``answer`` is set, or dies before."""
 
     def __init__(self) -> None:
         super().__init__(errored=False, dead_error=RuntimeError("the engine has died"), asked=[])
@@ -23,14 +23,14 @@ class Engine(SimpleNamespace):
         return await self.answer
 
 
-async def test_the_answer_of_every_rank_is_given() -> None:
+async def test_ask_workers_returns_the_answer_of_every_rank() -> None:
     engine = Engine()
     engine.answer.set_result(("first", "second"))
     assert await ask_workers(engine, "which") == ["first", "second"]  # type: ignore[arg-type]
     assert engine.asked == ["which"]
 
 
-async def test_with_data_parallelism_the_ranks_of_every_engine_answer() -> None:
+async def test_ask_workers_returns_the_answers_of_every_data_parallel_engine() -> None:
     async def all_of_them(*asked: Any) -> list[list[str]]:
         assert asked[:2] == ("collective_rpc", "which")
         return [["of the first"], ["of the second"]]
@@ -41,7 +41,7 @@ async def test_with_data_parallelism_the_ranks_of_every_engine_answer() -> None:
     assert await ask_workers(engine, "which") == ["of the first", "of the second"]  # type: ignore[arg-type]
 
 
-async def test_an_engine_that_dies_before_it_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ask_workers_raises_if_the_engine_dies_before_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.engines.vllm.asking._LOOK_S", 0.001)
     engine = Engine()
     asking = asyncio.ensure_future(ask_workers(engine, "which"))  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ async def test_an_engine_that_dies_before_it_answers_is_an_error(monkeypatch: py
     assert engine.answer.cancelled(), "nothing is left that waits"
 
 
-async def test_what_a_worker_raises_is_raised() -> None:
+async def test_ask_workers_raises_a_workers_error() -> None:
     engine = Engine()
     engine.answer.set_exception(ValueError("no such method"))
     with pytest.raises(ValueError, match="no such"):

@@ -1,4 +1,4 @@
-"""The bundled model in vLLM: the answers of the transformers engine, from one store; faults on the way lose nothing."""
+"""Tests that the bundled model in vLLM has the answers of the transformers engine, from one store, also after faults."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def prompts(engine: Any, corpus: list[Chunk], questions: list[str], count: int, 
     ]
 
 
-def test_answers_are_those_of_the_transformers_engine(engine, transformers_engine, corpus, questions) -> None:
+def test_answers_equal_those_of_the_transformers_engine(engine, transformers_engine, corpus, questions) -> None:
     engine.precompute(corpus[:9])
     for prompt in prompts(engine, corpus[:9], questions, 2):
         for settings in (FULL, BlendSettings(ratio=1.0), BlendSettings(), BlendSettings(0.05, "static-query")):
@@ -81,7 +81,9 @@ def test_answers_are_those_of_the_transformers_engine(engine, transformers_engin
 
 
 @pytest.mark.parametrize("writer", ["vllm", "transformers"])
-def test_what_one_engine_stores_the_other_uses(engine, transformers_engine, corpus, questions, writer: str) -> None:
+def test_entries_of_one_engine_are_used_by_the_other_engine(
+    engine, transformers_engine, corpus, questions, writer: str
+) -> None:
     first, second = (engine, transformers_engine) if writer == "vllm" else (transformers_engine, engine)
     assert first.precompute(corpus[:6]).computed == 6
     assert second.precompute(corpus[:6]).present == 6
@@ -92,7 +94,7 @@ def test_what_one_engine_stores_the_other_uses(engine, transformers_engine, corp
     transformers_engine.store.evict(0)
 
 
-def test_what_computing_costs_is_measured_as_of_any_engine(engine, transformers_engine) -> None:
+def test_compute_costs_of_vllm_are_measured_as_those_of_any_engine(engine, transformers_engine) -> None:
     cost = measure_compute(engine)
     assert cost.seconds(1000, 1000) > cost.seconds(50, 1000) > 0
     assert cost.per_placed_s >= 0
@@ -100,7 +102,7 @@ def test_what_computing_costs_is_measured_as_of_any_engine(engine, transformers_
 
 
 def test_twenty_mixed_requests_side_by_side_do_not_mix(engine, corpus, questions) -> None:
-    engine.precompute(corpus[:8])  # of twelve: some prompts have chunks that are missing
+    engine.precompute(corpus[:8])  # four of the twelve chunks are missing
     kinds = [
         FULL,
         BlendSettings(ratio=1.0),
@@ -120,14 +122,14 @@ def test_twenty_mixed_requests_side_by_side_do_not_mix(engine, corpus, questions
                 last = event.generation
             return last.token_ids
 
-        # 26 blocks of 128 tokens hold three such prompts: the others wait, and running ones are preempted.
+        # 26 blocks of 128 tokens hold three of these prompts: other prompts wait, and running ones are preempted.
         got = concurrently(engine, [lambda p=p, s=s: ask(p, s) for p, s in jobs])
     finally:
         engine._write_back = True
     assert alone == got
 
 
-async def test_async_requests_all_reach_vllm_at_once(engine, questions, monkeypatch) -> None:
+async def test_async_requests_reach_vllm_all_at_once(engine, questions, monkeypatch) -> None:
     running: list[int] = []
     seen: list[int] = []
     stream = engine.events
@@ -143,11 +145,11 @@ async def test_async_requests_all_reach_vllm_at_once(engine, questions, monkeypa
     long = SamplingParams(max_tokens=60)
     answers = await asyncio.gather(*(engine.agenerate(f"Request {i}. {questions[i % 8]}", long) for i in range(60)))
     assert len(answers) == 60
-    # A pool of waiting threads would have held the rest back: it has 32 at most.
+    # A pool of waiting threads would hold back some requests: it has 32 threads at most.
     assert max(seen) > 40
 
 
-def test_a_client_that_goes_away_leaves_no_block_behind(engine, corpus, questions) -> None:
+def test_a_disconnected_client_leaves_no_block_in_use(engine, corpus, questions) -> None:
     engine.precompute(corpus[:6])
     whole = run(engine, _stats(engine))
     long = SamplingParams(max_tokens=400, stop=("never appears",))
@@ -171,7 +173,7 @@ def test_a_client_that_goes_away_leaves_no_block_behind(engine, corpus, question
     assert run(engine, _stats(engine)) == whole
 
 
-async def test_vllm_aborts_the_requests_of_calls_that_are_cancelled(engine, questions, monkeypatch) -> None:
+async def test_vllm_aborts_the_requests_of_cancelled_calls(engine, questions, monkeypatch) -> None:
     aborted: set[str] = set()
     core, long = engine.llm.engine_core, SamplingParams(max_tokens=2000, stop=("never appears",))
     abort = core.abort_requests_async
@@ -201,14 +203,16 @@ async def test_vllm_aborts_the_requests_of_calls_that_are_cancelled(engine, ques
 
 
 async def _stats(engine: Any) -> tuple[int, bool]:
-    """Unfinished requests, and whether the prefix cache could be emptied: vLLM refuses while any block is held."""
+    """Return the unfinished requests, and whether the prefix cache was emptied; vLLM refuses while any block is in use."""
     llm = engine.llm
     while llm.output_processor.has_unfinished_requests():
         await asyncio.sleep(0.01)
     return llm.output_processor.get_num_unfinished_requests(), await llm.reset_prefix_cache()
 
 
-def test_a_store_deleted_under_a_running_engine_is_prefilled(engine, corpus, questions, directory: Path) -> None:
+def test_a_prompt_is_prefilled_if_its_store_was_deleted_under_the_engine(
+    engine, corpus, questions, directory: Path
+) -> None:
     engine.precompute(corpus[:6])
     prompt = rag_prompt(engine.tokenizer, corpus[:6], questions[1])
     want = engine.generate(prompt, ANSWER, FULL).token_ids
@@ -261,7 +265,7 @@ def wrong_options(**changes: Any) -> dict[str, Any]:
         (7, ""),
     ],
 )
-def test_malformed_options_from_the_network_are_prefilled(engine, questions, params: Any, named: str) -> None:
+def test_a_request_with_malformed_options_is_prefilled(engine, questions, params: Any, named: str) -> None:
     from vllm import SamplingParams as VLLMSampling
 
     tokens = engine.tokenize(BlendPrompt((questions[0],)))

@@ -1,4 +1,4 @@
-"""Llama-4 in real vLLM: attention in pieces is blended within the first piece, and left to vLLM beyond."""
+"""Tests that Llama-4, with attention in pieces, is blended within the first piece and prefilled by vLLM beyond it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tests.blending.families import llama4
 from tests.blending.prompts import Scene
 from tests.engines.vllm.engines import FULL, SHAPE, first_logprobs, with_model
 
-# The tests of ordinary attention, run with this model.
+# Pytest runs these tests of ordinary attention with this file's model.
 from tests.engines.vllm.test_parity import (  # noqa: F401
     ANSWER,
     SCENE,
-    test_full_prefill_is_the_models_own,
-    test_other_ratios_are_the_reference,
+    test_a_blend_ranked_without_a_dense_pass_equals_the_reference,
+    test_blends_at_other_ratios_equal_the_reference,
     test_ratio_1_is_the_full_prefill,
+    test_the_full_prefill_equals_the_models_own_logits,
     test_the_gate_passes,
-    test_what_is_ranked_without_a_dense_pass_is_the_reference,
 )
 
-_PIECE = 512  # whole blocks: vLLM asks for it
+_PIECE = 512  # vLLM requires whole blocks
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
         yield made
 
 
-def test_a_prompt_of_more_than_one_piece_is_prefilled_and_says_why(engine, model) -> None:
+def test_a_prompt_longer_than_one_piece_is_prefilled_with_the_reason(engine, model) -> None:
     scene = Scene(chunk_tokens=(150, 90, 170, 100), question=9)
     ids = torch.tensor([scene.prompt.token_ids])
     assert len(SCENE.prompt.token_ids) <= _PIECE < ids.shape[1]

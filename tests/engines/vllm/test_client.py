@@ -1,4 +1,4 @@
-"""Tests what the client records of an answer, without a vLLM that runs."""
+"""Tests which events the client records of an answer, without a running vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPORT = FinishReport(PromptOutcome("prefill", "reuse was switched off", Usage(3
 
 
 @pytest.mark.parametrize("pieces", [(1, 1, 1), (1, 2), (2, 1), (3,)])
-def test_every_token_behind_the_first_is_decoding_however_many_come_at_once(pieces: tuple[int, ...]) -> None:
+def test_tokens_after_the_first_are_recorded_as_decoding_in_pieces_of_any_size(pieces: tuple[int, ...]) -> None:
     trace, begin = Trace(), time.perf_counter()
     record(trace, REPORT, begin, [(begin + 0.1 * n, tokens) for n, tokens in enumerate(pieces, 1)])
     events = trace.events()

@@ -1,4 +1,4 @@
-"""KV that a tier stores in fewer bytes, written and blended by vLLM."""
+"""Write and blend KV of tiers with codecs in vLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REUSE = BlendSettings(ratio=0.0)
 
 
 @pytest.mark.vllm
-def test_an_int8_tier_is_blended_as_the_reference_does_and_the_other_engine(tmp_path: Path) -> None:
+def test_a_blend_from_an_int8_tier_equals_the_reference_and_the_other_engine(tmp_path: Path) -> None:
     model = save_model(hf.Qwen3Config(**SHAPE, head_dim=32), tmp_path / "model")
     both = f"file://{tmp_path}/exact,file://{tmp_path}/kv?codec=int8"
     with start(tmp_path / "model", both, header=SCENE.header) as engine:
@@ -37,7 +37,7 @@ def test_an_int8_tier_is_blended_as_the_reference_does_and_the_other_engine(tmp_
         assert 0 < engine.gate.codecs["int8"] < CODEC_LIMIT
         got = first_logprobs(engine, SCENE.prompt, REUSE)
         engine.reset_prefix_cache()
-        again = first_logprobs(engine, SCENE.prompt, REUSE)  # from RAM, where it moved up
+        again = first_logprobs(engine, SCENE.prompt, REUSE)  # from RAM, to which the entries have moved
         assert engine.generate(SCENE.prompt, SamplingParams(max_tokens=2), REUSE).mode == "blend"
         engine.reset_prefix_cache()
         exact = engine.generate(SCENE.prompt, SamplingParams(max_tokens=2), BlendSettings(quality="exact"))

@@ -1,4 +1,4 @@
-"""The vLLM engine under the contract of all engines."""
+"""Run the contracts of all engines on the vLLM engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    # Without RAM in front, what a test does to the files is seen at once.
+    # Without a RAM tier the engine sees a test's changes of files at once.
     store = tmp_path_factory.mktemp("store")
     with start(model_directory, store, ram_budget=0, skip_tokenizer_init=False) as engine:
         engine.root = store
@@ -62,7 +62,7 @@ class TestVLLMEngine(EngineContract, ControllerContract, ConversationContract, S
     def root(self, shared: Any) -> Path:
         return shared.root
 
-    def test_what_is_forgotten_while_its_prompt_runs_is_not_stored_behind_it(
+    def test_a_chunk_forgotten_while_its_prompt_runs_is_not_stored_afterwards(
         self, engine, chunks, prompt, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         report = engine.report

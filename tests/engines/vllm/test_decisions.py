@@ -1,4 +1,4 @@
-"""The loading controller in the scheduler's half: where entries are, what waits before a blend, what comes back measured."""
+"""Tests of the loading controller in the scheduler's half: places of entries, waiting blends and measured times."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.outcomes import differing, filled
 
 TOKENS, CHUNKS, QUESTION = 50, 4, 8
 MODEL = ModelFingerprint("0" * 32, "m")
-OPTIONS = FuseOptions(policy("full-reuse"), 0.2, auto=True)  # a policy that measures nothing: a blend is one pass
+OPTIONS = FuseOptions(policy("full-reuse"), 0.2, auto=True)  # this policy measures nothing, so a blend is one pass
 
 
 def ids(chunk: int) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ def entries(root: Path, rank: int = 0, ranks: int = 1) -> Entries:
 
 
 class Scheduler:
-    """The scheduler's half over a disk with the chunks on it; a pass takes 1 ms a token."""
+    """The scheduler's half over a disk that has the chunks; a pass takes 1 ms a token."""
 
     def __init__(self, root: Path, **seconds: float):
         self.entries = entries(root)
@@ -91,7 +91,7 @@ class Scheduler:
         return made
 
     def blend(self, name: str, computed: int = 0) -> int:
-        """Ask for a prompt, and hand its blend to the workers if there is one; return how many tokens it provides."""
+        """Request a prompt, and give its blend to the workers if there is one; return how many tokens the blend provides."""
         request = self.request(name)
         count, _ = self.side.matched_tokens(request, computed)
         assert count is not None
@@ -114,7 +114,7 @@ class Scheduler:
         return self.finished(name).outcome
 
 
-def test_what_a_worker_holds_in_ram_is_known_from_its_report_on_until_it_leaves(tmp_path: Path) -> None:
+def test_the_scheduler_knows_the_workers_ram_entries_from_their_reports(tmp_path: Path) -> None:
     known = entries(tmp_path)
     store = TieredStore([MemoryStore(kv().nbytes), DiskStore(tmp_path)])
     worker, log, where = Entries(store, MODEL, ()), RAMLog(store), Whereabouts()
@@ -125,7 +125,7 @@ def test_what_a_worker_holds_in_ram_is_known_from_its_report_on_until_it_leaves(
     assert found.stored_nbytes == known.entry(ids(0)).nbytes > kv().nbytes
     where.take(log.take())
     assert (where.find(known, ids(0)).tier, where.find(known, ids(0)).stored_nbytes) == ("ram", kv().nbytes)
-    worker.put(ids(1), kv())  # there is room for one
+    worker.put(ids(1), kv())  # RAM has room for one entry
     where.take(log.take())
     assert [where.find(known, ids(chunk)).tier for chunk in (0, 1)] == ["disk", "ram"]
     worker.delete(ids(1))
@@ -134,7 +134,7 @@ def test_what_a_worker_holds_in_ram_is_known_from_its_report_on_until_it_leaves(
     assert log.take() == {}
 
 
-def test_a_tenant_is_told_of_its_own_entries_and_those_it_reads_and_of_no_others(tmp_path: Path) -> None:
+def test_a_tenant_finds_only_its_entries_and_those_of_namespaces_that_it_reads(tmp_path: Path) -> None:
     mine = entries(tmp_path).within(Namespace("acme", ("public",)))
     public, other = (mine.within(Namespace(name)) for name in ("public", "other"))
     where = Whereabouts()
@@ -145,10 +145,10 @@ def test_a_tenant_is_told_of_its_own_entries_and_those_it_reads_and_of_no_others
     where.take({public.own_key(ids(0)): 7, other.own_key(ids(0)): 9})
     found = where.find(mine, ids(0))
     assert (found.tier, found.stored_nbytes) == ("ram", 7)
-    assert where.find(entries(tmp_path), ids(0)) is None  # the default tenant's, who reads no others
+    assert where.find(entries(tmp_path), ids(0)) is None  # the default tenant reads no other tenant's entries
 
 
-def test_a_rank_finds_its_shard_or_its_share_of_the_whole_and_nothing_that_another_lacks(tmp_path: Path) -> None:
+def test_a_rank_finds_its_shard_once_all_ranks_have_theirs_or_its_share_of_a_whole_entry(tmp_path: Path) -> None:
     first, second = (entries(tmp_path, rank, 2) for rank in range(2))
     first.put(ids(0), kv())
     assert first.entry(ids(0)) is None
@@ -158,7 +158,7 @@ def test_a_rank_finds_its_shard_or_its_share_of_the_whole_and_nothing_that_anoth
     assert 2 * first.entry(ids(1)).nbytes in range(entries(tmp_path).entry(ids(1)).nbytes - 1, 1 << 20)
 
 
-def test_slow_storage_is_left_alone_until_the_workers_hold_its_entries_in_ram(tmp_path: Path) -> None:
+def test_entries_on_slow_storage_are_used_only_once_the_workers_have_them_in_ram(tmp_path: Path) -> None:
     scheduler = Scheduler(tmp_path, disk=3600.0, ram=1e-6)
     assert scheduler.blend("a") == 0
     outcome = scheduler.outcome("a")
@@ -170,7 +170,7 @@ def test_slow_storage_is_left_alone_until_the_workers_hold_its_entries_in_ram(tm
     assert scheduler.outcome("b").in_place == ()
 
 
-def test_only_what_the_prefix_cache_lacks_is_reckoned_with(tmp_path: Path) -> None:
+def test_the_controller_counts_only_tokens_outside_the_prefix_cache(tmp_path: Path) -> None:
     scheduler = Scheduler(tmp_path, disk=3600.0)
     scheduler.report(held={scheduler.entries.own_key(ids(3)): 3200})
     assert scheduler.blend("a", computed=3 * TOKENS) == TOKENS
@@ -180,7 +180,7 @@ def test_only_what_the_prefix_cache_lacks_is_reckoned_with(tmp_path: Path) -> No
     assert scheduler.blend("c", computed=CHUNKS * TOKENS) == 0
 
 
-def test_what_the_prefix_cache_has_when_a_prompt_is_asked_for_again_counts(tmp_path: Path) -> None:
+def test_the_last_look_up_of_a_prompt_decides_its_cached_tokens(tmp_path: Path) -> None:
     scheduler = Scheduler(tmp_path, disk=1e-6)
     request = scheduler.request("a")
     for computed in (0, 3 * TOKENS):
@@ -189,9 +189,7 @@ def test_what_the_prefix_cache_has_when_a_prompt_is_asked_for_again_counts(tmp_p
 
 
 @pytest.mark.parametrize("unasked", [0, QUESTION - 1, QUESTION])
-def test_what_stands_in_front_of_an_answer_to_be_scored_vllm_computes_as_it_does_before_it_answers(
-    tmp_path: Path, unasked: int
-) -> None:
+def test_vllm_computes_the_last_token_in_front_of_a_scored_answer(tmp_path: Path, unasked: int) -> None:
     scheduler = Scheduler(tmp_path, disk=1e-6)
     count, _ = scheduler.side.matched_tokens(scheduler.request("a", unasked), 0)
     assert count == min(CHUNKS * TOKENS, CHUNKS * TOKENS + QUESTION - unasked - 1)
@@ -201,21 +199,21 @@ def test_a_prompt_does_not_wait_for_many_blends_before_it(tmp_path: Path) -> Non
     scheduler = Scheduler(tmp_path, disk=1e-6)
     names = [f"blend {n}" for n in range(20)]
     blended = [scheduler.blend(name) > 0 for name in names]
-    # Each takes some 50 ms; prefilling in turns with them takes twice 208 ms.
+    # Each blend takes some 50 ms; prefilling in turns with the blends takes twice 208 ms.
     assert blended == [True] * blended.count(True) + [False] * blended.count(False)
     assert 6 <= blended.count(True) <= 8
     scheduler.report(*names[: blended.count(True)])
     assert scheduler.blend("when they have ended") > 0
 
 
-def test_blends_of_requests_that_ended_are_not_waited_for(tmp_path: Path) -> None:
+def test_a_prompt_does_not_wait_for_blends_of_ended_requests(tmp_path: Path) -> None:
     scheduler = Scheduler(tmp_path, disk=1e-6)
     for number in range(20):
         assert scheduler.blend(f"blend {number}") > 0
         scheduler.outcome(f"blend {number}")
 
 
-def test_what_the_workers_measured_goes_with_the_next_answer_once(tmp_path: Path) -> None:
+def test_the_workers_measurements_are_sent_once_with_the_next_answer(tmp_path: Path) -> None:
     scheduler = Scheduler(tmp_path, disk=1e-6)
     for name in ("a", "b"):
         scheduler.blend(name)
@@ -232,7 +230,7 @@ def test_every_fact_of_a_blend_reaches_the_client(tmp_path: Path) -> None:
     assert differing(report.outcome, outcome) == {
         "usage",
         "expected_s",
-    }  # the scheduler knows what was kept and decided
+    }  # the scheduler adds cached tokens and the decision
     client: Any = BlendClient.__new__(BlendClient)
     client.gate, client.costs, client.fingerprint = GateReport(True), scheduler.costs, MODEL
     client.profile = ModelProfile()
@@ -245,7 +243,7 @@ def test_every_fact_of_a_blend_reaches_the_client(tmp_path: Path) -> None:
     assert client.report(None, 208, 7, 5, asked=False).outcome.usage == Usage(208, 7, 0, 201, 5, 0.0, 7, 7)
 
 
-def test_of_a_blend_that_failed_nothing_was_decided(tmp_path: Path) -> None:
+def test_a_failed_blend_reports_no_expected_time(tmp_path: Path) -> None:
     scheduler = Scheduler(tmp_path, disk=1e-6)
     request = scheduler.request("a")
     assert scheduler.side.matched_tokens(request, 0) == (CHUNKS * TOKENS, True)
@@ -257,14 +255,14 @@ def test_of_a_blend_that_failed_nothing_was_decided(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.2, TextRatio(0.2, 0.5)])
-def test_a_job_survives_its_journey(tmp_path: Path, ratio: Any) -> None:
+def test_a_job_survives_serialisation(tmp_path: Path, ratio: Any) -> None:
     costs = Scheduler(tmp_path, disk=1.0).costs
     for job in (BlendJob(((0, 5, "a"),), replace(OPTIONS, ratio=ratio), each) for each in (costs, None)):
         assert read_params(json.loads(json.dumps(to_params(job))), 10) == job
 
 
 @pytest.mark.parametrize("whose", [DEFAULT, Namespace("public"), Namespace("acme", ("public",))])
-def test_a_tenant_travels_to_the_workers_as_it_is_and_the_default_one_as_nothing(whose: Namespace) -> None:
+def test_a_namespace_reaches_the_workers_unchanged_and_the_default_is_not_sent(whose: Namespace) -> None:
     for job in (BlendJob(((0, 5, "a"),), OPTIONS, namespace=whose), SaveJob(0, namespace=whose)):
         travels = json.loads(json.dumps(to_params(job)))
         assert ("namespace" in travels[PARAMS]) == (whose != DEFAULT)
@@ -289,7 +287,7 @@ def test_a_malformed_job_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> No
         read_params({PARAMS: to_params(job)[PARAMS] | wrong}, 10)
 
 
-def test_the_controllers_ratio_is_the_lowest_of_the_rule_that_knows_the_text() -> None:
+def test_the_controllers_ratio_is_the_lower_bound_of_the_text_ratio() -> None:
     from cacheblend_rag.engines.vllm.messages import LoadOrder
 
     choice, ruled = Choice(frozenset(), 0.4, "", 1.0), replace(OPTIONS, ratio=TextRatio(0.2, 0.5))
@@ -300,8 +298,8 @@ def test_the_controllers_ratio_is_the_lowest_of_the_rule_that_knows_the_text() -
     assert pickle.loads(pickle.dumps(load)) == load, "it is pickled on its way to the workers"
 
 
-def test_the_pieces_of_a_chunked_prefill_add_up_to_the_whole() -> None:
-    """By tokens times context, which is what attention costs."""
+def test_the_costs_of_a_chunked_prefills_pieces_add_up_to_the_whole_prefill() -> None:
+    """The sum is over tokens times context, as attention costs."""
 
     def step(begin: int, count: int) -> SchedulerOutput:
         output = SchedulerOutput.make_empty()

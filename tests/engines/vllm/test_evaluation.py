@@ -1,4 +1,4 @@
-"""Methods of the evaluation on vLLM: the rival that reorders chunks, alone and with a blend behind its exact prefix."""
+"""Tests of evaluation methods on vLLM: reordered chunks, alone and with a blend behind their exact prefix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cacheblend_rag.errors import InputError
 from tests.conftest import tokenizer_named
 from tests.engines.vllm.engines import SHAPE, clear, save_model, start
 
-# More than the words of one chunk: vLLM's prefix cache holds whole pages of 128 tokens.
+# The texts are four times as long, because vLLM's prefix cache holds whole pages of 128 tokens.
 LONG = [
     Sample(one.id, one.question, one.answers, tuple(4 * text for text in one.texts), one.packing) for one in SAMPLES
 ]
@@ -45,7 +45,7 @@ def engine(shared: Any) -> Any:
     return shared
 
 
-def test_reordered_prompts_share_a_prefix_and_answer_as_their_full_recompute(engine: Any) -> None:
+def test_reordered_prompts_share_a_prefix_and_have_the_answers_of_full_recompute(engine: Any) -> None:
     rows = run(engine, "full,reorder,reorder+blend", LONG, blend=BlendSettings(1.0))
     for name in ("reorder", "reorder+blend"):
         for row, sample in zip(of(rows, name), LONG, strict=True):
@@ -58,7 +58,7 @@ def test_reordered_prompts_share_a_prefix_and_answer_as_their_full_recompute(eng
         spans = engine.tokenize(own_order(engine, row, sample)).spans
         ends = {0: 0, header: 0, **{span.end: number for number, span in enumerate(spans, 1)}}
         shared.append(ends[row["prompt_tokens"] - row["computed_tokens"]])
-    # As on the transformers engine: gull refit anchor | gull refit dawn | anchor dawn | gull refit anchor dawn
+    # The order is that of the transformers engine: gull refit anchor | gull refit dawn | anchor dawn | gull refit anchor dawn
     assert shared == [0, 2, 0, 3]
 
 
@@ -69,7 +69,7 @@ def test_a_blend_of_what_is_not_cached_computes_less_than_either(engine: Any) ->
     assert computed["blend"] > computed["reorder+blend"]
 
 
-def test_a_run_says_which_engine_it_was(engine: Any, tmp_path: Path) -> None:
+def test_an_evaluation_records_its_engine(engine: Any, tmp_path: Path) -> None:
     rows = [{"question": one.question, "answers": one.answers, "chunks": one.texts} for one in SAMPLES[:2]]
     (tmp_path / "asked.json").write_text(json.dumps(rows))
     settings = EvalSettings(
@@ -83,13 +83,13 @@ def test_a_run_says_which_engine_it_was(engine: Any, tmp_path: Path) -> None:
     assert result.summary["methods"]["reorder"]["agreement_with_reordered_full"] == 1
 
 
-def test_throughput_has_the_rival_that_reorders_and_vllms_prefix_cache_serves_it(engine: Any) -> None:
+def test_the_throughput_benchmark_measures_reordering_with_vllms_prefix_cache(engine: Any) -> None:
     place = Workbench(engine, "small", None, engine.device, engine.dtype, 448, "vllm")
     settings = ThroughputSettings(3, 3, 200, 9, 1, requests=4, ratio=0.3, policy="hkvd", target_ttft_s=1e-9)
     methods = bench_throughput(place, settings)["methods"]
     assert list(methods) == ["full", "prefix", "blend", "reorder", "reorder+blend"]
     computed = {name: method["points"][0]["computed_tokens"] for name, method in methods.items()}
-    # Every prompt holds the same three chunks: put into one order, all but the first prompt find its whole pages cached.
+    # Every prompt has the same three chunks: once they are in one order, all prompts but the first find whole pages cached.
     total = len(engine.header_ids) + 3 * 200 + 9
     pages = (total - 9) // 128 * 128
     assert computed["full"] == total
@@ -97,7 +97,7 @@ def test_throughput_has_the_rival_that_reorders_and_vllms_prefix_cache_serves_it
     assert computed["reorder+blend"] < computed["blend"]
 
 
-def test_reordered_prompts_are_answered_from_vllms_prefix_cache_as_by_full_recompute(engine: Any) -> None:
+def test_reordered_prompts_reuse_vllms_prefix_cache_and_have_the_answers_of_full_recompute(engine: Any) -> None:
     place = Workbench(engine, "small", None, engine.device, engine.dtype, 448, "vllm")
     a, b, c, d = place.random_chunks(4, 150, 0)
     order, answer = ReorderedPrompts(engine.prefix_cache_tokens), SamplingParams(8)
@@ -110,10 +110,10 @@ def test_reordered_prompts_are_answered_from_vllms_prefix_cache_as_by_full_recom
         assert got.token_ids == engine.generate(prompt, answer, FULL_RECOMPUTE).token_ids
         reused.append(got.usage.reused_tokens)
     header = len(engine.header_ids)
-    # The second prompt begins with the first's three chunks, of which whole pages are cached; the third shares only its header.
+    # The second prompt begins with the first's three chunks and finds their whole pages cached; the third shares only the header.
     assert reused == [0, (header + 3 * 150) // 128 * 128, header // 128 * 128]
 
 
-def test_another_header_than_its_own_is_refused(engine: Any) -> None:
+def test_vllm_refuses_a_header_that_differs_from_the_engines(engine: Any) -> None:
     with pytest.raises(InputError, match="header"):
         set_header(engine, [Sample("a", "?", ("",), ("text",), instruction="Say it in other words.")])

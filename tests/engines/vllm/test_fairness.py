@@ -1,4 +1,4 @@
-"""Tenants share vLLM's steps: its own scheduler with ours before it, driven through steps; the model is a stand-in."""
+"""Tests that tenants share vLLM's steps, in its own scheduler under the fair one; the model is a stand-in."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOUD, QUIET = Namespace("loud"), Namespace("quiet")
 
 
 class Steps:
-    """vLLM's scheduler; the model that it schedules for says 7."""
+    """vLLM's scheduler with a model whose every token is 7."""
 
     def __init__(self, fair: bool = True, blocks: int = 200, cut: int = CUT, asynchronous: bool = False):
         scheduling = SchedulerConfig.default_factory(
@@ -49,7 +49,7 @@ class Steps:
             kv_transfer_config=KVTransferConfig(**_connect(store="/nowhere", fingerprint="0" * 32, header_ids=[])),
             device_config=DeviceConfig(device="cpu"),
         )
-        config.scheduler_config.async_scheduling = asynchronous  # on a CPU vLLM has just said no
+        config.scheduler_config.async_scheduling = asynchronous  # vLLM turns this off on a CPU
         config.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         make: Callable[..., Any] = fair_scheduler if fair else config.scheduler_config.get_scheduler_cls()
@@ -67,7 +67,7 @@ class Steps:
         self.said: dict[str, list[int]] = {}
 
     def ask(self, name: str, whose: Namespace, prompt: int, answer: int = 4, blend: bool = False) -> None:
-        """Let a request come in; most of its prompt is stored if it is a ``blend``."""
+        """Add a request; most of its prompt is stored if it is a ``blend``."""
         job = BlendJob(((0, prompt - 10, "chunk"),), FuseOptions(policy("hkvd"), 0.15), namespace=whose)
         sampling = SamplingParams(
             max_tokens=answer, ignore_eos=True, extra_args={"kv_transfer_params": to_params(job)} if blend else None
@@ -77,7 +77,7 @@ class Steps:
         self.scheduler.add_request(request)
 
     def step(self) -> dict[str, int]:
-        """Go one step on; return how many tokens of each request are in it."""
+        """Do one step; return how many tokens of each request are in it."""
         output = self.scheduler.schedule()
         self._under_way.append(output)
         if len(self._under_way) == self.depth:
@@ -102,7 +102,7 @@ class Steps:
                 self.said.setdefault(each.request_id, []).extend(each.new_token_ids)
 
     def until(self, done: Callable[[], bool], most: int = 300) -> list[dict[str, int]]:
-        """Go on until something is so; return the steps."""
+        """Step until ``done`` is true; return the steps."""
         steps = list[dict[str, int]]()
         while not done():
             assert len(steps) < most
@@ -117,7 +117,7 @@ def _no_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_long_prompt_waits_while_another_tenants_short_answer_is_computed(asynchronous: bool) -> None:
+def test_a_long_prompt_waits_for_another_tenants_short_answer(asynchronous: bool) -> None:
     steps = Steps(asynchronous=asynchronous)
     steps.ask("long", LOUD, 500)
     steps.step()
@@ -128,7 +128,7 @@ def test_a_long_prompt_waits_while_another_tenants_short_answer_is_computed(asyn
     steps.until(lambda: len(steps.said.get("long", ())) == 4)
 
 
-def test_no_prompt_waits_for_ever() -> None:
+def test_a_prompt_waits_for_a_limited_number_of_steps() -> None:
     steps = Steps()
     steps.ask("long", LOUD, 400)
     steps.step()
@@ -139,7 +139,7 @@ def test_no_prompt_waits_for_ever() -> None:
     assert all(step.get("stream") for step in seen), "answers that have begun are never held back"
 
 
-def test_while_nobody_else_can_compute_anything_a_prompt_that_is_held_back_goes_on_before_long() -> None:
+def test_a_prompt_held_back_for_a_loading_blend_continues_soon() -> None:
     steps = Steps()
     steps.ask("long", LOUD, 400)
     steps.step()
@@ -148,7 +148,7 @@ def test_while_nobody_else_can_compute_anything_a_prompt_that_is_held_back_goes_
     assert steps.scheduler.requests["blend"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
-def test_of_many_that_wait_the_tenants_turn_comes_who_has_computed_less() -> None:
+def test_the_tenant_that_has_computed_less_is_served_first() -> None:
     steps = Steps()
     for number in range(50):
         steps.ask(f"loud {number}", LOUD, 300)
@@ -157,7 +157,9 @@ def test_of_many_that_wait_the_tenants_turn_comes_who_has_computed_less() -> Non
     assert set(steps.step()) == {"short"}
 
 
-def test_a_step_is_small_while_others_may_come_and_larger_for_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_get_small_steps_while_two_tenants_are_active_and_large_steps_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [100.0]
     monkeypatch.setattr(fairness.time, "monotonic", lambda: now[0])
     steps = Steps()
@@ -172,7 +174,7 @@ def test_a_step_is_small_while_others_may_come_and_larger_for_one_alone(monkeypa
     assert steps.step()["first"] > CUT // 4
 
 
-def test_answers_that_have_begun_are_never_crowded_out_by_prompts_however_many() -> None:
+def test_many_prompts_do_not_delay_answers_that_have_begun() -> None:
     steps = Steps()
     steps.ask("other", QUIET, 6, answer=1)
     for number in range(4):
@@ -186,7 +188,7 @@ def test_answers_that_have_begun_are_never_crowded_out_by_prompts_however_many()
     assert sum(sum(step.values()) for step in seen) >= len(seen) * CUT // 4
 
 
-def test_one_tenant_alone_is_served_in_the_order_and_to_the_tokens_of_vllms_own_scheduler() -> None:
+def test_a_single_tenant_gets_the_steps_and_tokens_of_vllms_own_scheduler() -> None:
     runs = []
     for fair in (True, False):
         steps = Steps(fair, cut=0)
@@ -197,7 +199,7 @@ def test_one_tenant_alone_is_served_in_the_order_and_to_the_tokens_of_vllms_own_
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_cache_is_shared_by_preemption_and_everybody_comes_to_an_end(asynchronous: bool) -> None:
+def test_tenants_share_a_full_cache_by_preemption_and_every_request_ends(asynchronous: bool) -> None:
     steps = Steps(blocks=40, asynchronous=asynchronous)
     for number in range(4):
         steps.ask(f"loud {number}", LOUD, 200, answer=60)
@@ -209,7 +211,7 @@ def test_a_full_cache_is_shared_by_preemption_and_everybody_comes_to_an_end(asyn
     )
 
 
-def test_what_is_given_up_while_it_is_held_back_leaves_nothing() -> None:
+def test_a_request_aborted_while_it_is_held_back_frees_its_blocks() -> None:
     steps = Steps()
     steps.ask("long", LOUD, 500)
     steps.step()
@@ -222,7 +224,7 @@ def test_what_is_given_up_while_it_is_held_back_leaves_nothing() -> None:
     assert steps.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 199  # vLLM keeps one
 
 
-def test_who_comes_back_has_saved_nothing_up() -> None:
+def test_a_returning_tenant_has_saved_up_no_priority() -> None:
     steps = Steps()
     steps.ask("long", LOUD, 1000)
     for _ in range(3):
@@ -233,7 +235,7 @@ def test_who_comes_back_has_saved_nothing_up() -> None:
     assert sum(step.get("long", 0) + step.get("longer", 0) for step in seen) > 300
 
 
-def test_blends_count_as_prompts_and_are_held_back_as_they_are() -> None:
+def test_blends_are_held_back_as_prompts_are() -> None:
     steps = Steps()
     steps.ask("blend", LOUD, 40, blend=True)
     alone = steps.scheduler.schedule()

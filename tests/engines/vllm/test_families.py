@@ -1,4 +1,4 @@
-"""Models of other families in real vLLM: what depends on the family, against its full prefill and the independent reference."""
+"""Compare blends of more model families in real vLLM with the full prefill and the independent reference."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import transformers as hf
 
 from tests.engines.vllm.engines import PIECES, SHAPE, with_model
 
-# The tests of what depends on the model, run with the models of this file.
+# Pytest runs these tests, which depend on the model, with the models of this file.
 from tests.engines.vllm.test_parity import (  # noqa: F401
     SCENE,
+    test_a_blend_ranked_without_a_dense_pass_equals_the_reference,
     test_blended_blocks_never_serve_an_exact_request,
-    test_chunks_behind_a_missing_one_are_reused,
-    test_full_prefill_is_the_models_own,
-    test_other_ratios_are_the_reference,
+    test_blends_at_other_ratios_equal_the_reference,
+    test_chunks_behind_a_missing_chunk_are_reused,
     test_ratio_1_is_the_full_prefill,
+    test_the_full_prefill_equals_the_models_own_logits,
     test_the_gate_passes,
-    test_the_worker_says_what_it_runs_on,
-    test_what_is_ranked_without_a_dense_pass_is_the_reference,
+    test_the_worker_reports_its_runner_and_attention,
 )
 
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 64}
-# A soft cap on scores, which the transformers engine cannot watch, and no window.
+# This model has a soft cap on scores, which the transformers engine cannot watch, and no window.
 _CAPPED = {
     "head_dim": 32,
     "attn_logit_softcapping": 1.0,

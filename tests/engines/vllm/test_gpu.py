@@ -1,6 +1,6 @@
-"""vLLM as it starts by itself, on a GPU (`make test-gpu`) and as far as its CPU build does so: no flag turns anything off.
+"""Test vLLM with its default options, on a GPU (`make test-gpu`) and, as far as it can, in its CPU build.
 
-In bfloat16, as it is used. How far rounding takes a full prefill from the same weights in fp32 says how far anything may be.
+The dtype is bfloat16, as users have it. The limit for all errors is the rounding error of a full prefill against fp32.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(ON_GPU, reason="this vLLM is for the GPU")),
 ]
 SCALE = 4 if ON_GPU else 1
-"""A CPU computes a quarter of what is long: prompts, steps and room keep their proportions."""
+"""A CPU computes long prompts at a quarter of their length; prompts, steps and room keep their proportions."""
 WIDE = {**SHAPE, "hidden_size": 256, "initializer_range": 0.07, "max_position_embeddings": 2048 * SCALE}
-"""Heads of 64 dimensions; logits are spread, and rounding is not blown up from layer to layer."""
+"""Heads of 64 dimensions; logits are spread, and rounding errors do not grow from layer to layer."""
 BLOCK = 16 if ON_GPU else 128
 BLOCKS = 3072 * SCALE // BLOCK
-"""vLLM's pages, of ``BLOCK`` tokens: room for two long prompts and a half."""
+"""vLLM's pages of ``BLOCK`` tokens have room for two and a half long prompts."""
 _MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 FAMILIES: dict[str, tuple[Callable[[], Any], int]] = {
     "llama": (lambda: hf.LlamaConfig(**WIDE), BLOCKS),
-    # Its layers make three groups, each with pages of its own.
+    # The layers make three groups, each with separate pages.
     "gemma3": (lambda: hf.Gemma3TextConfig(**WIDE, head_dim=64, sliding_window=512, layer_types=_MIXED), 3 * BLOCKS),
 }
 SHORT = Scene(chunk_tokens=(90, 150, 150, 61), question=9)
 LONG = Scene(seed=1, chunk_tokens=[SCALE * tokens for tokens in (225, 275, 275, 250)], question=12)
 LONG.header = SHORT.header
 STEP = 512 * SCALE
-"""Tokens of a step: a long prompt takes three."""
+"""Tokens of a step; a long prompt takes three steps."""
 REUSE, ALL, STATIC = BlendSettings(0.0), BlendSettings(1.0), BlendSettings(0.15, "static")
 ASKED = BlendSettings(0.15, "static-query")
 LIMIT = 2.0
-"""How many times as far as rounding takes a full prefill a result may be."""
+"""A result may have this many times the rounding error of a full prefill."""
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -70,10 +70,10 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# Without a GPU the harder one is enough: compiling takes half a minute.
+# Without a GPU one family, the harder one, is enough: compiling takes half a minute.
 @pytest.fixture(scope="module", params=list(FAMILIES) if ON_GPU else ["gemma3"])
 def case(request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An engine, and the model in fp32 with the weights that the engine has."""
+    """Yield an engine, and the model in fp32 with the engine's weights."""
     directory = tmp_path_factory.mktemp("model")
     config, blocks = FAMILIES[request.param]
     model = save_model(config(), directory)
@@ -84,14 +84,14 @@ def case(request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.T
     options = {"enforce_eager": False, "max_model_len": None, "max_num_batched_tokens": STEP, "dtype": "bfloat16"}
     options |= {"generated": True}
     store = tmp_path_factory.mktemp("store")
-    # Nothing of an entry stays in RAM: tests here change what is stored.
+    # Entries do not stay in RAM, because tests here change stored entries.
     with start(directory, store, header=SHORT.header, ram_budget=0, **options, **room) as engine:
         yield engine, model
 
 
 @cache
 def exact(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
-    """What the model itself computes in fp32: log-probabilities ``[tokens, vocab]``."""
+    """Return the model's log-probabilities ``[tokens, vocab]`` in fp32."""
     with torch.no_grad():
         found: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
     return found
@@ -99,13 +99,13 @@ def exact(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
 
 @cache
 def look(model: Any, scene: Scene) -> torch.Tensor:
-    """How much the question attends to each token, by the independent reference in fp32."""
+    """Return how much the question attends to each token, by the independent reference in fp32."""
     return reference.question_attention(model, scene.header, scene.parts())
 
 
 @cache
 def blended(model: Any, scene: Scene, ratio: float, chosen: tuple[int, ...] | None) -> torch.Tensor:
-    """What the independent reference computes in fp32."""
+    """Return the log-probabilities of the independent reference in fp32."""
     return reference.blend(model, scene.header, scene.parts(), ratio, chosen=chosen).logits.log_softmax(-1)
 
 
@@ -114,7 +114,7 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def rounding(engine: Any, model: Any, scene: Scene) -> float:
-    """How far rounding takes the engine's own full prefills of a prompt, and of its beginnings, from the model in fp32."""
+    """Return the mean rounding error of the engine's full prefills of a prompt and of its beginnings against fp32."""
     ids = scene.prompt.token_ids
     want, found = exact(model, ids), []
     for end in (len(ids), len(ids) - 3, len(ids) - 40, len(ids) - 61):
@@ -124,7 +124,7 @@ def rounding(engine: Any, model: Any, scene: Scene) -> float:
 
 
 def expected(engine: Any, model: Any, settings: BlendSettings, scene: Scene) -> torch.Tensor:
-    """What the independent reference computes in fp32, for the tokens that rank first by what is stored with the chunks."""
+    """Return the reference's log-probabilities in fp32, for the tokens that rank first by the stored deviations."""
     assert isinstance(settings.ratio, float)
     chosen = None
     if settings.policy is not None:
@@ -150,7 +150,7 @@ def asked(engine: Any, scene: Scene, settings: BlendSettings) -> torch.Tensor:
     return first_logprobs(engine, scene.prompt, settings)
 
 
-def test_nothing_is_turned_off(engine, device: str) -> None:
+def test_vllm_runs_with_its_default_features(engine, device: str) -> None:
     config, found = engine.llm.vllm_config, ask_worker(engine, "cacheblend_backend")
     assert not config.model_config.enforce_eager
     assert config.cache_config.enable_prefix_caching
@@ -165,12 +165,12 @@ def test_nothing_is_turned_off(engine, device: str) -> None:
 
 def test_the_gate_passes(engine) -> None:
     assert engine.gate.passed, engine.gate.reason
-    if not ON_GPU:  # there it is seen whether it passes, and here that it does by far
+    if not ON_GPU:  # a GPU need only pass; here the errors are far below the limit
         assert 0 < max(engine.gate.errors.values()) < TOLERANCE[torch.bfloat16] / 2
 
 
 @pytest.mark.parametrize("scene", [SHORT, LONG], ids=["short", "long"])
-def test_a_blend_is_off_by_no_more_than_rounding_is(engine, model, scene: Scene) -> None:
+def test_the_error_of_a_blend_is_within_the_rounding_limit(engine, model, scene: Scene) -> None:
     limit = LIMIT * rounding(engine, model, scene)
     rank(engine, scene)
     full = asked(engine, scene, FULL)
@@ -184,8 +184,8 @@ def test_a_blend_is_off_by_no_more_than_rounding_is(engine, model, scene: Scene)
     )
 
 
-# The reference's weights of all tokens by all are too many for a long prompt.
-def test_what_the_question_attends_to_chooses_as_in_the_reference(engine, model) -> None:
+# The test uses the short scene, because the reference's attention weights would be too large for a long prompt.
+def test_the_questions_attention_selects_the_references_tokens(engine, model) -> None:
     limit = LIMIT * rounding(engine, model, SHORT)
     rank(engine, SHORT)
     error = off(asked(engine, SHORT, ASKED), expected(engine, model, ASKED, SHORT))
@@ -197,7 +197,7 @@ def another_chunks(kv: ChunkKV, other: ChunkKV) -> ChunkKV:
 
 
 def one_position_off(kv: ChunkKV, other: ChunkKV) -> ChunkKV:
-    """As if the keys had been computed one position further on."""
+    """Return KV whose keys are off by one position."""
     return ChunkKV(kv.layers, kv.start - 1, static=kv.static_deviation())
 
 
@@ -206,7 +206,7 @@ def one_layer_missing(kv: ChunkKV, other: ChunkKV) -> ChunkKV:
     return ChunkKV(layers, kv.start, static=kv.static_deviation())
 
 
-def test_chunks_are_ranked_as_the_reference_ranks_them(engine, model) -> None:
+def test_stored_ranks_equal_the_references_static_deviations(engine, model) -> None:
     rank(engine, SHORT)
     for chunk in SHORT.chunks:
         ids = list(chunk.token_ids)
@@ -216,7 +216,9 @@ def test_chunks_are_ranked_as_the_reference_ranks_them(engine, model) -> None:
 
 
 @pytest.mark.parametrize("fault", [another_chunks, one_position_off, one_layer_missing])
-def test_that_limit_finds_one_wrong_chunk(engine, model, fault: Callable[[ChunkKV, ChunkKV], ChunkKV]) -> None:
+def test_the_rounding_limit_detects_one_wrong_chunk(
+    engine, model, fault: Callable[[ChunkKV, ChunkKV], ChunkKV]
+) -> None:
     limit = LIMIT * rounding(engine, model, SHORT)
     rank(engine, SHORT)
     ids, other = SHORT.chunks[1].token_ids, SHORT.chunks[2].token_ids
@@ -227,7 +229,7 @@ def test_that_limit_finds_one_wrong_chunk(engine, model, fault: Callable[[ChunkK
         assert error > limit, (settings, error / limit)
 
 
-def test_what_the_prefix_cache_has_is_used_and_right(engine, model) -> None:
+def test_answers_from_the_prefix_cache_are_right(engine, model) -> None:
     prompt = plain(3, 750 * SCALE)
     limit = LIMIT * rounding(engine, model, SHORT)
     engine.reset_prefix_cache()
@@ -238,7 +240,7 @@ def test_what_the_prefix_cache_has_is_used_and_right(engine, model) -> None:
 
 
 class Spoken:
-    """What an engine answered: its tokens, and the log-probability that it gave each of them."""
+    """An engine's answer: the tokens and their log-probabilities."""
 
     def __init__(self, output: Any):
         self.tokens = tuple(output.outputs[0].token_ids)
@@ -251,7 +253,7 @@ class Spoken:
 async def speak(
     engine: Any, prompt: TokenizedPrompt, settings: BlendSettings, count: int, begun: asyncio.Event | None = None
 ) -> Spoken:
-    """Let the engine answer with ``count`` tokens; ``begun`` is set when it has said the first."""
+    """Generate ``count`` tokens; set ``begun`` at the first token."""
     tokens, params = engine.tokens_prompt(prompt, engine.resolve(settings))
     extra = {"kv_transfer_params": params} if params else None
     sampling = SamplingParams(max_tokens=count, temperature=0, logprobs=0, detokenize=False, extra_args=extra)
@@ -263,7 +265,7 @@ async def speak(
 
 
 def said_right(model: Any, prompt: TokenizedPrompt, spoken: Spoken, limit: float) -> None:
-    """Each token had the probability that the model gives it behind those before it, and none had a much higher one."""
+    """Assert that each token has the model's probability for it, and that no other token is much likelier."""
     ids = prompt.token_ids + spoken.tokens
     want = exact(model, ids)[len(prompt.token_ids) - 1 : -1]
     its = want.gather(1, torch.tensor(spoken.tokens)[:, None])[:, 0]
@@ -272,12 +274,12 @@ def said_right(model: Any, prompt: TokenizedPrompt, spoken: Spoken, limit: float
 
 
 def plain(seed: int, tokens: int) -> TokenizedPrompt:
-    """A prompt without chunks."""
+    """Return a prompt without chunks."""
     scene = Scene(seed=seed, chunk_tokens=(tokens - 12,), question=7)
     return TokenizedPrompt(scene.prompt.token_ids, ())
 
 
-def test_streams_and_blends_beside_each_other_leave_each_others_kv_alone(engine, model) -> None:
+def test_concurrent_streams_and_blends_do_not_change_each_others_kv(engine, model) -> None:
     rank(engine, SHORT)
     rank(engine, LONG)
     limits = {scene: LIMIT * rounding(engine, model, scene) for scene in (SHORT, LONG)}
@@ -306,7 +308,7 @@ def test_streams_and_blends_beside_each_other_leave_each_others_kv_alone(engine,
         assert abs(spoken.logprobs[0] - float(want)) < 2 * limits[scene], settings
 
 
-def test_what_was_taken_from_a_preempted_request_is_computed_again(engine, model) -> None:
+def test_a_preempted_request_is_computed_again_and_answers_right(engine, model) -> None:
     limit = LIMIT * rounding(engine, model, SHORT)
     blocks = engine.llm.vllm_config.cache_config.num_gpu_blocks or BLOCKS
     prompts = [plain(seed, (BLOCKS // 4 - 1) * BLOCK - 8) for seed in range(20, 24)]
@@ -315,7 +317,7 @@ def test_what_was_taken_from_a_preempted_request_is_computed_again(engine, model
     jobs = [lambda prompt=prompt: speak(engine, prompt, FULL, 64) for prompt in prompts]
     for prompt, spoken in zip(prompts, concurrently(engine, jobs), strict=True):
         said_right(model, prompt, spoken, limit)
-    if blocks == BLOCKS:  # all prompts fit in, and not with their answers
+    if blocks == BLOCKS:  # the blocks hold all prompts, but not their answers too
         assert preemptions() > before
 
 
@@ -325,7 +327,7 @@ def preemptions() -> float:
     return sum(s.value for m in REGISTRY.collect() for s in m.samples if s.name == "vllm:num_preemptions_total")
 
 
-def test_every_answer_says_that_it_was_blended(engine) -> None:
+def test_every_blended_answer_reports_the_mode_blend(engine) -> None:
     from cacheblend_rag.engines.sampling import SamplingParams as Sampling
 
     clear(engine)
@@ -340,17 +342,17 @@ def test_every_answer_says_that_it_was_blended(engine) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
-def test_on_a_gpu_replayed_passes_are_off_by_no_more_than_rounding_is(
+def test_the_error_of_replayed_passes_on_a_gpu_is_within_the_rounding_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to the worker
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the test sends functions to the worker
     model = save_model(FAMILIES["llama"][0](), tmp_path / "model")
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())
     scenes = [Scene(seed, chunk_tokens=(90, 150, 150, 61), question=9) for seed in range(30, 34)]
     options = {"enforce_eager": False, "max_model_len": None, "dtype": "bfloat16", "generated": True}
-    # Stored KV in page-locked RAM is placed at once; only then passes are replayed.
+    # Passes are replayed only if stored KV is placed at once, from page-locked RAM.
     room = {"ram_budget": 1 << 28, "num_gpu_blocks_override": BLOCKS}
     with start(tmp_path / "model", tmp_path / "store", header=scenes[0].header, **options, **room) as engine:
         for scene in scenes:

@@ -1,4 +1,4 @@
-"""A paged cache in every layout that vLLM's GPU backends ask for, and what those backends read out of a pass's metadata."""
+"""Tests of the paged cache in every layout of vLLM's GPU backends, and of a pass's metadata as the backends read it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def equal(a: LayerKV, b: LayerKV) -> bool:
     return torch.equal(a.k, b.k) and torch.equal(a.v, b.v)
 
 
-def test_the_backends_leave_the_layout_open_so_both_kinds_are_met() -> None:
+def test_the_backends_allow_both_orders_of_heads_and_tokens() -> None:
     strides = {layout.layer_view_order for layout in LAYOUTS}
     assert {(0, 2, 1, 3), (0, 1, 2, 3)} <= strides
 
@@ -42,7 +42,7 @@ def test_the_backends_leave_the_layout_open_so_both_kinds_are_met() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_what_a_backend_writes_is_read_back_and_no_layer_touches_another(
+def test_kv_written_by_a_backend_is_read_back_from_its_layer(
     monkeypatch: pytest.MonkeyPatch, layout: Any, backend: str, dtype: torch.dtype
 ) -> None:
     model = paged_model(monkeypatch, backend, layout, dtype)
@@ -55,7 +55,7 @@ def test_what_a_backend_writes_is_read_back_and_no_layer_touches_another(
     assert model.layout_is_known()
 
 
-def test_a_layout_that_is_not_the_one_we_know_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_layout_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = paged_model(monkeypatch, "FLASH_ATTN", LAYOUTS[0])
     model._pages[1] = LayerKV(*reversed(model._pages[1]))
     assert not model.layout_is_known()
@@ -90,9 +90,7 @@ def test_the_kernels_place_and_attend_in_every_layout(
         assert (out - want).abs().max() < 1e-5
 
 
-def test_each_layer_attends_and_is_written_in_the_pages_of_its_own_group(
-    monkeypatch: pytest.MonkeyPatch, interpreted: None
-) -> None:
+def test_each_layer_reads_and_writes_the_pages_of_its_group(monkeypatch: pytest.MonkeyPatch, interpreted: None) -> None:
     model = paged_model(monkeypatch, "FLASH_ATTN", LAYOUTS[0])
     model.kernels, model.groups, model.group_of = model.find_kernels(), model.groups * 2, [0, 1, 0]
     pages, positions = Pages(model, [TABLE, TABLE[::-1]], 60), torch.tensor([3, 20, 41])
@@ -103,9 +101,7 @@ def test_each_layer_attends_and_is_written_in_the_pages_of_its_own_group(
     assert [x.tolist() for x in model._of_layers(slots).values()] == [[115, 52, 153], [19, 148, 57], [115, 52, 153]]
 
 
-def test_vllms_own_attention_is_back_when_a_pass_ends_or_fails(
-    monkeypatch: pytest.MonkeyPatch, interpreted: None
-) -> None:
+def test_vllms_attention_is_restored_after_a_failed_pass(monkeypatch: pytest.MonkeyPatch, interpreted: None) -> None:
     model = paged_model(monkeypatch, "TRITON_ATTN", LAYOUTS[0])
     kernels = model.find_kernels()
     own = [layer.impl.forward for layer in model.attention]
@@ -116,14 +112,14 @@ def test_vllms_own_attention_is_back_when_a_pass_ends_or_fails(
 
 
 @pytest.mark.parametrize("impl", [{"alibi_slopes": [1.0]}, {"chunk_lookback": 1}])
-def test_attention_that_does_more_than_the_kernel_stays_vllms(
+def test_vllms_attention_is_used_for_features_that_the_kernel_does_not_have(
     monkeypatch: pytest.MonkeyPatch, interpreted: None, impl: dict[str, Any]
 ) -> None:
     model = paged_model(monkeypatch, "TRITON_ATTN", LAYOUTS[0], **impl)
     assert model.find_kernels() is None
 
 
-def test_segments_are_cut_by_runs_only_where_each_run_is_a_request(
+def test_segments_are_limited_by_runs_only_without_the_kernels(
     monkeypatch: pytest.MonkeyPatch, interpreted: None
 ) -> None:
     model = paged_model(monkeypatch, "FLASH_ATTN", LAYOUTS[0])
@@ -140,7 +136,7 @@ def runs(model: PagedModel, *bounds: tuple[int, int]) -> Any:
 
 
 def test_vllm_counts_single_tokens_before_the_first_longer_run_as_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The boundary must be where vLLM's backends cut: all before it one token each, nothing lost."""
+    """The boundary is where vLLM's backends split: every run before it has one token, and no token is lost."""
     model = paged_model(monkeypatch, "FLASH_ATTN", LAYOUTS[0])
     mixed = runs(model, (2, 3), (5, 6), (8, 12), (20, 21), (40, 45))
     assert split_decodes_and_prefills(mixed) == (2, 3, 2, 10)

@@ -1,4 +1,4 @@
-"""A real vLLM whose passes are replayed, by running them again with what they read from the device: the same numbers."""
+"""Tests that replayed passes in a real vLLM equal the reference; a replay runs the pass again with the device's inputs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ pytestmark = [
 
 
 WINDOW = 128
-"""Tokens: what is replayed looks at pages for so many, and interpreted each costs."""
+"""Tokens of context; a replayed pass reads pages for all of them, and the interpreter is slow."""
 
 
 def replay_passes(worker: Any) -> None:
-    """In the worker: place all layers at once, and capture passes by keeping what runs them."""
+    """Make the worker place all layers at once, and capture a pass by keeping the function that runs it."""
     from cacheblend_rag.blending import reads
     from cacheblend_rag.blending.bulk import StoredLayers
     from cacheblend_rag.engines.vllm import graphs
@@ -55,7 +55,7 @@ def replay_passes(worker: Any) -> None:
         left = run()
         for tensor in left:
             if tensor is not None:
-                tensor.fill_(float("nan"))  # capturing gives no numbers
+                tensor.fill_(float("nan"))  # a capture computes no values
 
         def replay() -> None:
             worker.replayed += 1
@@ -73,7 +73,7 @@ def replay_passes(worker: Any) -> None:
 
 
 def captured(worker: Any) -> list[list[Any]]:
-    """In the worker: return what kinds of passes were captured."""
+    """Return the kinds of passes that the worker has captured."""
     from cacheblend_rag.engines.vllm.worker import _worker_side
 
     paged = _worker_side()._paged
@@ -82,7 +82,7 @@ def captured(worker: Any) -> list[list[Any]]:
 
 
 def replayed(worker: Any) -> int:
-    """In the worker: return how many passes were replayed."""
+    """Return how many passes the worker has replayed."""
     count: int = worker.replayed
     return count
 
@@ -91,13 +91,11 @@ def in_worker(engine: Any, ask: Callable[[Any], Any]) -> Any:
     return run(engine, engine.llm.collective_rpc(ask))[0]
 
 
-def test_passes_that_are_replayed_are_the_reference_wherever_their_pages_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replayed_passes_equal_the_reference_in_any_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to the worker
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the test sends functions to the worker
     model = save_model(hf.Qwen3Config(**{**SHAPE, "num_hidden_layers": 2}, head_dim=32), tmp_path / "model")
-    # Of other tokens each, the last of fewer, which are padded; in three pages or four.
+    # The scenes have different tokens in three or four pages; the last scene is shorter and is padded.
     scenes = [Scene(seed, chunk_tokens=(40, 16, 24 - 4 * (seed == 2)), question=9) for seed in range(3)]
     options = {"enforce_eager": False, "block_size": 32, "max_model_len": WINDOW}
     with start(tmp_path / "model", tmp_path / "store", header=scenes[0].header, **options) as engine:
@@ -109,7 +107,7 @@ def test_passes_that_are_replayed_are_the_reference_wherever_their_pages_lie(
             got = first_logprobs(engine, scene.prompt, BlendSettings(0.3, "hkvd", (1,)))
             want = reference.blend(model, scene.header, scene.parts(), 0.3, (1,)).logits.float().log_softmax(-1)
             torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
-            # The second of its kind was captured and tried; those behind it are replayed. Each blend has two: its front's, too.
+            # The second pass of its kind was captured; later passes are replayed. A blend has two passes, one for its front.
             assert in_worker(engine, captured) == [[32, False]]
             assert in_worker(engine, replayed) == 2 * seed + 1
         for seed, scene in enumerate(scenes[1:]):
@@ -117,6 +115,6 @@ def test_passes_that_are_replayed_are_the_reference_wherever_their_pages_lie(
             engine.reset_prefix_cache()
             got = first_logprobs(engine, scene.prompt, BlendSettings(0.3, "query", (1,)))
             torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
-            # The question's pass is replayed like the other two, once it has been captured.
+            # The question's pass is replayed like the other two passes, once it has been captured.
             assert in_worker(engine, captured) == [[32, False], [32, True]][: 1 + (seed > 0)]
             assert in_worker(engine, replayed) == 2 * len(scenes) + 1 + 3 * seed

@@ -1,4 +1,4 @@
-"""Our side of vLLM's interfaces against the vLLM that is installed: what it calls exists, and takes what it gives."""
+"""Tests that the installed vLLM has every interface that this package uses, with matching signatures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def overridden(ours: type, base: type) -> list[str]:
 
 
 def accepts(ours: Any, base: Any) -> None:
-    """Any call that fits the base's signature fits ours."""
+    """Assert that any call that fits the base's signature fits ours."""
     mine, its = inspect.signature(ours).parameters, inspect.signature(base).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in mine.values())
     for index, (name, parameter) in enumerate(its.items()):
@@ -47,7 +47,7 @@ def accepts(ours: Any, base: Any) -> None:
 
 
 @pytest.mark.parametrize("name", overridden(BlendConnector, BlendConnector.__base__))
-def test_the_connector_takes_what_vllm_gives(name: str) -> None:
+def test_the_connectors_methods_accept_vllms_arguments(name: str) -> None:
     ours, base = inspect.getattr_static(BlendConnector, name), inspect.getattr_static(BlendConnector.__base__, name)
     assert isinstance(ours, property) == isinstance(base, property)
     if not isinstance(ours, property):
@@ -55,17 +55,17 @@ def test_the_connector_takes_what_vllm_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("ours", [BlendConnector, StepMeta, WorkerMeta])
-def test_nothing_abstract_is_left(ours: type) -> None:
+def test_no_subclass_of_vllms_interfaces_is_abstract(ours: type) -> None:
     assert not inspect.isabstract(ours), ours.__abstractmethods__
 
 
 @pytest.mark.parametrize("name", ["initialize_from_config", "execute_model", "sample_tokens"])
-def test_the_worker_takes_what_vllm_gives(name: str) -> None:
+def test_the_workers_methods_accept_vllms_arguments(name: str) -> None:
     accepts(getattr(BlendWorker, name), getattr(BaseWorker, name))
 
 
 @pytest.mark.parametrize("name", ["render_chat", "render_completion", "render_responses"])
-def test_the_servers_renderer_takes_what_vllm_gives(name: str) -> None:
+def test_the_servers_renderer_accepts_vllms_arguments(name: str) -> None:
     from vllm.renderers.online_renderer import OnlineRenderer
 
     from cacheblend_rag.server.renderer import BlendRenderer
@@ -73,13 +73,13 @@ def test_the_servers_renderer_takes_what_vllm_gives(name: str) -> None:
     accepts(getattr(BlendRenderer, name), getattr(OnlineRenderer, name))
 
 
-def test_what_the_worker_is_asked_for_is_there() -> None:
+def test_vllms_worker_and_connector_have_the_used_parts() -> None:
     assert callable(BaseWorker.get_model)
     assert "kv_cache_config" in inspect.signature(BlendConnector.__base__.__init__).parameters
 
 
 def vllm_imports() -> list[tuple[str, str]]:
-    """Every name that this package imports from vLLM."""
+    """Return every name that this package imports from vLLM."""
     found = set()
     for file in [*(ROOT / "engines").rglob("*.py"), *(ROOT / "server").rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -89,14 +89,14 @@ def vllm_imports() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("module", "name"), vllm_imports())
-def test_every_name_that_is_imported_from_vllm_is_there(module: str, name: str) -> None:
+def test_every_name_imported_from_vllm_exists(module: str, name: str) -> None:
     if module.endswith("cpu_worker"):
         pytest.skip("another platform's")
     found = importlib.import_module(module)
     assert hasattr(found, name) or importlib.import_module(f"{module}.{name}")
 
 
-def test_the_server_is_found_where_this_vllm_keeps_it() -> None:
+def test_the_modules_of_vllms_server_are_found() -> None:
     assert callable(versions.server_flags().make_arg_parser)
     assert callable(versions.server_flags().validate_parsed_serve_args)
     assert callable(versions.server_startup().cli_env_setup)
@@ -106,7 +106,7 @@ def fields(kind: Any) -> dict[str, Any]:
     return {field.name: field for field in dataclasses.fields(kind)}
 
 
-def test_the_fields_that_are_read_and_written_are_there() -> None:
+def test_vllms_data_classes_have_the_used_fields() -> None:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -127,14 +127,14 @@ def test_the_fields_that_are_read_and_written_are_there() -> None:
 
 
 def given_to(name: str, file: str) -> set[str]:
-    """The keywords of the last call of ``name``, a function or a method, in a file of ours."""
+    """Return the keywords of the last call of the function or method ``name`` in a file of this package."""
     source = ast.parse((ROOT / "engines" / "vllm" / file).read_text(encoding="utf-8"))
     calls = [n for n in ast.walk(source) if isinstance(n, ast.Call)]
     named = [n for n in calls if name in (getattr(n.func, "id", ""), getattr(n.func, "attr", ""))]
     return {str(keyword.arg) for keyword in named[-1].keywords}
 
 
-def test_the_forward_context_takes_what_a_pass_of_ours_gives() -> None:
+def test_the_forward_context_accepts_the_arguments_of_our_passes() -> None:
     from vllm.forward_context import set_forward_context
     from vllm.v1.attention.backend import AttentionMetadataBuilder
 
@@ -142,7 +142,7 @@ def test_the_forward_context_takes_what_a_pass_of_ours_gives() -> None:
     assert given_to("build", "attention.py") <= inspect.signature(AttentionMetadataBuilder.build).parameters.keys()
 
 
-def test_the_blocks_that_a_blend_borrows_can_be_borrowed() -> None:
+def test_vllms_block_pool_has_the_methods_that_lending_needs() -> None:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
@@ -156,8 +156,8 @@ def test_the_blocks_that_a_blend_borrows_can_be_borrowed() -> None:
 
 
 @pytest.mark.parametrize("backend", ["flash_attn", "flashinfer", "triton_attn", "cpu_attn"])
-def test_a_backend_writes_its_cache_by_the_one_call(backend: str) -> None:
-    """Read from the source: a GPU's backends cannot be imported without its libraries."""
+def test_every_backend_writes_its_cache_by_do_kv_cache_update(backend: str) -> None:
+    """The test reads the source, because a GPU's backends cannot be imported without their libraries."""
     import vllm
 
     source = Path(vllm.__file__).parent / "v1" / "attention" / "backends" / f"{backend}.py"
@@ -166,8 +166,8 @@ def test_a_backend_writes_its_cache_by_the_one_call(backend: str) -> None:
     assert [a.arg for a in found.args.args] == ["self", "layer", "key", "value", "kv_cache", "slot_mapping"]
 
 
-def test_the_engine_steps_through_the_worker() -> None:
-    """Blends go on in the worker's methods: vLLM's own executors must call these, and not the model runner's."""
+def test_vllms_executors_step_through_the_worker() -> None:
+    """Blends run in the worker's methods: vLLM's executors must call these, and not the model runner's."""
     import vllm
 
     executors = Path(vllm.__file__).parent / "v1" / "executor"
@@ -176,7 +176,7 @@ def test_the_engine_steps_through_the_worker() -> None:
     assert direct <= {"ray_utils.py"}  # see BlendConnector.start_load_kv
 
 
-def test_vllm_names_the_parameter_by_which_clients_know_that_a_prompt_is_too_long() -> None:
+def test_vllms_error_names_the_parameter_that_marks_a_too_long_prompt() -> None:
     with pytest.raises(VLLMValidationError) as error:
         TokenizeParams(max_total_tokens=4)._token_len_check(None, [1] * 5)
     assert error.value.parameter in TOO_LONG

@@ -1,4 +1,4 @@
-"""A real vLLM whose blends go through the kernels, in Triton's interpreter: the same numbers as without them."""
+"""Tests that blends in a real vLLM with the kernels, in Triton's interpreter, equal the reference."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ SCENE = Scene(chunk_tokens=(50, 40, 61), question=9)
 
 _MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 _WINDOWS = {"head_dim": 32, "sliding_window": 40, "layer_types": _MIXED}
-# Behind windows as short as these layer 1 says too little.
+# With windows this short the deviations at layer 1 are too small.
 CHECK = 3
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    """Gemma-3, with pages in two groups; one group of pages has the model of test_graphs.py.
+    """Yield an engine of Gemma-3 with pages in two groups; the model of test_graphs.py has one group.
 
-    Compiled, as on a GPU: vLLM calls attention outside of what is compiled. The pass to the check layer is eager.
+    The model is compiled, as on a GPU: vLLM calls attention outside of the compiled code. The pass to the check layer is eager.
     """
     directory = tmp_path_factory.mktemp("model")
     model = save_model(hf.Gemma3TextConfig(**SHAPE, **_WINDOWS), directory)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function is sent to the worker
+        monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the test sends a function to the worker
         store = tmp_path_factory.mktemp("store")
         with start(directory, store, header=SCENE.header, enforce_eager=False) as engine:
             yield engine, model
 
 
 def count_launches(worker: Any) -> tuple[int, int]:
-    """In the worker: return how often each kernel was launched since the last call, and go on counting."""
+    """Return how often the worker has launched each kernel since the last call."""
     from unittest.mock import Mock
 
     from cacheblend_rag.engines.kernels import attention, place
@@ -62,7 +62,7 @@ def launches(engine: Any) -> tuple[int, int]:
     return found
 
 
-def test_blends_through_the_kernels_are_the_reference(case: tuple[Any, Any]) -> None:
+def test_blends_with_the_kernels_equal_the_reference(case: tuple[Any, Any]) -> None:
     engine, model = case
     assert engine.gate.passed, engine.gate.reason
     full = first_logprobs(engine, SCENE.prompt, FULL)
@@ -74,12 +74,12 @@ def test_blends_through_the_kernels_are_the_reference(case: tuple[Any, Any]) -> 
         want = reference.blend(model, SCENE.header, SCENE.parts(), ratio, (CHECK,)).logits.float().log_softmax(-1)
         torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
         assert (got - full).abs().max() > 1e-2, "the scene is too easy to tell a blend from a full prefill"
-        # Every layer's stored KV is placed once; the front and the selected tokens are scattered, the dense pass is not.
+        # The blend places every layer's stored KV once; the front and the selected tokens are scattered, the dense pass is not.
         assert launches(engine) == (layers, 2 * layers)
     _, want = chosen_by(engine, model, "query", SCENE)
     got = first_logprobs(engine, SCENE.prompt, BlendSettings(0.3, "query", (CHECK,)))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
-    # The question's pass has every layer's stored KV placed, and looks at it; the front and the selected tokens follow.
+    # The question's pass places every layer's stored KV and attends to it; the front and the selected tokens follow.
     assert launches(engine) == (layers, 3 * layers)
     got = first_logprobs(engine, SCENE.prompt, BlendSettings(1.0, "hkvd", (CHECK,)))
     torch.testing.assert_close(got, full, atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""vLLM's own block hashes with keys of ours in them; no engine is started."""
+"""Tests that keys change vLLM's block hashes; no engine is started."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def same(one: Any, other: Any) -> list[bool]:
     return [a == b for a, b in zip(one.block_hashes, other.block_hashes, strict=True)]
 
 
-def test_blocks_in_front_of_the_first_key_are_those_of_an_exact_prompt_and_none_behind_it() -> None:
+def test_only_blocks_in_front_of_the_first_key_have_an_exact_prompts_hashes() -> None:
     assert same(request(), request((9, "a"))) == [True, True, False, False, False, False]
     assert same(request((9, "a")), request((9, "a"))) == [True] * 6
     assert same(request((9, "a")), request((9, "b"))) == [True, True, False, False, False, False]
@@ -40,12 +40,12 @@ def test_blocks_in_front_of_the_first_key_are_those_of_an_exact_prompt_and_none_
     assert same(request((0, "a")), request()) == [False] * 6
 
 
-def test_keys_in_one_block_all_count() -> None:
+def test_every_key_in_a_block_changes_its_hash() -> None:
     assert same(request((9, "a"), (10, "b")), request((9, "a"))) == [True, True, False, False, False, False]
     assert same(request((9, "a"), (10, "b")), request((9, "a"), (10, "c")))[2:] == [False] * 4
 
 
-def test_the_answers_blocks_depend_on_the_keys_too_though_they_fill_later() -> None:
+def test_blocks_of_the_answer_depend_on_the_keys_too() -> None:
     plain, early, late = request(), request((9, "a")), request((25, "a"))
     for each in (plain, early, late):
         for token in range(40, 46):
@@ -55,12 +55,12 @@ def test_the_answers_blocks_depend_on_the_keys_too_though_they_fill_later() -> N
     assert same(plain, late) == [True] * 6 + [False, False]
 
 
-def test_where_the_size_of_a_hashed_block_is_not_known_the_whole_prompt_depends_on_all_keys() -> None:
+def test_all_blocks_depend_on_all_keys_if_the_block_size_is_unknown() -> None:
     assert same(request((9, "a"), (17, "b"), size=None), request()) == [False] * 6
     assert same(request((9, "a"), (17, "b"), size=None), request((9, "a"), size=None)) == [False] * 6
 
 
-def test_a_request_that_is_not_hashed_needs_no_keys_and_one_that_hides_its_hashes_is_refused() -> None:
+def test_a_request_without_hashes_needs_no_keys_and_hidden_hashes_are_refused() -> None:
     assert key_blocks(request(hashes=False), [(0, "a")], SIZE)
     hidden = request()
     del hidden._block_hasher

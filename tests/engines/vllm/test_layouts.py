@@ -1,4 +1,4 @@
-"""Pages as vLLM's CPU kernels keep them: read back as they were written, by its own kernels and by what we know of the tiles."""
+"""Tests that pages of vLLM's CPU kernels are read back as they were written, by its kernels and by the known tiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGES, HEADS = 3, 2
 
 
 def filled(size: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of all tokens, ``[PAGES * size, HEADS, dim]``, no two numbers of neighbours alike."""
+    """Return random K and V of all tokens, ``[PAGES * size, HEADS, dim]``."""
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(PAGES * size, HEADS, dim, generator=generator).to(dtype) for _ in range(2))  # type: ignore[return-value]
 
@@ -40,7 +40,7 @@ def test_tiles_are_read_token_by_token(size: int, dim: int) -> None:
 
 @pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
 @pytest.mark.parametrize(("size", "dim"), [(32, 32), (128, 64), (128, 128)])
-def test_what_vllms_cpu_kernels_write_is_read(isa: str, size: int, dim: int) -> None:
+def test_kv_written_by_vllms_cpu_kernels_is_read_back(isa: str, size: int, dim: int) -> None:
     if isa == "amx" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("this processor has no AMX")
     keys, values = filled(size, dim, torch.bfloat16)

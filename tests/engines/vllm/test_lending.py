@@ -1,4 +1,4 @@
-"""Pages of layers with a window: vLLM's own cache manager with two groups, driven as its scheduler drives it, and no model."""
+"""Tests of lent pages for layers with a window, in vLLM's cache manager with two groups; no model runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _names = (f"request-{n}" for n in itertools.count())
 
 
 class Scheduler:
-    """What vLLM's scheduler does with its cache manager and the connector for one request at a time."""
+    """vLLM's cache manager and the connector, driven as vLLM's scheduler does for one request at a time."""
 
     def __init__(self, blocks: int, window: int = WINDOW, store: KVStore | None = None):
         init_none_hash(sha256)
@@ -64,9 +64,9 @@ class Scheduler:
         return request
 
     def blend(self, before: int = 20, chunks: int = 1, behind: int = 5) -> Request:
-        """A conversation with the stored chunk behind ``before`` tokens, so many times: once in each turn.
+        """Add a conversation of ``chunks`` turns with the stored chunk in each, behind ``before`` tokens.
 
-        Its last turn ends with ``behind`` tokens of text.
+        The last turn ends with ``behind`` tokens of text.
         """
         size = len(CHUNK)
         spans = tuple((before + i * size, before + (i + 1) * size, f"chunk {i}") for i in range(chunks))
@@ -75,7 +75,7 @@ class Scheduler:
         return self.request(ids, BlendJob(spans, FuseOptions(policy("hkvd"), 0.2), turn_ends=ends))
 
     def admit(self, request: Request) -> int | None:
-        """Ask the connector and allocate what it promises; return its promise."""
+        """Allocate the tokens that the connector reports as matched; return their number."""
         found, computed, _ = self.manager.get_computed_blocks(request)
         count, _ = self.side.matched_tokens(request, computed)
         if count:
@@ -88,7 +88,7 @@ class Scheduler:
         return count
 
     def step(self, request: Request | None = None, computed: int = 0, scheduled: int = 0) -> Any:
-        """Return what the workers are told in a step that computes ``scheduled`` tokens of a request."""
+        """Return the metadata for the workers of a step that computes ``scheduled`` tokens of a request."""
         ids = [] if request is None else [request.request_id]
         cached = SimpleNamespace(req_ids=ids, num_computed_tokens=[computed] * len(ids))
         output = SimpleNamespace(
@@ -100,7 +100,7 @@ class Scheduler:
         return self.side.step(output, self.manager)  # type: ignore[arg-type]
 
     def prefill(self, request: Request, each: int) -> list[Any]:
-        """Compute a prompt in steps of ``each`` tokens at the most; return what is saved."""
+        """Compute a prompt in steps of ``each`` tokens at the most; return the saves."""
         found, computed, _ = self.manager.get_computed_blocks(request)
         count, _ = self.side.matched_tokens(request, computed)
         if count is None:
@@ -123,7 +123,7 @@ class Scheduler:
         self.side.worker_output(KVConnectorOutput(finished_recving={request.request_id}))
 
 
-def test_vllm_gives_no_pages_for_what_lies_before_the_window_of_the_end() -> None:
+def test_vllm_gives_no_pages_before_the_last_window() -> None:
     scheduler = Scheduler(100)
     request = scheduler.request(tuple(range(80)))
     scheduler.manager.allocate_slots(request, 0, num_external_computed_tokens=80, delay_cache_blocks=True)
@@ -132,7 +132,7 @@ def test_vllm_gives_no_pages_for_what_lies_before_the_window_of_the_end() -> Non
     assert windowed[:17] == [NO_PAGE] * 17, "vLLM keeps more than it did: then nothing need be lent"
 
 
-def test_a_blend_has_pages_for_every_position_and_gives_the_lent_ones_back() -> None:
+def test_a_blend_has_pages_for_every_position_and_returns_the_lent_pages() -> None:
     scheduler = Scheduler(100)
     request = scheduler.blend()
     before = scheduler.free
@@ -145,12 +145,12 @@ def test_a_blend_has_pages_for_every_position_and_gives_the_lent_ones_back() -> 
     scheduler.ended(request)
     own = [page for pages in scheduler.manager.get_blocks(request.request_id).get_block_ids() for page in pages]
     assert before - scheduler.free == sum(page != NO_PAGE for page in own) < len(used)
-    scheduler.ended(request)  # once is enough
+    scheduler.ended(request)  # the second call changes nothing
     scheduler.manager.free(request)
     assert scheduler.free == before
 
 
-def test_blends_borrow_one_after_the_other_and_one_that_needs_nothing_waits_for_none() -> None:
+def test_blends_borrow_pages_in_turn_and_do_not_wait_if_they_need_none() -> None:
     scheduler = Scheduler(200)
     first, second = scheduler.blend(), scheduler.blend(before=24)
     assert scheduler.admit(first) == 80
@@ -162,8 +162,8 @@ def test_blends_borrow_one_after_the_other_and_one_that_needs_nothing_waits_for_
     assert scheduler.admit(second) == 84
 
 
-def test_a_prompt_that_can_never_have_its_pages_is_prefilled_and_the_answer_says_why() -> None:
-    scheduler = Scheduler(40)  # 22 blocks for all of the prompt in one group, as many in the other
+def test_a_prompt_that_needs_too_many_pages_is_prefilled_with_the_reason() -> None:
+    scheduler = Scheduler(40)  # the prompt needs 22 blocks in each of the two groups
     request = scheduler.blend()
     assert scheduler.admit(request) == 0
     outcome = (scheduler.side.finished(request) or {})[PARAMS]["outcome"]
@@ -171,7 +171,7 @@ def test_a_prompt_that_can_never_have_its_pages_is_prefilled_and_the_answer_says
     assert "44 of vLLM's blocks" in outcome["reason"]
 
 
-def test_a_blend_waits_for_other_requests_pages_but_not_for_ever() -> None:
+def test_a_blend_waits_a_limited_time_for_other_requests_pages() -> None:
     scheduler = Scheduler(70)
     other = scheduler.request(tuple(range(300, 360)))
     assert scheduler.manager.allocate_slots(other, 60) is not None
@@ -184,14 +184,14 @@ def test_a_blend_waits_for_other_requests_pages_but_not_for_ever() -> None:
     assert scheduler.admit(patient) == 81
 
 
-def test_behind_a_prefix_hit_whose_window_is_gone_vllm_computes_the_rest() -> None:
+def test_vllm_computes_the_rest_behind_a_prefix_hit_without_window_pages() -> None:
     scheduler = Scheduler(300, window=3)
     first = scheduler.blend()
     assert scheduler.admit(first) == 80
     scheduler.ended(first)
     scheduler.manager.cache_blocks(first, 80)
     again, longer = scheduler.blend(), scheduler.blend(chunks=2)
-    assert scheduler.admit(again) == 0  # all of it is there
+    assert scheduler.admit(again) == 0  # the prefix cache has all of it
     assert scheduler.manager.get_computed_blocks(longer)[1] == 80, (
         "what was blended should be found in the prefix cache"
     )
@@ -203,10 +203,12 @@ def test_behind_a_prefix_hit_whose_window_is_gone_vllm_computes_the_rest() -> No
 
 @settings(max_examples=60)
 @given(st.integers(1, 70), st.integers(1, 30), st.integers(0, 69), st.lists(st.integers(1, 70)))
-def test_precomputed_kv_is_copied_out_before_its_pages_go(each: int, window: int, start: int, warm: list[int]) -> None:
+def test_precomputed_kv_is_saved_before_its_pages_are_freed(
+    each: int, window: int, start: int, warm: list[int]
+) -> None:
     scheduler = Scheduler(300, window)
     ids = tuple(range(300, 370))
-    for length in warm:  # of a prompt that begins like this one, some is in the prefix cache
+    for length in warm:  # prompts with the same beginning fill the prefix cache
         other = scheduler.request(ids[:length])
         scheduler.prefill(other, each)
         scheduler.manager.free(other)
@@ -219,13 +221,13 @@ def test_precomputed_kv_is_copied_out_before_its_pages_go(each: int, window: int
             assert NO_PAGE not in pages[save.begin // BLOCK : -(-save.end // BLOCK)]
 
 
-def test_the_last_token_is_left_to_vllm_which_wants_its_logits() -> None:
+def test_vllm_computes_the_last_token_of_the_prompt() -> None:
     scheduler = Scheduler(100, window=1000)
     assert scheduler.admit(scheduler.blend(behind=0)) == 20 + len(CHUNK) - 1
     assert scheduler.admit(scheduler.blend(behind=1)) == 20 + len(CHUNK)
 
 
-def test_a_request_that_is_aborted_before_its_blend_gives_its_lent_pages_back() -> None:
+def test_a_request_aborted_before_its_blend_returns_its_lent_pages() -> None:
     scheduler = Scheduler(100)
     before = scheduler.free
     request, waiting = scheduler.blend(), scheduler.blend(before=24)
@@ -238,7 +240,7 @@ def test_a_request_that_is_aborted_before_its_blend_gives_its_lent_pages_back() 
     assert scheduler.admit(waiting) == 84
 
 
-def test_blended_kv_is_found_by_prompts_that_are_blended_alike_alone() -> None:
+def test_only_prompts_with_the_same_blend_find_its_blocks_in_the_prefix_cache() -> None:
     scheduler = Scheduler(300, window=1000)
     first = scheduler.blend()
     assert scheduler.admit(first) == 80
@@ -262,7 +264,7 @@ def test_a_position_without_a_page_is_neither_read_nor_written() -> None:
                 slots(torch.tensor([1, position]))
 
 
-def test_before_a_blend_writes_the_pages_of_every_group_are_looked_at() -> None:
+def test_the_pages_of_every_group_are_checked_before_a_blend_writes() -> None:
     groups = [PageGroup(BLOCK, None), PageGroup(BLOCK, 5)]
     paged: Any = SimpleNamespace(block_size=BLOCK, groups=groups, device=torch.device("cpu"))
     pages = Pages(paged, [[7, 8, 9, 10], [NO_PAGE, 11, 12, 13]], 16)
@@ -275,7 +277,7 @@ def test_before_a_blend_writes_the_pages_of_every_group_are_looked_at() -> None:
 
 
 class Afar(MemoryStore):
-    """A store on another machine, which answers when it is let go."""
+    """A remote store that answers when ``go_on`` is set."""
 
     remote = True
 
@@ -289,7 +291,7 @@ class Afar(MemoryStore):
         return super().contains(key)
 
 
-def test_steps_go_on_while_a_store_on_another_machine_is_asked() -> None:
+def test_steps_continue_during_a_look_up_in_a_remote_store() -> None:
     store = Afar()
     scheduler = Scheduler(blocks=200, store=store)
     request = scheduler.blend()

@@ -1,6 +1,6 @@
-"""Blends whose stored KV is on its way: while streams run none is waited for, and what is late is computed in place.
+"""Tests of blends whose stored KV is loading: they do not hold up streams, and late chunks are computed in place.
 
-The queue is the worker's own, the model behind it a transformers one, so that no vLLM need run.
+The queue is the worker's, with a transformers model, so that no vLLM runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LONG = 3600.0
 
 
 class Worker:
-    """A worker's queue over a store of which some entries are held up."""
+    """A worker's queue over a store that holds up some entries."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.store, self.targets = HeldUpStore(), {}
@@ -68,7 +68,7 @@ class Worker:
         self.queue.add(LoadOrder(name, ids, 0, scene.prompt.spans[-1].end, (), job, choice))
 
     def step(self, streams: bool = True) -> None:
-        """What the worker does with its blends in one step."""
+        """Advance the blends by one step of the worker."""
         self.queue.advance(Allowance({}, 1e6) if streams else None)
         ended, failed = self.queue.take_ended()
         assert not failed
@@ -85,7 +85,7 @@ class Worker:
         return self.queue.take_results().done
 
     def agrees(self, name: str, scene: Scene, missing: tuple[int, ...] = ()) -> None:
-        """What the model says behind the blend must be what it says behind the reference's."""
+        """Assert that the model's logits behind the blend equal those behind the reference's blend."""
         want = reference.blend(model_of("llama"), scene.header, scene.parts(missing), RATIO)
         rest = torch.tensor([scene.prompt.token_ids[scene.prompt.spans[-1].end :]])
         got = self.engine.runner.append(rest, self.targets[name].cache)[0]
@@ -101,14 +101,12 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
 
 
 @pytest.mark.parametrize("most_wait_s", [None, LONG])
-def test_while_streams_run_a_blend_that_waits_for_its_kv_holds_up_neither_them_nor_other_blends(
-    worker: Worker, most_wait_s: float | None
-) -> None:
+def test_a_loading_blend_holds_up_neither_streams_nor_other_blends(worker: Worker, most_wait_s: float | None) -> None:
     far, near = SCENES
     worker.hold_up(far, 1, 2)
     worker.add("far", far, most_wait_s)
     worker.add("near", near)
-    worker.step()  # returns, though nothing can be read
+    worker.step()  # returns although no entry can be read
     assert worker.ended == {"near"}
     worker.agrees("near", near)
     worker.step()
@@ -121,7 +119,7 @@ def test_while_streams_run_a_blend_that_waits_for_its_kv_holds_up_neither_them_n
     assert {load.tier for load in result.loads} == {"ram", "far"}
 
 
-def test_what_is_late_while_streams_run_is_computed_in_place(worker: Worker) -> None:
+def test_late_chunks_are_computed_in_place_while_streams_run(worker: Worker) -> None:
     far, _ = SCENES
     worker.hold_up(far, 1, 2)
     worker.add("far", far, most_wait_s=0.0)
@@ -134,7 +132,7 @@ def test_what_is_late_while_streams_run_is_computed_in_place(worker: Worker) -> 
     assert result.load_s > 0
 
 
-def test_what_is_late_is_computed_in_place_where_no_stream_runs_too(worker: Worker) -> None:
+def test_late_chunks_are_computed_in_place_without_streams(worker: Worker) -> None:
     far, _ = SCENES
     worker.hold_up(far, 3)
     worker.add("far", far, most_wait_s=0.0)
@@ -144,10 +142,10 @@ def test_what_is_late_is_computed_in_place_where_no_stream_runs_too(worker: Work
     assert worker.results()["far"].in_place == (far.chunks[3].id,)
 
 
-def test_what_is_late_on_another_rank_is_computed_in_place_here_too(
+def test_chunks_that_are_late_on_another_rank_are_computed_in_place_on_this_rank(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank lacks chunk 1 from the first plan's loading on; it votes in the order that this one does."""
+    """Chunk 1 is missing on the other rank when the first plan loads; both ranks vote in one order."""
     scene = SCENES[0]
     chunks = 1 + len(scene.chunks)
     others = iter([True, False, False, False, *[number != 2 for number in range(chunks)]])
@@ -157,10 +155,10 @@ def test_what_is_late_on_another_rank_is_computed_in_place_here_too(
     worker.agrees("here", scene, missing=(1,))
 
 
-def test_what_is_not_exact_on_another_rank_is_not_taken_as_exact_here(
+def test_kv_that_is_inexact_on_another_rank_is_not_reused_as_exact_on_this_rank(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank has header and first chunk, in int8; ranks that took different KV would wait for each other."""
+    """The other rank has header and first chunk in int8; ranks that used different KV would wait for each other."""
     others = iter([False, True, True, False])
     monkeypatch.setattr(blends, "all_ranks", lambda ok: next(others, True) and ok)
     worker.add("here", SCENES[0], reuse="prefix")
@@ -170,7 +168,7 @@ def test_what_is_not_exact_on_another_rank_is_not_taken_as_exact_here(
     assert "int8, which is not exact" in result.reason
 
 
-def test_ranks_that_have_all_of_a_prompts_kv_vote_on_it_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_vote_once_on_a_prompt_if_they_have_all_its_kv(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     votes: list[bool] = []
     monkeypatch.setattr(blends, "all_ranks", lambda ok: votes.append(ok) or ok)
     worker.add("here", SCENES[0])
@@ -179,7 +177,7 @@ def test_ranks_that_have_all_of_a_prompts_kv_vote_on_it_once(worker: Worker, mon
     assert votes == [True]
 
 
-def test_a_blend_that_is_aborted_while_it_waits_for_its_kv_ends_at_once(worker: Worker) -> None:
+def test_a_blend_aborted_while_its_kv_loads_ends_at_once(worker: Worker) -> None:
     worker.hold_up(SCENES[0], 1)
     worker.add("far", SCENES[0])
     worker.step()
@@ -188,9 +186,7 @@ def test_a_blend_that_is_aborted_while_it_waits_for_its_kv_ends_at_once(worker: 
     assert worker.ended == {"far"}
 
 
-def test_no_more_blends_are_loading_than_host_memory_is_to_hold(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_loading_blends_is_limited(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blends, "_LOADING", 2)
     worker.hold_up(SCENES[0], 1)
     for number in range(4):

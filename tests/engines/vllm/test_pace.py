@@ -1,4 +1,4 @@
-"""Tests how much blending fits into a step while streams run."""
+"""Tests how many tokens of a blend a step computes while streams run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cacheblend_rag.engines.vllm import pace as module
 from cacheblend_rag.engines.vllm.pace import Allowance, Pace, StepClock, Stopwatch
 
 
-def test_before_anything_is_measured_a_token_counts_as_one() -> None:
+def test_unmeasured_passes_count_each_token_as_one() -> None:
     allowance = Allowance({}, 1000)
     assert allowance.tokens("sparse", 1.0) == 1000
     assert allowance.tokens("dense", 0.25) == 4000
@@ -22,7 +22,7 @@ def test_before_anything_is_measured_a_token_counts_as_one() -> None:
     assert allowance.tokens("sparse", 1.0) == 500
 
 
-def test_slow_work_gets_as_much_time_as_ordinary_prefill_not_as_many_tokens() -> None:
+def test_slow_passes_get_the_time_of_a_prefill_and_fewer_tokens() -> None:
     allowance = Allowance({"prefill": 0.001, "sparse": 0.004}, 2000)
     assert allowance.tokens("sparse", 1.0) == 500
     assert allowance.tokens("dense", 1.0) == 2000
@@ -30,16 +30,16 @@ def test_slow_work_gets_as_much_time_as_ordinary_prefill_not_as_many_tokens() ->
     assert allowance.tokens("dense", 1.0) == 0
 
 
-def test_without_prefills_own_time_other_times_say_nothing() -> None:
+def test_times_of_blends_are_ignored_until_prefill_is_measured() -> None:
     assert Allowance({"sparse": 0.004}, 500).tokens("sparse", 1.0) == 500
 
 
-def test_a_segment_is_never_tiny() -> None:
+def test_a_segment_has_64_tokens_at_least() -> None:
     allowance = Allowance({"prefill": 0.001, "sparse": 0.5}, 100)
     assert allowance.tokens("sparse", 1.0) == 64
 
 
-def test_the_average_follows_new_measurements_and_what_was_sent_stays() -> None:
+def test_the_average_follows_new_measurements_without_changing_sent_values() -> None:
     pace = Pace()
     pace.take({"prefill": (100, 1.0)})
     sent = pace.seconds_per_token
@@ -59,7 +59,7 @@ def test_a_cpu_is_measured_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None
     assert clock.take() == {}
 
 
-def test_what_was_waited_for_stored_kv_is_no_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_stored_kv_is_not_counted_as_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 12.5, 20.0, 20.5])
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
     clock, watch = StepClock(torch.device("cpu")), Stopwatch()
@@ -67,13 +67,13 @@ def test_what_was_waited_for_stored_kv_is_no_computing(monkeypatch: pytest.Monke
     clock.add("sparse", 10, clock.mark(), watch)
     assert clock.take_computed() == []
     clock.complete(watch, Computed(50, 200, 0.0, 150, 2.0, 10), waited_s=1.0)
-    clock.complete(Stopwatch(), Computed(0, 200, 0.0))  # nothing was computed
+    clock.complete(Stopwatch(), Computed(0, 200, 0.0))  # a blend without computed tokens is not measured
     assert clock.take_computed() == [Computed(50, 200, 2.0, 150, 2.0, 10)]
     assert clock.take_computed() == []
 
 
 class Event:
-    """A device's event, in a list in order of recording; `ended` says how many the device has passed."""
+    """A device's event in a list in order of recording; the device has passed the first `ended` events."""
 
     recorded: ClassVar[list[Event]] = []
     ended = 0
@@ -96,7 +96,7 @@ class Event:
         raise AssertionError("the device was waited for")
 
 
-def test_a_device_is_measured_by_events_and_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_measured_by_events_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "recorded", [])
     monkeypatch.setattr(Event, "ended", 0)
     device: Any = torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""Blending in real vLLM against its own full prefill and against the independent reference, as it runs in several ways."""
+"""Compare blends in real vLLM with its full prefill and with the independent reference, for several ways to run it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.engines.vllm.engines import FULL, PIECES, SHAPE, VOCABULARY, first_lo
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2, chunked prefill": (lambda: hf.Qwen2Config(**SHAPE), PIECES),
-    # Compiled for embeddings, as models that take images are, whatever a prompt has.
+    # This model is compiled for embeddings, as models that take images are.
     "llama, compiled for embeddings": (
         lambda: hf.LlamaConfig(**SHAPE),
         {"enforce_eager": False, "generated": True, "enable_prompt_embeds": True},
     ),
     "llama, two ranks": (lambda: hf.LlamaConfig(**SHAPE), {"tensor_parallel_size": 2}),
 }
-# The second runner's own kernels are interpreted: a step takes long, and so does a long prompt.
+# The second runner's kernels are interpreted, so that steps and long prompts are slow.
 V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 SCENE = Scene(chunk_tokens=(50, 40, 61) if V2 else (150, 90, 170, 61), question=9)
 ANSWER = SamplingParams(max_tokens=4 if V2 else 12)
@@ -50,7 +50,7 @@ def want(model: Any, ratio: float, missing: tuple[int, ...] = ()) -> torch.Tenso
     return reference.blend(model, SCENE.header, SCENE.parts(missing), ratio).logits.float().log_softmax(-1)
 
 
-def test_the_worker_says_what_it_runs_on(engine) -> None:
+def test_the_worker_reports_its_runner_and_attention(engine) -> None:
     found = ask_worker(engine, "cacheblend_backend")
     assert (found["runner"], found["attention"]) == ("V2" if V2 else "V1", "CPU_ATTN")
 
@@ -69,7 +69,7 @@ def test_ratio_1_is_the_full_prefill(engine) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.5])
-def test_other_ratios_are_the_reference(engine, model, ratio: float) -> None:
+def test_blends_at_other_ratios_equal_the_reference(engine, model, ratio: float) -> None:
     engine.precompute(SCENE.chunks)
     got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio, "hkvd", (1,)))
     torch.testing.assert_close(got, want(model, ratio), atol=1e-4, rtol=0)
@@ -81,7 +81,7 @@ def test_other_ratios_are_the_reference(engine, model, ratio: float) -> None:
 def scores(
     engine: Any, model: Any, scene: Scene, missing: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Positions of the stale tokens, ascending, and what each policy ranks them by, from the independent reference."""
+    """Return the positions of the stale tokens, ascending, and each policy's scores of them, by the independent reference."""
     static, positions = [], []
     for index, span in enumerate(scene.prompt.spans):
         if index > 0 and index not in missing:
@@ -95,7 +95,7 @@ def scores(
 
 
 def best(policy: str, positions: torch.Tensor, ranked: dict[str, torch.Tensor]) -> list[int]:
-    """Which 30% of the stale tokens the policy recomputes."""
+    """Return the 30% of the stale tokens that the policy recomputes."""
     order = ranked[policy].argsort(descending=True)[: round(0.3 * len(positions))]
     return positions[order].sort().values.tolist()
 
@@ -103,21 +103,21 @@ def best(policy: str, positions: torch.Tensor, ranked: dict[str, torch.Tensor]) 
 def chosen_by(
     engine: Any, model: Any, policy: str, scene: Scene = SCENE, missing: tuple[int, ...] = ()
 ) -> tuple[list[int], torch.Tensor]:
-    """What the policy recomputes, and the log-probabilities after it, from the reference."""
+    """Return the tokens that the policy recomputes, and the reference's log-probabilities after it."""
     chosen = best(policy, *scores(engine, model, scene, missing))
     done = reference.blend(model, scene.header, scene.parts(missing), 0.3, chosen=chosen)
     return chosen, done.logits.log_softmax(-1)
 
 
 def rank(engine: Any, scene: Scene, missing: tuple[int, ...] = ()) -> None:
-    """Have the chunks stored with their static deviations, but for the missing ones."""
+    """Store the chunks with their static deviations, except the missing ones."""
     before, engine.ranking = engine.ranking, "now"
     engine.precompute([chunk for index, chunk in enumerate(scene.chunks) if index not in missing])
     engine.ranking = before
 
 
 @pytest.mark.parametrize("policy", ["static", "static-query", "query"])
-def test_what_is_ranked_without_a_dense_pass_is_the_reference(engine, model, policy: str) -> None:
+def test_a_blend_ranked_without_a_dense_pass_equals_the_reference(engine, model, policy: str) -> None:
     rank(engine, SCENE)
     chosen, expected = chosen_by(engine, model, policy)
     another = best("static" if policy != "static" else "query", *scores(engine, model, SCENE, ()))
@@ -130,14 +130,14 @@ def test_what_is_ranked_without_a_dense_pass_is_the_reference(engine, model, pol
     assert got == ("blend", policy, 0.3, len(chosen))
 
 
-def test_the_question_looks_past_chunks_that_must_be_computed(engine, model) -> None:
+def test_the_questions_ranking_skips_chunks_that_must_be_computed(engine, model) -> None:
     rank(engine, SCENE, missing=(2,))
     _, expected = chosen_by(engine, model, "static-query", missing=(2,))
     got = first_logprobs(engine, SCENE.prompt, BlendSettings(0.3, "static-query", (1,)))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
-def test_each_question_selects_for_itself(engine, model) -> None:
+def test_each_question_selects_different_tokens(engine, model) -> None:
     other = Scene(chunk_tokens=(150, 90, 170, 61), question=9)
     other.question = [3 + (7 * token) % (VOCABULARY - 3) for token in SCENE.question]
     rank(engine, SCENE)
@@ -148,7 +148,7 @@ def test_each_question_selects_for_itself(engine, model) -> None:
     assert chosen != best("static-query", *scores(engine, model, SCENE, ())), "the questions are too much alike to tell"
 
 
-def test_hybrid_selects_as_in_the_transformers_engine(engine, model) -> None:
+def test_the_policy_hybrid_selects_as_in_the_transformers_engine(engine, model) -> None:
     engine.precompute(SCENE.chunks)
     settings = BlendSettings(0.3, "hybrid", (1,))
     other = engine_for(model, SCENE)
@@ -160,7 +160,7 @@ def test_hybrid_selects_as_in_the_transformers_engine(engine, model) -> None:
     assert engine.generate(SCENE.prompt, ANSWER, settings).usage.recomputed_tokens == len(chosen)
 
 
-def test_a_chunk_without_a_rank_gets_one_after_its_first_use(engine) -> None:
+def test_a_chunk_without_a_rank_is_ranked_after_its_first_use(engine) -> None:
     before, engine.ranking = engine.ranking, "lazy"
     engine.precompute(SCENE.chunks)
     settings = BlendSettings(0.3, "static", (1,))
@@ -171,7 +171,7 @@ def test_a_chunk_without_a_rank_gets_one_after_its_first_use(engine) -> None:
     engine.ranking = before
 
 
-def test_auto_is_the_reference_at_the_ratio_that_the_answer_reports(engine, model, monkeypatch) -> None:
+def test_auto_equals_the_reference_at_the_reported_ratio(engine, model, monkeypatch) -> None:
     profile = replace(engine.profile, ratio=0.05, text=TextRange(0.5, 0.0))
     monkeypatch.setattr(engine, "profile", profile)
     settings = BlendSettings("auto", "static", (1,))
@@ -198,23 +198,23 @@ def test_auto_is_the_reference_at_the_ratio_that_the_answer_reports(engine, mode
 
 
 AUTO = BlendSettings("auto", "hkvd", (1,))
-PER_TOKEN_S = 1e-2  # so that nothing read here is late
+PER_TOKEN_S = 1e-2  # so slow that no read is late
 
 
 def controlled(engine: Any, monkeypatch: pytest.MonkeyPatch, load_s: float, layers: int = SHAPE["num_hidden_layers"]):
-    """Have the chunks stored on a disk from which loading all takes ``load_s``, of a model that takes 10 ms a token."""
+    """Ask with costs by which loading all chunks takes ``load_s`` and computing takes 10 ms a token."""
     engine.precompute(SCENE.chunks)
     nbytes = sum(engine.entries.entry(chunk.token_ids).nbytes for chunk in SCENE.chunks)
     known = Costs(layers, ComputeCost(0.0, PER_TOKEN_S, 0.0), {"disk": TierCost(0.0, nbytes / load_s)})
     monkeypatch.setattr(engine, "costs", known)
-    monkeypatch.setattr(engine, "profile", replace(engine.profile, ratio=0.15))  # less than what loading hides
+    monkeypatch.setattr(engine, "profile", replace(engine.profile, ratio=0.15))  # less than loading hides
     answer = engine.generate(SCENE.prompt, ANSWER, AUTO)
     monkeypatch.setattr(engine, "costs", known)
     engine.reset_prefix_cache()
     return answer, first_logprobs(engine, SCENE.prompt, AUTO)
 
 
-def test_from_fast_storage_the_controller_blends_by_its_ratio(engine, model, monkeypatch) -> None:
+def test_the_controller_blends_at_the_profiles_ratio_from_fast_storage(engine, model, monkeypatch) -> None:
     answer, got = controlled(engine, monkeypatch, load_s=0.2)
     assert (answer.mode, answer.in_place) == ("blend", ())
     assert engine.profile.ratio <= answer.ratio < 0.2
@@ -224,14 +224,14 @@ def test_from_fast_storage_the_controller_blends_by_its_ratio(engine, model, mon
     torch.testing.assert_close(got, want(model, answer.ratio), atol=1e-4, rtol=0)
 
 
-def test_while_loading_takes_its_time_more_is_recomputed(engine, model, monkeypatch) -> None:
+def test_the_controller_recomputes_more_tokens_while_loading_is_slow(engine, model, monkeypatch) -> None:
     answer, got = controlled(engine, monkeypatch, load_s=1.5)
     assert (answer.mode, answer.in_place) == ("blend", ())
     assert 0.2 < answer.ratio < 0.3
     torch.testing.assert_close(got, want(model, answer.ratio), atol=1e-4, rtol=0)
 
 
-def test_what_is_dear_to_load_is_computed_in_place_on_every_rank(engine, model, monkeypatch) -> None:
+def test_every_rank_computes_chunks_in_place_that_are_expensive_to_load(engine, model, monkeypatch) -> None:
     answer, got = controlled(engine, monkeypatch, load_s=4.5, layers=1000)
     assert answer.mode == "blend"
     assert "computed in place, which is sooner than loading them" in answer.reason
@@ -242,7 +242,7 @@ def test_what_is_dear_to_load_is_computed_in_place_on_every_rank(engine, model, 
     torch.testing.assert_close(got, want(model, answer.ratio, in_place), atol=1e-4, rtol=0)
 
 
-def test_from_storage_slower_than_computing_the_prompt_is_prefilled(engine, model, monkeypatch) -> None:
+def test_a_prompt_is_prefilled_if_storage_is_slower_than_computing(engine, model, monkeypatch) -> None:
     answer, got = controlled(engine, monkeypatch, load_s=3600.0)
     assert (answer.mode, answer.usage.reused_tokens, answer.policy, answer.loads) == ("prefill", 0, None, ())
     assert "none of it is used (expected in" in answer.reason
@@ -251,14 +251,14 @@ def test_from_storage_slower_than_computing_the_prompt_is_prefilled(engine, mode
     torch.testing.assert_close(got, first_logprobs(engine, SCENE.prompt, FULL), atol=1e-4, rtol=0)
 
 
-def test_chunks_behind_a_missing_one_are_reused(engine, model) -> None:
+def test_chunks_behind_a_missing_chunk_are_reused(engine, model) -> None:
     engine.precompute([chunk for i, chunk in enumerate(SCENE.chunks) if i != 1])
     settings = BlendSettings(0.15, "hkvd", (1,))
     got = first_logprobs(engine, SCENE.prompt, settings)
     torch.testing.assert_close(got, want(model, 0.15, missing=(1,)), atol=1e-4, rtol=0)
 
 
-def test_forgotten_chunks_leave_nothing_in_the_store(engine) -> None:
+def test_forgotten_chunks_leave_no_entries_in_the_store(engine) -> None:
     engine.precompute(SCENE.chunks)
     header = len({entry.key for entry in engine.store.entries()} & set(engine.entries.keys(())))
     ranks = engine.llm.vllm_config.parallel_config.tensor_parallel_size
@@ -269,7 +269,7 @@ def test_forgotten_chunks_leave_nothing_in_the_store(engine) -> None:
 
 
 @given(st.sets(st.integers(0, 200)).map(sorted), st.integers(1, 20), st.integers(1, 5))
-def test_segments_are_whole_in_order_and_within_both_limits(positions, max_tokens: int, max_runs: int) -> None:
+def test_segments_cover_all_positions_in_order_within_both_limits(positions, max_tokens: int, max_runs: int) -> None:
     from cacheblend_rag.engines.vllm.pages import first_part
 
     rest, parts = torch.tensor(positions, dtype=torch.int64), []
@@ -284,7 +284,7 @@ def test_segments_are_whole_in_order_and_within_both_limits(positions, max_token
         assert behind is None or len(part) == max_tokens or (runs == max_runs and behind[0] != part[-1] + 1)
 
 
-def test_full_prefill_is_the_models_own(engine, model) -> None:
+def test_the_full_prefill_equals_the_models_own_logits(engine, model) -> None:
     ids = torch.tensor([SCENE.prompt.token_ids])
     with torch.no_grad():
         logits = model(ids).logits[0, -1].float()
@@ -304,7 +304,7 @@ def test_blended_blocks_never_serve_an_exact_request(engine) -> None:
     assert again.token_ids == blended.token_ids
 
 
-def test_doctor_says_where_a_blends_time_goes(engine) -> None:
+def test_doctor_reports_the_passes_and_times_of_a_blend(engine) -> None:
     from cacheblend_rag.calibrate.diagnose import diagnose_vllm
 
     found = diagnose_vllm(engine)

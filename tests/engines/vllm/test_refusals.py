@@ -1,4 +1,4 @@
-"""Tests that what vLLM can be told to do and a blend cannot is served by ordinary prefill, with the reason."""
+"""Tests that vLLM serves models and options that a blend does not support by ordinary prefill, with the reason."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def groups(*specs: Any) -> Any:
 
 def test_an_ordinary_model_is_not_refused() -> None:
     assert why_not_in_vllm(configured(), groups()) is None
-    assert why_not_in_vllm(configured({"data_parallel_size": 2}), groups()) is None  # replicas of a dense model
+    assert (
+        why_not_in_vllm(configured({"data_parallel_size": 2}), groups()) is None
+    )  # data parallelism replicates a dense model
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_an_ordinary_model_is_not_refused() -> None:
         (configured(speculative_config=object()), "speculative"),
     ],
 )
-def test_what_cannot_be_blended_is_named(config: Any, reason: str) -> None:
+def test_the_reason_names_the_unsupported_option(config: Any, reason: str) -> None:
     assert reason in str(why_not_in_vllm(config, groups()))
 
 
@@ -94,12 +96,12 @@ def test_what_cannot_be_blended_is_named(config: Any, reason: str) -> None:
         ((SlidingWindowSpec(block_size=8, **_SHAPE, sliding_window=4),), "different sizes"),
     ],
 )
-def test_kinds_of_kv_cache_that_a_blend_cannot_fill_are_named(specs: Any, reason: str | None) -> None:
+def test_the_reason_names_an_unsupported_kind_of_kv_cache(specs: Any, reason: str | None) -> None:
     found = why_not_in_vllm(configured(), groups(*specs))
     assert found is None if reason is None else reason in str(found)
 
 
-def test_weights_that_a_forward_moves_are_named_and_those_that_the_device_reads_where_they_are_do_no_harm(
+def test_weights_that_a_forward_copies_are_refused_and_weights_in_host_memory_are_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     in_host_memory = UVAOffloader(1 << 30)
@@ -108,18 +110,18 @@ def test_weights_that_a_forward_moves_are_named_and_those_that_the_device_reads_
     copied.cpu_offload_bytes = 1 << 20
     in_host_memory.uva_offloading, copied.uva_offloading = True, False
     on_a_cpu = UVAOffloader(1 << 30)
-    prefetched = PrefetchOffloader.__new__(PrefetchOffloader)  # it asks for a GPU
+    prefetched = PrefetchOffloader.__new__(PrefetchOffloader)  # the constructor needs a GPU
     for offloader, refused in ((in_host_memory, False), (copied, True), (on_a_cpu, False), (prefetched, True)):
         monkeypatch.setattr(base, "_instance", offloader)
         reason = why_not_in_vllm(configured(), groups())
         assert ("layer by layer" in str(reason)) == refused, offloader
 
 
-def test_a_model_without_a_kv_cache_is_named() -> None:
+def test_the_reason_names_a_missing_kv_cache() -> None:
     assert "no KV cache" in str(why_not_in_vllm(configured(), SimpleNamespace(kv_cache_groups=[])))  # type: ignore[arg-type]
 
 
-def test_a_kernel_that_splits_blocks_is_named_with_the_flag_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_names_a_kernel_that_splits_blocks_and_the_flag_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = SimpleNamespace(kernel_block_size=64, block_size=128)
     monkeypatch.setattr(worker_side, "PagedModel", lambda *_: paged)
     assert "--block-size 64" in bound().gate.reason
@@ -131,14 +133,14 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bound(**kv_caches: torch.Tensor) -> WorkerSide:
-    """A worker's half that was shown a model and did not raise; it must not blend."""
+    """Bind a model to a worker's half without an error; assert that it does not blend."""
     side = WorkerSide(Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ()), configured(), groups(), 100.0)
     side.kv_caches = kv_caches
     side.bind(None, torch.device("cpu"))
     assert not side.gate.passed
     side.take(StepMeta(loads=[SimpleNamespace(request_id="7")]))  # type: ignore[list-item]
     side.blend()
-    assert side.take_finished(set()) == ({"7"}, {"7"})  # vLLM prefills it
+    assert side.take_finished(set()) == ({"7"}, {"7"})  # vLLM prefills the request
     return side
 
 
@@ -161,12 +163,12 @@ class Sound:
         pass
 
 
-def test_layers_that_use_the_kv_of_others_are_named() -> None:
+def test_the_reason_names_layers_that_use_the_kv_of_others() -> None:
     assert "use the KV of others" in bound(**{"layers.0": torch.empty(0), "layers.1": torch.empty(0)}).gate.reason
 
 
 @pytest.mark.parametrize("error", [StopIteration(), KeyError("layers.3"), torch.OutOfMemoryError("CUDA out of memory")])
-def test_a_model_that_cannot_be_wrapped_ends_no_engine(
+def test_an_error_while_a_model_is_wrapped_does_not_end_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     def wrap(*_: Any) -> None:
@@ -177,7 +179,7 @@ def test_a_model_that_cannot_be_wrapped_ends_no_engine(
     assert [record.getMessage().startswith("This model is not blended") for record in caplog.records] == [True]
 
 
-def test_what_fails_behind_the_gate_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_behind_the_gate_does_not_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("CUDA driver version is insufficient")
 
@@ -187,7 +189,7 @@ def test_what_fails_behind_the_gate_ends_no_engine(monkeypatch: pytest.MonkeyPat
     assert "driver version is insufficient" in bound().gate.reason
 
 
-def test_nothing_is_page_locked_before_the_first_step_since_vllm_captures_graphs_until_then(
+def test_memory_is_page_locked_at_the_first_step_after_vllm_has_captured_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     locked: list[torch.device] = []
@@ -203,7 +205,7 @@ def test_nothing_is_page_locked_before_the_first_step_since_vllm_captures_graphs
     assert locked == [torch.device("cpu")]
 
 
-def test_kernels_that_cannot_be_looked_for_are_done_without(
+def test_a_model_is_blended_without_kernels_if_their_search_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(worker_side, "run_gate", lambda *_: (GateReport(True), SimpleNamespace()))
@@ -212,7 +214,7 @@ def test_kernels_that_cannot_be_looked_for_are_done_without(
     assert "no kernel image" in caplog.text
 
 
-def test_what_another_rank_cannot_do_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_blends_if_another_rank_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_side, "PagedModel", Sound)
     monkeypatch.setattr(worker_side, "run_gate", lambda *_: pytest.fail("the other rank does not run it"))
     monkeypatch.setattr(worker_side, "all_ranks", lambda ok: False)

@@ -1,4 +1,4 @@
-"""vLLM with its KV on another machine: the same addresses as the transformers engine takes."""
+"""Tests of vLLM with its KV in a remote store, by the addresses that the transformers engine takes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.vllm
-def test_encrypted_kv_in_redis_alone_is_blended_by_vllm_and_read_by_the_other_engine(
+def test_encrypted_kv_in_redis_is_blended_by_vllm_and_read_by_the_other_engine(
     model_directory: Path, redis_url: str, tmp_path: Path
 ) -> None:
     short = SamplingParams(max_tokens=4)
@@ -39,7 +39,7 @@ def test_encrypted_kv_in_redis_alone_is_blended_by_vllm_and_read_by_the_other_en
     with start(model_directory, address, header=SCENE.header) as engine:
         assert engine.precompute(SCENE.chunks).failed == {}
         with open_store(address) as store:
-            # each chunk, and the header
+            # The store has an entry of each chunk and of the header.
             assert [entry.tier for entry in store.entries()] == ["redis"] * (len(SCENE.chunks) + 1)
             named = store.key_name("default")
             assert named is not None
@@ -62,12 +62,12 @@ def test_encrypted_kv_in_redis_alone_is_blended_by_vllm_and_read_by_the_other_en
     assert torch.allclose(reused, logits[0], atol=1e-3)
 
 
-def test_ram_alone_is_refused_before_vllm_starts(model_directory: Path) -> None:
+def test_a_store_in_ram_only_is_refused_before_vllm_starts(model_directory: Path) -> None:
     with pytest.raises(InputError, match="RAM alone"):
         start(model_directory, "ram://1GiB")
 
 
-def test_a_ranking_that_is_none_is_refused_before_vllm_starts(
+def test_an_unknown_ranking_is_refused_before_vllm_starts(
     model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.engines.vllm.engine._start", lambda launch: pytest.fail("vLLM was started"))

@@ -1,4 +1,4 @@
-"""vLLM's second model runner and its Triton attention without a GPU: Triton kernels are interpreted (see `interpreter/`)."""
+"""Test vLLM's second model runner and its Triton attention without a GPU, with interpreted kernels (see `interpreter/`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 FILES = (HERE / "test_families.py", HERE / "triton_attention.py")
-# Interpreted, a prompt takes seconds: one test of each thing that the runners do in ways of their own.
-WHAT = "says_what or gate or ratio_1 or qwen3-0.15 or static-query or behind_a_missing or never_serve_an_exact"
+# An interpreted prompt takes seconds: the selection has one test for each difference between the runners.
+WHAT = "worker_reports or gate or ratio_1 or qwen3-0.15 or static-query or behind_a_missing or never_serve_an_exact"
 
 
-def test_blends_are_exact_in_the_second_runner_and_triton_attention_sees_the_exact_mask() -> None:
+def test_blends_in_the_second_runner_are_exact_and_triton_attention_gets_the_exact_mask() -> None:
     path = [str(HERE / "interpreter"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {
         "TRITON_INTERPRET": "1",
@@ -27,7 +27,7 @@ def test_blends_are_exact_in_the_second_runner_and_triton_attention_sees_the_exa
         "VLLM_CPU_CI_ENV": "1",
         "PYTHONPATH": ":".join(path),
     }
-    # A process of its own: whether there is Triton is decided when vLLM is imported.
+    # The tests run in another process, because vLLM looks for Triton when it is imported.
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *map(str, FILES), "-k", f"exact_mask or (qwen3 and ({WHAT}))"],
         env={**os.environ, **env},

@@ -1,4 +1,4 @@
-"""A real small model by its name in vLLM: what transformers has stored of it is blended, to the same answer."""
+"""Tests that vLLM blends a real small model, selected by its name, from KV that transformers has stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engines.vllm.engines import ROOM, start
 
 
 @pytest.mark.usefixtures("smollm2")
-def test_vllm_blends_what_the_transformers_engine_has_stored_and_answers_as_it_does(tmp_path: Path) -> None:
+def test_vllm_blends_entries_of_the_transformers_engine_to_the_same_answer(tmp_path: Path) -> None:
     sampling, settings = SamplingParams(max_tokens=16), BlendSettings(ratio=0.3)
     with TransformersEngine(SMOLLM2, device="cpu", store=tmp_path) as engine:
         chunks = [make_chunk(text, engine.tokenizer) for text in NOTES]

@@ -1,4 +1,4 @@
-"""Tests what is shown of a vLLM that does not start: one screen, with the cause and what to do."""
+"""Tests that a failed start of vLLM shows one screen with the cause and a remedy, and how engine processes end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cacheblend_rag.engines.vllm.starting import (
 from cacheblend_rag.errors import InputError
 from tests.engines.vllm.forked import EnvironedProcess
 
-# As vLLM 0.32's processes write it, shortened in the middle.
+# The log of vLLM 0.32's processes, shortened in the middle.
 FAILED = """\
 (EngineCore pid=77) INFO 11-22 05:44:40 [core.py:101] Initializing a V1 LLM engine
 (EngineCore pid=77) ERROR 11-22 05:44:41 [core.py:1180] EngineCore failed to start.
@@ -95,11 +95,11 @@ def start_both(ready: Connection, theirs: Connection) -> None:
     fork = multiprocessing.get_context("fork")
     fork.Process(target=run_like_an_engine, args=(ready, os.getpid())).start()
     ready.close()
-    fork.Process(target=stay, args=(theirs,)).start()  # it has all that is open here, and outlives it
+    fork.Process(target=stay, args=(theirs,)).start()  # this process inherits the open pipes and outlives its parent
     signal.pause()
 
 
-def test_a_process_whose_work_is_done_ends_without_taking_its_modules_apart(tmp_path: Path) -> None:
+def test_a_finished_process_ends_without_module_teardown(tmp_path: Path) -> None:
     script = tmp_path / "ending.py"
     script.write_text(ENDING)
     command = [sys.executable, str(script), starting.__file__]
@@ -107,7 +107,7 @@ def test_a_process_whose_work_is_done_ends_without_taking_its_modules_apart(tmp_
     assert said[1:] == ["asked for", "0", "asked for", "taken apart", "3", ""], said
 
 
-def test_an_engine_ends_with_the_process_that_has_started_it_whatever_else_that_has_started() -> None:
+def test_an_engine_ends_with_its_starter_even_if_a_sibling_process_lives_on() -> None:
     here, ready = multiprocessing.Pipe(duplex=False)
     other, theirs = multiprocessing.Pipe()
     parent = EnvironedProcess(target=start_both, args=(ready, theirs))
@@ -116,14 +116,14 @@ def test_an_engine_ends_with_the_process_that_has_started_it_whatever_else_that_
     engine, _ = here.recv(), other.recv()
     assert not here.poll(0)
     parent.kill()
-    ended = here.poll(60)  # the pipe's last end was the engine's
+    ended = here.poll(60)  # the engine had the last open end of the pipe
     if not ended:
         os.kill(engine, signal.SIGKILL)
     other.send("over")
     assert ended
 
 
-def test_an_engine_whose_starter_is_gone_already_ends_at_once() -> None:
+def test_an_engine_ends_at_once_if_its_starter_has_already_ended() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     late = multiprocessing.get_context("fork").Process(target=end_with, args=(gone.pid,))
@@ -132,7 +132,7 @@ def test_an_engine_whose_starter_is_gone_already_ends_at_once() -> None:
     assert late.exitcode == 1
 
 
-def test_the_cause_is_the_first_error_that_says_one() -> None:
+def test_the_explanation_gives_the_first_error_with_a_cause() -> None:
     text = explain(FAILED.splitlines(), PARENT)
     assert text.startswith("ValueError: To serve at least one request with the model's max seq len (1024)")
     assert "--kv-memory" in text
@@ -140,7 +140,7 @@ def test_the_cause_is_the_first_error_that_says_one() -> None:
     assert len(text.splitlines()) <= 10
 
 
-def test_a_message_of_several_lines_is_told_whole() -> None:
+def test_the_explanation_has_every_line_of_a_message() -> None:
     lines = [
         "(W pid=1) ERROR 11-22 05:44:41 [w.py:1] RuntimeError: no",
         "(W pid=1) ERROR 11-22 05:44:41 [w.py:1] memory",
@@ -148,7 +148,7 @@ def test_a_message_of_several_lines_is_told_whole() -> None:
     assert explain([*lines, "", "(W pid=1) more"], PARENT).splitlines()[:2] == ["RuntimeError: no", "memory"]
 
 
-def test_what_is_not_in_the_log_is_in_the_error() -> None:
+def test_the_explanation_uses_the_error_if_the_log_has_no_cause() -> None:
     error = (
         "1 validation error for ModelConfig\n  Value error, User-specified max_model_len (99) is greater than the derived "
         "max_model_len (8). [type=value_error, input_value=ArgsKwargs((), {'model':...}), input_type=ArgsKwargs]\n"
@@ -180,7 +180,7 @@ print("after left" if log.file.exists() else "after gone")
 def run(fails: bool, verbose: bool = False) -> subprocess.CompletedProcess[str]:
     inner = f"import sys; sys.stderr.write({FAILED!r})"
     code = CHILD.format(inner=inner, parent=PARENT, fails=fails, verbose=verbose)
-    # vLLM itself is not needed, and takes seconds to import.
+    # The child needs no vLLM, whose import takes seconds.
     code = code.replace("from cacheblend_rag.engines.vllm.starting", "from starting")
     folder = Path(__file__).parents[3] / "cacheblend_rag" / "engines" / "vllm"
     return subprocess.run(
@@ -192,7 +192,7 @@ def run(fails: bool, verbose: bool = False) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_failed_start_shows_no_traceback_and_keeps_the_log() -> None:
+def test_a_failed_start_prints_no_traceback_and_keeps_the_log() -> None:
     done = run(fails=True)
     assert "Traceback" not in done.stdout + done.stderr
     assert "Initializing a V1 LLM engine" in done.stderr
@@ -202,17 +202,17 @@ def test_a_failed_start_shows_no_traceback_and_keeps_the_log() -> None:
     assert len((done.stdout + done.stderr).splitlines()) < 12
 
 
-def test_verbose_shows_all_of_it() -> None:
+def test_verbose_prints_the_whole_log() -> None:
     assert run(fails=True, verbose=True).stderr == FAILED
 
 
-def test_errors_of_a_start_that_succeeds_are_shown_afterwards_and_the_log_goes() -> None:
+def test_errors_of_a_successful_start_are_printed_and_its_log_is_deleted() -> None:
     done = run(fails=False)
     assert sorted(done.stderr.splitlines()) == sorted(FAILED.splitlines())
     assert "after gone" in done.stdout
 
 
-def test_vllm_is_not_shut_down_once_more_when_its_modules_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_not_shut_down_again_at_interpreter_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend_rag.engines.vllm.engine import _LLM
 
     calls: list[str] = []
@@ -224,7 +224,7 @@ def test_vllm_is_not_shut_down_once_more_when_its_modules_are_gone(monkeypatch: 
     assert calls == ["shutdown"]
 
 
-async def test_an_engine_that_is_refused_behind_its_start_leaves_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_refused_after_its_start_shuts_vllm_down(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend_rag.engines.vllm import engine
 
     ended: list[str] = []
@@ -242,8 +242,8 @@ async def test_an_engine_that_is_refused_behind_its_start_leaves_no_vllm(monkeyp
 
 
 @pytest.mark.parametrize(("answer", "method"), [(0, "spawn"), (3, None), (OSError("no such library"), None)])
-def test_processes_are_spawned_where_the_driver_has_been_asked_for_anything(monkeypatch, answer, method) -> None:
-    """0: there is a context, or could be; 3: the driver is not initialised."""
+def test_processes_are_spawned_if_the_driver_is_initialised(monkeypatch, answer, method) -> None:
+    """The driver returns 0 if there is or could be a context, and 3 if it is not initialised."""
 
     def load(name: str) -> SimpleNamespace:
         if isinstance(answer, OSError):
@@ -257,7 +257,7 @@ def test_processes_are_spawned_where_the_driver_has_been_asked_for_anything(monk
     assert os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == method
 
 
-def test_the_id_that_a_client_gives_its_request_forges_no_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clients_request_id_cannot_forge_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("cacheblend_rag")
     monkeypatch.setattr(theirs, "handlers", [logging.StreamHandler(written)])
@@ -271,24 +271,24 @@ def test_the_id_that_a_client_gives_its_request_forges_no_log_line(monkeypatch: 
 
 
 @pytest.mark.parametrize("noted", [None, "torch's own"])
-def test_the_next_start_finds_what_this_one_compiles(
+def test_compiled_code_is_kept_for_the_next_start(
     noted: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     for name, value in (("VLLM_USE_AOT_COMPILE", None), ("TORCHINDUCTOR_CACHE_DIR", noted and default_cache_dir())):
-        monkeypatch.setenv(name, value or "")  # so that it is put back
+        monkeypatch.setenv(name, value or "")  # monkeypatch restores it later
         if value is None:
             monkeypatch.delenv(name)
     keep_what_is_compiled()
     from vllm import envs
 
-    assert not envs.VLLM_USE_AOT_COMPILE  # what it writes it cannot read
+    assert not envs.VLLM_USE_AOT_COMPILE  # vLLM cannot read the files that it writes with this option
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)
 
 
-def test_where_a_user_has_things_compiled_to_they_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_users_compile_cache_settings_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     keep_what_is_compiled()
@@ -298,7 +298,7 @@ def test_where_a_user_has_things_compiled_to_they_stay(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("error", "deleted"), [(RuntimeError("Engine core"), True), (ValueError("max_model_len"), False)]
 )
-def test_a_start_that_fails_deletes_what_is_compiled_unless_vllm_refuses_its_arguments(
+def test_a_failed_start_deletes_compiled_code_unless_vllm_refuses_its_arguments(
     error: Exception, deleted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
@@ -314,7 +314,7 @@ def test_a_start_that_fails_deletes_what_is_compiled_unless_vllm_refuses_its_arg
     assert forget_what_is_compiled(RuntimeError("again")) == "" or not deleted
 
 
-def test_a_folder_of_the_users_own_is_never_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_users_compile_cache_is_never_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert forget_what_is_compiled(RuntimeError("Engine core")) == ""
     assert tmp_path.exists()

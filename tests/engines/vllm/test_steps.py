@@ -1,4 +1,4 @@
-"""Blends between engine steps, in the order of calls of either model runner."""
+"""Tests of blends between engine steps, in the order of calls of either model runner."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def admitted(engine: Engine, name: str = "a") -> Any:
     return request
 
 
-def test_a_blend_holds_up_no_token_of_its_step_and_is_reported_with_it(engine: Engine) -> None:
+def test_a_blend_does_not_delay_sampling_and_is_reported_with_its_step(engine: Engine) -> None:
     request = admitted(engine)
     first = engine.step(tokens=5)
     assert engine.events == ["forward", ("save", 0), "sample", ("blend", "streams"), "out"] or engine.events == [
@@ -55,7 +55,7 @@ def test_a_blend_holds_up_no_token_of_its_step_and_is_reported_with_it(engine: E
     assert engine.finish(request)["recomputed_tokens"] == 1
 
 
-def test_beside_streams_a_blend_takes_as_much_of_a_step_as_a_prefill_would(engine: Engine) -> None:
+def test_a_blend_beside_streams_gets_the_step_size_of_a_prefill(engine: Engine) -> None:
     steps = engine.config.scheduler_config
     for threshold, tokens in ((0, steps.max_num_batched_tokens), (96, 96)):
         steps.long_prefill_token_threshold = threshold
@@ -67,7 +67,7 @@ def test_beside_streams_a_blend_takes_as_much_of_a_step_as_a_prefill_would(engin
         assert allowed[0].tokens("prefill", 1.0) == tokens
 
 
-def test_a_blend_that_is_held_back_waits_and_where_another_tenant_may_come_it_is_never_done_whole(
+def test_a_held_blend_waits_and_a_blend_of_shared_steps_is_never_done_in_one_step(
     engine: Engine,
 ) -> None:
     admitted(engine)
@@ -81,7 +81,7 @@ def test_a_blend_that_is_held_back_waits_and_where_another_tenant_may_come_it_is
     assert ("blend", "idle") not in engine.events
 
 
-def test_where_nothing_is_computed_a_blend_is_done_whole(engine: Engine) -> None:
+def test_a_blend_is_done_in_one_step_if_the_step_computes_no_tokens(engine: Engine) -> None:
     admitted(engine)
     report = engine.step(tokens=0)
     assert ("blend", "idle") in engine.events
@@ -89,13 +89,13 @@ def test_where_nothing_is_computed_a_blend_is_done_whole(engine: Engine) -> None
     assert "forward" not in engine.events
 
 
-def test_idle_is_what_the_scheduler_says_and_not_a_missing_forward_context(engine: Engine) -> None:
+def test_a_step_with_scheduled_tokens_is_not_idle_without_a_forward_context(engine: Engine) -> None:
     admitted(engine)
     engine.step(tokens=3)
     assert ("blend", "idle") not in engine.events
 
 
-def test_an_empty_step_reports_nothing_and_leaves_vllms_shared_output_as_it_is(engine: Engine) -> None:
+def test_an_empty_step_reports_nothing_and_does_not_change_vllms_shared_output(engine: Engine) -> None:
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
     engine.step(tokens=0)
@@ -127,7 +127,7 @@ def test_a_preempted_request_is_blended_again(engine: Engine) -> None:
     request = admitted(engine)
     engine.step(tokens=0)
     engine.events.clear()
-    # vLLM has freed its blocks and asks again.
+    # vLLM has freed the request's blocks and looks for tokens again.
     external, _ = engine.admit(request)
     engine.allocate(request, external)
     report = engine.step(tokens=0)
@@ -135,7 +135,7 @@ def test_a_preempted_request_is_blended_again(engine: Engine) -> None:
     assert report.finished_recving == {"a"}
 
 
-def test_blocks_may_come_steps_after_the_tokens_were_promised(engine: Engine) -> None:
+def test_blocks_may_be_allocated_steps_after_the_tokens_were_matched(engine: Engine) -> None:
     request = engine.request("a")
     external, _ = engine.admit(request)
     engine.step(tokens=5)
@@ -144,7 +144,7 @@ def test_blocks_may_come_steps_after_the_tokens_were_promised(engine: Engine) ->
     assert engine.step(tokens=0).finished_recving == {"a"}
 
 
-def test_a_blend_that_fails_is_reported_so_and_is_not_tried_again(engine: Engine) -> None:
+def test_a_failed_blend_is_reported_as_failed_and_is_not_repeated(engine: Engine) -> None:
     request = admitted(engine, "broken")
     report = engine.step(tokens=5)
     assert report.finished_recving == report.failed_recving == {"broken"}
@@ -162,7 +162,7 @@ def test_a_model_that_is_not_blended_refuses_every_blend(engine: Engine) -> None
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_a_complete_prompt_is_saved_once_whenever_vllm_ends_the_step(
+def test_a_complete_prompt_is_saved_once_with_and_without_deferred_saves(
     monkeypatch: pytest.MonkeyPatch, deferred: bool
 ) -> None:
     monkeypatch.setattr(RunnerV2, "deferred", deferred)
@@ -177,7 +177,7 @@ def test_a_complete_prompt_is_saved_once_whenever_vllm_ends_the_step(
 
 
 @pytest.mark.parametrize("runner", [RunnerV1, RunnerV2])
-def test_where_vllm_does_not_step_through_the_worker_blends_go_on_all_the_same(
+def test_blends_advance_even_if_vllm_does_not_step_through_the_worker(
     runner: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(runner, monkeypatch, through_worker=False)
@@ -186,7 +186,7 @@ def test_where_vllm_does_not_step_through_the_worker_blends_go_on_all_the_same(
     assert engine.step(tokens=5).finished_recving == {"a"}
 
 
-def test_what_a_step_reports_already_stays_in_its_report(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_steps_earlier_results_stay_in_its_report(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = ({"mine"}, {"mine, failed"}), ({"theirs"}, {"theirs, failed"})
     results = WorkerMeta({}, {}, {}, {}, {}, {"mine": 1})
     monkeypatch.setattr(engine.worker.worker, "take_finished", lambda _: ours)
@@ -201,9 +201,7 @@ def test_what_a_step_reports_already_stays_in_its_report(engine: Engine, monkeyp
     assert report.kv_connector_worker_meta.held == {"mine": 1, "theirs": 2}
 
 
-def test_the_stores_of_all_ranks_together_keep_to_the_machines_memory(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_ranks_store_is_opened_with_the_number_of_ranks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: dict[str, Any] = {}
     monkeypatch.setattr(connector, "open_store", lambda *_, **how: opened.update(how) or TieredStore([MemoryStore()]))
     engine.config.parallel_config.tensor_parallel_size = 3

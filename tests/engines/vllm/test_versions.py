@@ -1,4 +1,4 @@
-"""Tests which vLLM is refused, which is tried with a warning."""
+"""Tests which versions of vLLM are refused, and which are used with a warning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_rag.errors import ModelError
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.3+cpu", "0.33.0", "0.33.1rc1"])
-def test_versions_that_were_tried_are_taken_without_a_word(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+def test_tested_versions_are_used_without_a_warning(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr(versions, "installed_version", lambda: found)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -23,14 +23,16 @@ def test_versions_that_were_tried_are_taken_without_a_word(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("found", ["0.34.0", "1.0.0"])
-def test_a_newer_version_is_tried_with_a_warning(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+def test_a_newer_version_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr(versions, "installed_version", lambda: found)
     with pytest.warns(UserWarning, match=rf"{found} has not been tried"):
         versions.check_version()
 
 
 @pytest.mark.parametrize(("found", "match"), [("0.31.2", "older"), ("0.9.0", "older"), (None, "not installed")])
-def test_an_older_version_and_none_are_refused(monkeypatch: pytest.MonkeyPatch, found: str | None, match: str) -> None:
+def test_an_older_version_and_a_missing_vllm_are_refused(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, match: str
+) -> None:
     monkeypatch.setattr(versions, "installed_version", lambda: found)
     with pytest.raises(ModelError, match=match):
         versions.check_version()
@@ -60,7 +62,7 @@ def test_the_report_of_a_step_is_found_in_every_kind_of_output() -> None:
         ({"enable_chunked_prefill": False}, {"max_num_seqs": 1024}),
     ],
 )
-def test_a_gpus_steps_are_as_large_as_the_servers_unless_the_user_says_otherwise(
+def test_the_step_size_on_a_gpu_is_the_servers_unless_the_user_sets_it(
     given: dict[str, int], expected: dict[str, int]
 ) -> None:
     assert step_size(given) == expected

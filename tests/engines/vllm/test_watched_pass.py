@@ -1,4 +1,4 @@
-"""Attention of our own in place of vLLM's, against the definition: windows, soft caps, sinks, several segments."""
+"""Compare the watched attention with its definition: windows, soft caps, sinks, several segments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Paged:
 
     Attributes:
         fresh: Queries, keys and values of every position, as the model computes them.
-        gave: What the last pass gave, its attention for hidden states.
+        gave: The results of the last pass, with its attention as hidden states.
     """
 
     fresh: tuple[torch.Tensor, ...]
@@ -54,13 +54,11 @@ class Paged:
         return self.gave
 
     def read(self, layer: int, slots: torch.Tensor) -> LayerKV:
-        return LayerKV(
-            *(t[:, slots - self.block_size] for t in self.kv)
-        )  # the first page stands for those that are not there
+        return LayerKV(*(t[:, slots - self.block_size] for t in self.kv))  # page 0 stands for missing pages
 
 
 def defined(q: torch.Tensor, kv: LayerKV, at: int, paged: Paged) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention ``[heads, dim]`` of one token at position ``at``, and its weights ``[heads, prompt]``, number by number."""
+    """Compute attention ``[heads, dim]`` of a token at position ``at`` and its weights ``[heads, prompt]``, one by one."""
     out, weights = torch.zeros(HEADS, DIM), torch.zeros(HEADS, PROMPT)
     impl = paged.attention[0].impl
     for head in range(HEADS):
@@ -90,7 +88,7 @@ def defined(q: torch.Tensor, kv: LayerKV, at: int, paged: Paged) -> tuple[torch.
         (500, {}),
     ],
 )
-def test_attention_is_what_it_is_defined_to_be(
+def test_watched_attention_equals_its_definition(
     monkeypatch: pytest.MonkeyPatch, window: int | None, impl: dict[str, Any], with_kernels: bool
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +96,7 @@ def test_attention_is_what_it_is_defined_to_be(
     queries = torch.randn(PROMPT, HEADS, DIM, generator=generator)
     stored = LayerKV(*(t.clone() for t in kv))
     segments = [torch.tensor([15, 16, 40, 41, 42]), torch.arange(ASKED, 95), torch.arange(95, PROMPT)]
-    for segment in segments:  # their stored KV, where there is some, must not be looked at
+    for segment in segments:  # the pass must not read stored KV of these positions
         for tensor in stored:
             tensor[:, segment] = torch.nan
     paged = Paged(stored, window, **impl)
@@ -122,15 +120,15 @@ def test_attention_is_what_it_is_defined_to_be(
     torch.testing.assert_close(watched.mean(), total / (HEADS * count), atol=1e-6, rtol=0)
 
 
-def test_attention_by_distance_is_not_watched() -> None:
+def test_attention_with_alibi_slopes_is_not_watched() -> None:
     for slopes, shown in ((None, True), ([0.5], False)):
         layer = SimpleNamespace(impl=SimpleNamespace(alibi_slopes=slopes))
         paged = SimpleNamespace(attention=[layer], num_layers=1, device=torch.device("cpu"))
         assert PagedTarget(paged, Rope([], [0], ["none"]), [1], []).shows_attention == shown  # type: ignore[arg-type]
 
 
-def test_tokens_that_see_none_of_the_pages_read_nothing() -> None:
-    """As those far inside a question that is longer than a window."""
+def test_tokens_that_see_no_pages_read_nothing() -> None:
+    """Tokens far inside a question that is longer than a window see no pages."""
     paged = object.__new__(PagedModel)
     paged.names, paged._caches = ["layer"], {"layer": torch.ones(3, KV_HEADS, 4, 2 * DIM)}
     vars(paged)["_pages"] = [LayerKV(*(torch.ones(3, KV_HEADS, 4, DIM) for _ in range(2)))]

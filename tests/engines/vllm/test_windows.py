@@ -1,4 +1,4 @@
-"""Models with sliding windows in real vLLM, shorter and longer than the chunks, with its hybrid cache manager and without."""
+"""Test models with sliding windows in real vLLM, shorter and longer than chunks, with and without its hybrid cache manager."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tests.blending import reference
 from tests.blending.prompts import Scene, engine_for
 from tests.engines.vllm.engines import FULL, PIECES, SHAPE, concurrently, first_logprobs, run, with_model
 
-# The tests of ordinary attention, run with the models of this file.
+# Pytest runs these tests of ordinary attention with the models of this file.
 from tests.engines.vllm.test_parity import (  # noqa: F401
     ANSWER,
     SCENE,
-    test_chunks_behind_a_missing_one_are_reused,
-    test_full_prefill_is_the_models_own,
+    test_a_blend_ranked_without_a_dense_pass_equals_the_reference,
+    test_chunks_behind_a_missing_chunk_are_reused,
     test_ratio_1_is_the_full_prefill,
+    test_the_full_prefill_equals_the_models_own_logits,
     test_the_gate_passes,
-    test_the_question_looks_past_chunks_that_must_be_computed,
-    test_what_is_ranked_without_a_dense_pass_is_the_reference,
+    test_the_questions_ranking_skips_chunks_that_must_be_computed,
 )
 
 _MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 _SHORT = {"head_dim": 32, "sliding_window": 40, "layer_types": _MIXED}
-# Prompts and passes in pieces; blocks for the pages of two prompts while they are blended.
+# Prompts and passes run in pieces; the blocks hold the pages of two prompts while they are blended.
 _PIECES = {**PIECES, "num_gpu_blocks_override": 26}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma3, chunked prefill": (lambda: hf.Gemma3TextConfig(**SHAPE, **_SHORT), _PIECES),
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: hf.Gemma2Config(**SHAPE, **_SHORT),
         {"disable_hybrid_kv_cache_manager": True},
     ),
-    # vLLM has a window in every other layer of it, whatever the config says.
+    # vLLM gives every other layer a window and ignores the config.
     "gpt-oss, sinks and experts": (
         lambda: hf.GptOssConfig(**SHAPE, **_SHORT | {"layer_types": None}, num_local_experts=4, num_experts_per_tok=2),
         {},
@@ -57,13 +57,13 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield made
 
 
-def test_the_gate_looks_past_the_window(engine) -> None:
+def test_the_gate_checks_kv_past_a_window(engine) -> None:
     assert "exact KV from other positions, past a window" in engine.gate.errors
 
 
-# Behind windows shorter than a chunk, layer 1 says nothing of tokens further inside: only rounding would choose half of them.
+# With windows shorter than a chunk, tokens far inside have no deviation at layer 1: rounding would choose half of them.
 @pytest.mark.parametrize(("ratio", "check"), [(0.0, 1), (0.15, 1), (0.15, 3), (0.5, 3)])
-def test_every_ratio_is_the_reference(engine, model, ratio: float, check: int) -> None:
+def test_blends_at_every_ratio_equal_the_reference(engine, model, ratio: float, check: int) -> None:
     engine.precompute(SCENE.chunks)
     got = first_logprobs(engine, SCENE.prompt, BlendSettings(ratio, "hkvd", (check,)))
     expected = reference.blend(model, SCENE.header, SCENE.parts(), ratio, (check,)).logits.float().log_softmax(-1)
@@ -73,8 +73,8 @@ def test_every_ratio_is_the_reference(engine, model, ratio: float, check: int) -
 
 
 @pytest.mark.parametrize("rank", ["off", "now"])
-def test_what_is_stored_is_what_the_transformers_engine_stores(engine, model, rank: str) -> None:
-    """Also with the prompts in vLLM's prefix cache, which no longer has the pages before their windows."""
+def test_stored_kv_equals_that_of_the_transformers_engine(engine, model, rank: str) -> None:
+    """The second round finds the prompts in vLLM's prefix cache, without the pages before their windows."""
     theirs = engine_for(model, SCENE, ranking=rank)
     theirs.precompute(SCENE.chunks)
     before, engine.ranking = engine.ranking, rank
@@ -92,7 +92,7 @@ def test_what_is_stored_is_what_the_transformers_engine_stores(engine, model, ra
     engine.ranking = before
 
 
-def test_lent_pages_come_back(engine) -> None:
+def test_lent_pages_are_returned_after_a_blend(engine) -> None:
     engine.precompute(SCENE.chunks)
     for ratio in (0.1, 0.4):
         assert engine.generate(SCENE.prompt, ANSWER, BlendSettings(ratio=ratio)).mode == "blend"
@@ -100,11 +100,11 @@ def test_lent_pages_come_back(engine) -> None:
     assert run(engine, engine.llm.reset_prefix_cache())
 
 
-def test_requests_side_by_side_do_not_mix_where_pages_are_few(engine) -> None:
+def test_concurrent_requests_do_not_mix_when_pages_are_scarce(engine) -> None:
     engine.precompute(SCENE.chunks)
     kinds = [FULL, BlendSettings(ratio=1.0), BlendSettings(ratio=0.15), BlendSettings(0.0, "full-reuse")]
     asked = []
-    for turn in range(2):  # the same chunks in another order, so that each prompt has KV of its own
+    for turn in range(2):  # the chunks in two orders, so that the prompts have different KV
         scene = Scene(question=9)
         scene.header, scene.chunks = SCENE.header, [*SCENE.chunks[turn:], *SCENE.chunks[:turn]]
         asked.append(scene.prompt)
@@ -136,7 +136,7 @@ def test_blended_blocks_never_serve_an_exact_request(engine) -> None:
     torch.testing.assert_close(cached, exact, atol=1e-4, rtol=0)
 
 
-def test_the_same_blend_again_is_served_from_the_prefix_cache(engine) -> None:
+def test_a_repeated_blend_is_served_from_the_prefix_cache(engine) -> None:
     engine.precompute(SCENE.chunks)
     settings = BlendSettings(ratio=0.0)
     first, again = (engine.generate(SCENE.prompt, ANSWER, settings) for _ in range(2))

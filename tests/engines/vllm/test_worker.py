@@ -1,4 +1,4 @@
-"""The connector's half in the workers, without a running vLLM: what fails is said, and nothing else suffers."""
+"""Tests of the connector's half in the workers, without a running vLLM: a failure is reported and has no other effect."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Paged:
 
 
 class HeldUp(MemoryStore):
-    """A store on a disk that does not answer until it is let go."""
+    """A store whose writes wait until ``go_on`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def save(ids: tuple[int, ...], begin: int, end: int, start: int = 0) -> Save:
     return Save(f"request-{ids[0]}", ids, ((1,), (2,)), begin, end, SaveJob(start))
 
 
-def test_a_write_that_fails_is_said_and_the_worker_goes_on() -> None:
+def test_a_failed_write_is_reported_and_the_worker_continues() -> None:
     side = worker(Store())
     side.save(saves(20))
     side.close()
@@ -88,11 +88,11 @@ def test_a_write_that_fails_is_said_and_the_worker_goes_on() -> None:
     assert all("Stale file handle" in why for why in written.values())
 
 
-def test_a_disk_that_does_not_answer_holds_up_no_step_and_no_save_is_lost() -> None:
+def test_a_hanging_disk_delays_no_step_and_loses_no_accepted_save() -> None:
     store = HeldUp()
     side = worker(store)
     more = saves(UNWRITTEN + 5)
-    side.save(more)  # returns, though nothing can be written
+    side.save(more)  # returns although no entry can be written
     assert list(side.saver.take_written().values()) == [BUSY] * 5
     store.go_on.set()
     side.close()
@@ -100,12 +100,12 @@ def test_a_disk_that_does_not_answer_holds_up_no_step_and_no_save_is_lost() -> N
     assert store.stats().entries == UNWRITTEN
 
 
-def test_one_client_is_never_refused_for_want_of_room() -> None:
+def test_one_clients_requests_fit_the_limit_of_unwritten_saves() -> None:
     assert IN_FLIGHT <= UNWRITTEN
 
 
 class Client:
-    """vLLM as `Precompute` sees it: every request ends at once; receipts come as they are given here."""
+    """vLLM as `Precompute` uses it: every request ends at once, with the given receipts."""
 
     errored = False
 
@@ -125,7 +125,7 @@ class Client:
     ("receipts", "prompts", "failed"),
     [([BUSY, BUSY, ""], 3, {}), (["disk full"], 1, {"c": "disk full"}), ([BUSY] * 8, 8, {"c": BUSY})],
 )
-async def test_a_save_that_found_no_room_is_tried_again_and_in_the_end_reported(
+async def test_a_save_without_room_is_retried_and_finally_reported(
     monkeypatch: pytest.MonkeyPatch, receipts: list[str], prompts: int, failed: dict[str, str]
 ) -> None:
     monkeypatch.setattr(asking, "_PAUSE_S", 0.0)
@@ -136,7 +136,7 @@ async def test_a_save_that_found_no_room_is_tried_again_and_in_the_end_reported(
     assert (client.prompts, report.failed) == (prompts, failed)
 
 
-async def test_storage_that_hangs_is_reported_and_a_receipt_that_comes_too_late_is_not_taken_for_the_next(
+async def test_hanging_storage_is_reported_and_a_late_receipt_does_not_count_for_the_next_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(asking, "_WRITTEN_WITHIN_S", 0.01)
@@ -160,7 +160,7 @@ async def test_storage_that_hangs_is_reported_and_a_receipt_that_comes_too_late_
     assert not (await run.run(entries, [Chunk("c", "", (1, 2, 3))], None, ranking=False)).failed
 
 
-async def test_all_who_wait_for_storage_ask_with_one_question_at_a_time() -> None:
+async def test_waiting_saves_share_one_call_to_the_workers_at_a_time() -> None:
     entries = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
     chunks = [Chunk(str(number), "", (number, number + 1)) for number in range(40)]
     written = [{receipt(entries.own_key(chunk.token_ids), False): ""} for chunk in chunks]
@@ -181,7 +181,7 @@ async def test_all_who_wait_for_storage_ask_with_one_question_at_a_time() -> Non
     assert most == 1 and not written
 
 
-async def test_a_namespace_that_registers_without_end_leaves_the_next_room_to_another() -> None:
+async def test_a_namespace_with_many_chunks_leaves_the_next_free_slot_to_another_namespace() -> None:
     begun: list[int] = []
     done: dict[int, asyncio.Event] = {}
     loud = Entries(MemoryStore(), ModelFingerprint("0" * 32, "m"), ())
@@ -221,7 +221,7 @@ async def test_a_namespace_that_registers_without_end_leaves_the_next_room_to_an
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_a_prompt_that_cannot_be_copied_out_is_said_and_the_others_are_saved() -> None:
+def test_a_failed_copy_of_a_prompt_is_reported_and_other_prompts_are_saved() -> None:
     side = worker(MemoryStore())
     side.save([*saves(1, tokens=1), *saves(2)])
     side.close()
@@ -231,7 +231,9 @@ def test_a_prompt_that_cannot_be_copied_out_is_said_and_the_others_are_saved() -
 
 
 @pytest.mark.parametrize("passing", ["with them", "without", "never"])
-def test_where_the_gate_fails_with_the_kernels_it_runs_without(monkeypatch: pytest.MonkeyPatch, passing: str) -> None:
+def test_the_gate_runs_again_without_kernels_if_it_fails_with_them(
+    monkeypatch: pytest.MonkeyPatch, passing: str
+) -> None:
     paged = SimpleNamespace(kernels=None, find_kernels=lambda: "the kernels")
 
     def run_gate(subject: Any, codecs: Any) -> tuple[GateReport, None]:
@@ -247,7 +249,7 @@ def test_where_the_gate_fails_with_the_kernels_it_runs_without(monkeypatch: pyte
     assert paged.kernels == ("the kernels" if passing == "with them" else None)
 
 
-def test_parts_copied_out_in_several_steps_are_stored_as_one() -> None:
+def test_parts_saved_in_several_steps_are_stored_as_one_entry() -> None:
     side, ids = worker(MemoryStore()), tuple(range(40, 52))
     for begin, end in ((3, 5), (5, 10), (10, 12)):
         assert not side.saver.take_written()
@@ -260,11 +262,11 @@ def test_parts_copied_out_in_several_steps_are_stored_as_one() -> None:
         assert kv.layer(layer).k[0, :, 0].tolist() == [100 * layer + position for position in range(3, 12)]
 
 
-def test_a_prompt_of_which_a_part_is_lost_is_not_stored() -> None:
+def test_a_prompt_with_a_lost_part_is_not_stored() -> None:
     store = MemoryStore()
     side, ids = worker(store), tuple(range(40, 52))
     side.save([save(ids, 3, 5, start=3)])
-    side.take_finished({"request-40"})  # it was aborted; another with its name begins in the middle
+    side.take_finished({"request-40"})  # the request was aborted; another of this name begins in the middle
     side.save([save(ids, 5, 12, start=3)])
     side.close()
     assert "not all tokens" in next(iter(side.saver.take_written().values()))
@@ -272,8 +274,8 @@ def test_a_prompt_of_which_a_part_is_lost_is_not_stored() -> None:
 
 
 @pytest.mark.parametrize("parts", [((4, 12),), ((3, 6), (9, 12)), ((3, 6), (3, 6), (9, 12))])
-def test_a_prompt_whose_parts_do_not_follow_each_other_is_not_stored(parts: tuple[tuple[int, int], ...]) -> None:
-    """As if vLLM asked for one step's saves twice and for the next one's never: as many tokens, but not the same."""
+def test_a_prompt_with_gaps_between_its_parts_is_not_stored(parts: tuple[tuple[int, int], ...]) -> None:
+    """The parts repeat or skip a step, as if vLLM saved it twice or never: the count of tokens may be right."""
     store = MemoryStore()
     side, ids = worker(store), tuple(range(40, 52))
     for begin, end in parts:
@@ -283,5 +285,5 @@ def test_a_prompt_whose_parts_do_not_follow_each_other_is_not_stored(parts: tupl
     assert not list(store.entries())
 
 
-def test_ranks_share_the_machines_memory() -> None:
+def test_the_default_ram_budget_is_divided_among_ranks() -> None:
     assert default_ram_budget(4) == default_ram_budget() // 4

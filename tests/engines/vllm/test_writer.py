@@ -1,4 +1,4 @@
-"""Chunks whose KV a writer has written in vLLM's worker, against the reference, fed with what peft's own model computes."""
+"""Compare blends of chunks that a KV writer has written in vLLM with the reference over KV of peft's model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engines.vllm.test_windows import _PIECES, _SHORT
 
 SCENE = Scene(chunk_tokens=(150, 90, 170, 61), question=9)
 ANSWER = SamplingParams(max_tokens=24)
-PARTS = SCENE.parts()  # behind the header a chunk's KV is the model's own
+PARTS = SCENE.parts()  # the first chunk has the model's own KV behind the header
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "llama, chunked prefill": (
         lambda: hf.LlamaConfig(**SHAPE),
@@ -41,9 +41,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 class Case(NamedTuple):
-    """An engine with a writer, its model, and how the reference computes what is stored; the directory of both; the writer's.
+    """An engine with a writer, its model, the reference's options, the directory of both, and the writer's name or directory.
 
-    That is that model with the writer in it, and what stands between header and chunk.
+    The options ``how`` are the model with the writer in it, or the probe between header and chunk.
     """
 
     engine: Any
@@ -91,9 +91,9 @@ def test_ratio_1_is_the_full_prefill_of_the_model_itself(engine: Any, case: Case
         torch.testing.assert_close(first_logprobs(engine, SCENE.prompt, settings), full, atol=1e-4, rtol=0)
 
 
-# Behind windows shorter than a chunk layer 1 sees little more than rounding.
+# With windows shorter than a chunk, deviations at layer 1 are little more than rounding.
 @pytest.mark.parametrize(("ratio", "check"), [(0.0, 1), (0.15, 3), (0.5, 3)])
-def test_blends_are_the_reference_over_what_peft_computes(engine: Any, case: Case, ratio: float, check: int) -> None:
+def test_blends_equal_the_reference_over_kv_of_pefts_model(engine: Any, case: Case, ratio: float, check: int) -> None:
     got = first_logprobs(computed(case), SCENE.prompt, BlendSettings(ratio, "hkvd", (check,)))
     want = reference.blend(case.model, SCENE.header, PARTS, ratio, (check,), **case.how)
     torch.testing.assert_close(got, want.logits.log_softmax(-1), atol=1e-4, rtol=0)
@@ -121,7 +121,7 @@ def test_the_ranking_is_measured_while_the_writer_acts(engine: Any, case: Case) 
     torch.testing.assert_close(got, want.logits.log_softmax(-1), atol=1e-4, rtol=0)
 
 
-def test_both_engines_write_the_same_and_read_each_others(engine: Any, case: Case) -> None:
+def test_both_engines_write_the_same_kv_under_the_same_keys(engine: Any, case: Case) -> None:
     computed(case)
     assert engine.precompute_first(SCENE.chunks).computed == len(SCENE.chunks)
     wanted = [(), *(chunk.token_ids for chunk in SCENE.chunks)]
@@ -144,12 +144,12 @@ def test_both_engines_write_the_same_and_read_each_others(engine: Any, case: Cas
 
 
 def _whole(entries: Any, ids: Any) -> Any:
-    """Return what gives a layer of an entry, its ranks' shards together."""
+    """Return a function that gives a layer of an entry, with its ranks' shards joined."""
     parts = [read_whole(entries.store.get(key)) for key in entries.written_keys(ids)]
     return lambda layer: [torch.cat(side) for side in zip(*(part.layer(layer) for part in parts), strict=True)]
 
 
-def test_prompts_that_stream_meanwhile_are_the_models_own(engine: Any, case: Case) -> None:
+def test_the_writer_does_not_change_prompts_that_stream_meanwhile(engine: Any, case: Case) -> None:
     before = engine.generate(SCENE.prompt, ANSWER, FULL).token_ids
 
     async def ask() -> Any:
@@ -163,7 +163,7 @@ def test_prompts_that_stream_meanwhile_are_the_models_own(engine: Any, case: Cas
     torch.testing.assert_close(got, want.logits.log_softmax(-1), atol=1e-4, rtol=0)
 
 
-def test_what_a_prompt_found_missing_the_writer_writes_back(engine: Any, case: Case) -> None:
+def test_the_writer_writes_back_missing_chunks_of_a_prompt(engine: Any, case: Case) -> None:
     engine.generate(SCENE.prompt, ANSWER)
     engine.flush()
     hands = (engine.entries, engine.entries.by(None))
@@ -172,9 +172,7 @@ def test_what_a_prompt_found_missing_the_writer_writes_back(engine: Any, case: C
     assert engine.generate(SCENE.prompt, ANSWER, BlendSettings(ratio=0.5)).mode == "blend"
 
 
-def test_the_models_own_kv_of_a_chunk_is_stored_with_the_first_prompt_that_begins_with_it(
-    engine: Any, case: Case
-) -> None:
+def test_the_first_prompt_that_begins_with_a_chunk_stores_the_models_own_kv_of_it(engine: Any, case: Case) -> None:
     computed(case)
     first, own = SCENE.chunks[0], engine.entries.by(None)
     for ratio, check in ((0.0, 1), (0.5, 3)):
@@ -191,13 +189,13 @@ def test_the_models_own_kv_of_a_chunk_is_stored_with_the_first_prompt_that_begin
             engine.store.delete(key)
 
 
-def test_chunks_that_end_at_every_place_of_a_block_are_written(engine: Any, case: Case) -> None:
+def test_chunks_that_end_anywhere_in_a_block_are_written(engine: Any, case: Case) -> None:
     size = int(engine.llm.vllm_config.cache_config.block_size)
     scene = Scene(seed=3, chunk_tokens=tuple(range(size - 6, size)))
     for chunk in scene.chunks:
         assert not engine.precompute([chunk]).failed
         engine.forget([chunk])
-        assert not engine.precompute([chunk]).failed  # now behind what vLLM's prefix cache has of it
+        assert not engine.precompute([chunk]).failed  # now vLLM's prefix cache has a part of the chunk
     engine.precompute(scene.chunks)
     scene.header = SCENE.header
     got = first_logprobs(engine, scene.prompt, BlendSettings(ratio=0.0))
@@ -206,7 +204,7 @@ def test_chunks_that_end_at_every_place_of_a_block_are_written(engine: Any, case
 
 
 @pytest.mark.parametrize("fault", ["another model", "a module that vLLM has not", "DoRA"])
-def test_a_writer_that_cannot_be_used_is_an_error(tmp_path: Path, fault: str) -> None:
+def test_an_unusable_writer_is_refused_when_vllm_starts(tmp_path: Path, fault: str) -> None:
     directory, more = tmp_path / "model", {}
     save_model(hf.LlamaConfig(**SHAPE), directory)
     fingerprint = ModelFingerprint.from_directory(directory, torch.float32)

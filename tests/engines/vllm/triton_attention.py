@@ -1,4 +1,4 @@
-"""Our metadata through vLLM's own Triton attention, in the interpreter, against a dense mask; test_runner_v2.py runs it."""
+"""Compare vLLM's Triton attention over our metadata, in the interpreter, with a dense mask; test_runner_v2.py runs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_vllms_triton_attention_sees_the_exact_mask_in_our_metadata(monkeypatch:
         assert common.num_reqs > 5
         query = torch.randn(len(positions), HEADS, DIM, generator=torch.Generator().manual_seed(1))
         out = torch.empty_like(query)
-        # As TritonAttentionImpl.forward calls it.
+        # The call is that of TritonAttentionImpl.forward.
         keys, values = model.attention[0].kv_cache.transpose(1, 2).split(DIM, dim=-1)
         unified_attention(
             q=query,

@@ -1,8 +1,8 @@
 """Try this package with a vLLM that cannot be installed here: `make vllm-versions VERSION=0.33.0`.
 
-A GPU's wheel is unpacked without its kernels into a folder of its own, and stands in front of the installed vLLM; what it needs
-besides, and what this environment has not, is installed there, too. The kernels, if any, are those of the installed CPU build: a
-version is tried on a CPU as far as its Python code goes. What ran goes into docs/versions.md.
+A GPU's wheel is unpacked without its kernels into a separate folder, which precedes the installed vLLM on the path. Packages
+that the wheel needs and this environment does not have are installed there, too. The kernels, if any, are those of the
+installed CPU build: a version is tried on a CPU as far as its Python code goes. The results go into docs/versions.md.
 
     python -m tests.engines.vllm.try_version 0.33.0            # unpack, run the tests, note the result
     python -m tests.engines.vllm.try_version --installed       # the vLLM of this environment
@@ -25,7 +25,7 @@ TABLE = ROOT / "docs" / "versions.md"
 PLACE = ROOT / ".vllm-versions"
 HERE = "tests/engines/vllm"
 INTERPRETER = ROOT / HERE / "interpreter"
-# Interfaces, the connector driven through steps by vLLM's own code of either runner, refusals, pace.
+# The tests of interfaces, of the connector's steps in vLLM's code of either runner, of refusals and of pace.
 _STEPS = ("interface", "steps", "fairness", "versions", "pace", "worker", "refusals")
 STEPS = [f"{HERE}/test_{name}.py" for name in _STEPS]
 ENGINES = {"V1": [f"{HERE}/test_parity.py", "-k", "qwen3 or chunked"], "V2": [f"{HERE}/test_runner_v2.py"]}
@@ -33,7 +33,7 @@ _KERNELS = (".so", ".h", ".hpp", ".cuh", ".inl", ".cu", ".cpp", ".pyd")
 
 
 def unpack(version: str) -> Path:
-    """Download a version's wheel and unpack its Python code; return where it lies."""
+    """Download a version's wheel and unpack its Python code; return the folder."""
     place = PLACE / version
     if not (place / "vllm").is_dir():
         place.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def unpack(version: str) -> Path:
 
 
 def borrow_kernels(place: Path) -> None:
-    """Let an unpacked version use the installed CPU build's kernels, and say that it is for a CPU."""
+    """Make an unpacked version use the installed CPU build's kernels, and mark it as a CPU version."""
     import vllm
 
     for kernels in Path(vllm.__file__).parent.glob("*.so"):
@@ -61,7 +61,7 @@ def borrow_kernels(place: Path) -> None:
 
 
 def complete(place: Path) -> None:
-    """Install what the version imports and this environment has not, one after the other, by the wheel's own list."""
+    """Install the packages that the version imports and this environment does not have, by the wheel's list."""
     (metadata,) = place.glob("vllm-*.dist-info/METADATA")
     wanted = re.findall(r"(?m)^Requires-Dist: ([A-Za-z0-9_.-]+)", metadata.read_text(encoding="utf-8"))
     names = {re.sub(r"[-_.]+", "_", name).lower(): name for name in wanted}
@@ -83,14 +83,14 @@ def complete(place: Path) -> None:
 
 
 def environment(place: Path | None, **more: str) -> dict[str, str]:
-    """Return the environment in which that vLLM is the one that is imported."""
+    """Return the environment in which Python imports the vLLM of ``place``."""
     before = [str(place)] if place is not None else []
     path = [*before, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
 
 
 def run(tests: list[str], env: dict[str, str], log: Path) -> str:
-    """Run tests; return what came of them in words."""
+    """Run tests; return the counts of their results in words."""
     results = log.with_suffix(".xml")
     with log.open("w", encoding="utf-8") as out:
         command = [sys.executable, "-m", "pytest", *tests, f"--junitxml={results}"]
@@ -104,7 +104,7 @@ def run(tests: list[str], env: dict[str, str], log: Path) -> str:
 
 
 def note(version: str, runner: str, what: str, result: str) -> None:
-    """Write a row of the table, in place of an earlier one for the same."""
+    """Write a row of the table, in place of an earlier row of the same version, runner and tests."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     start = f"| {version} | {runner} | {what} |"
@@ -117,7 +117,7 @@ def note(version: str, runner: str, what: str, result: str) -> None:
 
 
 def main() -> None:
-    """See above."""
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version", nargs="?")
     parser.add_argument("--installed", action="store_true", help="the vLLM of this environment")

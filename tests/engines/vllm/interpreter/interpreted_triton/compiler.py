@@ -1,4 +1,4 @@
-"""Nothing is compiled."""
+"""The compiler of the interpreted backend, which compiles nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.backends import compiler
 
 
 class InterpretedBackend(compiler.BaseBackend):
-    """Refuses to compile."""
+    """A backend that refuses to compile."""
 
     @staticmethod
     def supports_target(target: compiler.GPUTarget) -> bool:

@@ -1,4 +1,4 @@
-"""A CPU as Triton's device."""
+"""The driver of the interpreted backend, which makes a CPU Triton's device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 
 
 class InterpretedDriver(driver.DriverBase):
-    """Always there."""
+    """A driver that is always active."""
 
     @classmethod
     def is_active(cls) -> bool:
