@@ -156,7 +156,7 @@ class EngineContract:
             tenant.forget(list(tenant.registry))
 
     @pytest.mark.parametrize("name", ["", "Acme", "a:b", "../a"])
-    def test_what_cannot_name_a_tenant_is_refused(self, engine, name: str) -> None:
+    def test_an_invalid_tenant_name_is_refused(self, engine, name: str) -> None:
         with pytest.raises(InputError, match="cannot name a tenant"):
             engine.within(name)
 
