@@ -21,7 +21,7 @@ def test_help_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_server_says_its_first_word_before_it_imports_torch() -> None:
+def test_serve_prints_its_first_line_before_importing_torch() -> None:
     code = (
         "import sys; from cacheblend_rag.cli import app; import cacheblend_rag.server.options as options; "
         "options.tell = lambda _: sys.exit(5 + ('torch' in sys.modules)); app(['serve'])"
@@ -52,7 +52,7 @@ def test_threads_of_a_command_do_not_spin_for_long() -> None:
     assert "GOMP_SPINCOUNT = '1000'" in done.stderr
 
 
-def test_how_long_they_spin_is_left_to_a_user_who_says_how_they_wait(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_omp_wait_policy_leaves_the_spin_count_unset(run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert run("ask", "--help").exit_code == 0

@@ -84,7 +84,7 @@ def test_questions_are_answered_by_the_model_that_the_index_was_made_with(
         assert taken(run(*command, "--store", store, "--server", "http://127.0.0.1:9"), loads) == (None, False)
 
 
-def test_own_documents_are_indexed_by_smollm2_and_the_bundled_ones_by_the_bundled_model(
+def test_own_documents_are_indexed_by_smollm2_and_bundled_documents_by_the_bundled_model(
     run: Run, own: Path, loads: list[Any], tmp_path: Path
 ) -> None:
     new = ["--store", tmp_path / "new"]
@@ -100,7 +100,7 @@ def test_own_documents_are_indexed_by_smollm2_and_the_bundled_ones_by_the_bundle
     )
 
 
-def test_own_documents_do_not_go_into_an_index_of_the_bundled_model_unless_it_is_named(
+def test_own_documents_are_refused_in_an_index_of_the_bundled_model_unless_it_is_named(
     run: Run, own: Path, loads: list[Any], tmp_path: Path
 ) -> None:
     store = indexed(tmp_path / "store", bundled_corpus() / "ship-logs.md", "bundled")
@@ -111,7 +111,7 @@ def test_own_documents_do_not_go_into_an_index_of_the_bundled_model_unless_it_is
     assert taken(run("index", bundled_corpus(), "--store", store), loads) == ("bundled", False)
 
 
-def test_other_data_sets_than_the_bundled_models_own_are_evaluated_by_smollm2(
+def test_a_users_data_set_is_evaluated_by_smollm2_and_the_default_by_the_bundled_model(
     run: Run, own: Path, loads: list[Any], tmp_path: Path
 ) -> None:
     own.write_text('{"question": "Why?", "answers": ["So."], "chunks": ["So it is."]}\n')
@@ -132,7 +132,7 @@ def test_a_server_serves_the_model_of_its_stores_index_or_else_smollm2(
         assert loads.pop()[0].writer == writer
 
 
-def test_an_index_keeps_the_kv_writer_that_it_was_made_with_and_a_new_one_has_the_models_own(
+def test_an_index_keeps_its_kv_writer_and_a_new_index_gets_the_models_own_writer(
     run: Run, own: Path, loads: list[Any], tmp_path: Path
 ) -> None:
     def writer(store: Path, *more: object, command: tuple[object, ...] = ("ask", "Why?")) -> str | None:
@@ -179,7 +179,7 @@ def test_commands_run_a_model_in_the_dtype_of_the_index_unless_another_is_given(
     assert loaded("ask", "Why?", "--store", indexed(tmp_path / "old", own, "acme/llm"))[0].dtype is None
 
 
-def test_a_model_in_a_directory_is_known_by_its_whole_path_and_names_stay_what_they_are(
+def test_a_model_directory_becomes_an_absolute_path_and_other_names_stay_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

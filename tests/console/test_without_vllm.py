@@ -47,7 +47,7 @@ def _fresh() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_fresh")
 @pytest.mark.parametrize("command", [["serve"], ["eval", "--engine", "vllm"], ["bench", "ttft", "--engine", "vllm"]])
-def test_where_vllm_is_missing_it_is_said_what_to_install(run, monkeypatch, tmp_path, command):
+def test_a_command_without_vllm_names_the_package_to_install(run, monkeypatch, tmp_path, command):
     real = metadata.version
 
     def version(name: str) -> str:
@@ -64,7 +64,7 @@ def test_where_vllm_is_missing_it_is_said_what_to_install(run, monkeypatch, tmp_
 
 
 @pytest.mark.usefixtures("_fresh")
-def test_a_vllm_that_does_not_start_is_told_in_a_few_lines_without_its_tracebacks(capfd, tmp_path):
+def test_a_failed_vllm_start_is_reported_in_a_few_lines_without_tracebacks(capfd, tmp_path):
     folder = Path(cacheblend_rag.engines.__file__).parent / "vllm"
     spec = importlib.util.spec_from_file_location(f"{PACKAGE}.starting", folder / "starting.py")
     assert spec is not None and spec.loader is not None

@@ -185,7 +185,7 @@ def program_runner(bundled: Path, place: Path, page: str) -> Iterator[Callable[[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_works_as_it_stands(page: str, place: Path, bundled: Path) -> None:
+def test_the_commands_and_programs_of_a_page_run(page: str, place: Path, bundled: Path) -> None:
     ran = 0
     with program_runner(bundled, place, page) as run_program:
         for block in PARSER.parse((ROOT / page).read_text("utf-8")):
@@ -202,7 +202,7 @@ def test_a_page_works_as_it_stands(page: str, place: Path, bundled: Path) -> Non
     assert ran
 
 
-def test_every_page_with_commands_to_follow_is_run() -> None:
+def test_every_guide_with_commands_is_run_or_listed_as_left_out() -> None:
     guides = (page for page in sorted((ROOT / "docs/howto").glob("*.md")) if any(followed(page)))
     assert {page.relative_to(ROOT).as_posix() for page in guides} <= {*PAGES, *PAGES_LEFT_OUT}
 

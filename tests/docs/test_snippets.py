@@ -140,13 +140,13 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
 
 
 @pytest.mark.slow
-def test_the_tutorial_prints_what_it_shows(reader: Reader) -> None:
+def test_the_commands_of_the_tutorial_print_the_shown_output(reader: Reader) -> None:
     for page in ("index", "commands", "python", "chain"):
         reader.follow(TUTORIAL / f"{page}.md")
 
 
 @pytest.mark.vllm
-def test_the_pages_about_serving_print_what_they_show(reader: Reader) -> None:
+def test_the_commands_of_the_serving_pages_print_the_shown_output(reader: Reader) -> None:
     """One server for all of them: that of the tutorial's page."""
     for package in ("vllm", "haystack", "langchain_openai", "chromadb"):
         pytest.importorskip(package, reason=f"{package} is not installed; make setup installs it")
@@ -169,7 +169,7 @@ def keep_as_open_webui_does(folder: Path) -> list[str]:
     return passages
 
 
-def test_the_tutorial_has_no_block_that_is_not_run_but_the_one_that_installs() -> None:
+def test_every_block_of_the_tutorial_is_run_except_for_pip_install() -> None:
     kinds = {"console", "python", "text", "{toctree}"}
     for page in sorted(TUTORIAL.glob("*.md")):
         blocks = re.findall(r"^```(\S+)\n(.*)", page.read_text("utf-8"), flags=re.MULTILINE)
@@ -177,7 +177,7 @@ def test_the_tutorial_has_no_block_that_is_not_run_but_the_one_that_installs() -
         assert [line for line in unknown if not line.startswith("pip install ")] == [], page.name
 
 
-def test_another_output_than_the_shown_one_is_noticed(reader: Reader, tmp_path: Path) -> None:
+def test_an_output_that_differs_from_the_shown_text_is_reported(reader: Reader, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     for shown, fits in (("a ... c", True), ("a b", False), ("", False)):
         for block in (

@@ -46,7 +46,7 @@ def body(draw: Random, number: int) -> bytes:
     return chosen if isinstance(chosen, bytes) else json.dumps(chosen, ensure_ascii=False).encode()
 
 
-async def test_requests_leave_nothing_in_memory(caplog: pytest.LogCaptureFixture) -> None:
+async def test_requests_do_not_grow_the_servers_memory(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)  # pytest keeps every record
     server, draw = Server(None), Random(0)
     answered = {200: 0, 422: 0}

@@ -53,7 +53,7 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def test_an_answer_says_where_it_comes_from_and_every_panel_what_was_computed(url: str, open_tab: Any) -> None:
+def test_an_answer_cites_its_source_and_every_panel_shows_the_computed_tokens(url: str, open_tab: Any) -> None:
     tab: Tab = open_tab(url)
     tab.page.get_by_text(CROSS.question, exact=True).wait_for()  # offered as an example
     tab.ready("bundled")
@@ -129,7 +129,7 @@ def test_all_panels_fit_phones(url: str, open_tab: Any) -> None:
     all_panels_fit(tab, "phone", "light")
 
 
-def test_a_document_without_stored_kv_is_missing_once_and_reused_then(url: str, open_tab: Any, tmp_path: Path) -> None:
+def test_dropped_documents_are_reused_by_the_first_question(url: str, open_tab: Any, tmp_path: Path) -> None:
     tab: Tab = open_tab(url).ready()
     documents = [tmp_path / f"{topic}.md" for topic in ("tower", "bridge", "mill")]
     for document in documents:

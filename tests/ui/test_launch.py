@@ -32,7 +32,7 @@ cacheblend_rag.cli.main()
 """What `cacheblend` does, and first what the page and the command line import."""
 
 
-def test_a_page_waits_for_no_torch_and_ctrl_c_ends_it_with_the_exit_code_that_the_help_names(tmp_path: Path) -> None:
+def test_the_page_starts_without_torch_and_ctrl_c_ends_it_with_exit_code_130(tmp_path: Path) -> None:
     port = free_port()
     options = [
         "--no-browser",
@@ -70,7 +70,7 @@ def test_a_page_waits_for_no_torch_and_ctrl_c_ends_it_with_the_exit_code_that_th
     assert not list(tmp_path.glob("cacheblend-ui-*"))  # what was uploaded is no longer there
 
 
-def test_a_page_that_nobody_asks_looks_a_few_times_a_second_for_questions(
+def test_an_idle_page_polls_its_queue_at_most_20_times_a_second(
     serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []

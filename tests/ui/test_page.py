@@ -56,7 +56,7 @@ def choices_for(engine: BlendEngine, store: Path, load: Callable[[Path], BlendEn
     return Choices(load or (lambda _: engine), lambda: store, shown_deviations, sampling=SamplingParams(32))
 
 
-def test_the_page_is_there_before_the_model_is_and_a_question_waits_for_it(
+def test_the_page_opens_before_the_model_is_loaded_and_a_question_waits(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     loaded = threading.Event()
@@ -86,7 +86,7 @@ def answering(serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choice
     return tab
 
 
-def test_an_answer_is_streamed_and_stop_ends_it_where_it_is(
+def test_an_answer_is_streamed_and_stop_ends_it_at_once(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     tab = answering(serve, open_tab, engine, choices, 2)
@@ -101,7 +101,7 @@ def test_an_answer_is_streamed_and_stop_ends_it_where_it_is(
     assert engine.closed_streams == 2
 
 
-def test_a_question_after_stop_is_asked_though_the_stopped_answer_has_not_ended(
+def test_a_question_after_stop_is_asked_before_the_stopped_answer_has_ended(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     tab = answering(serve, open_tab, engine, choices, 1)
@@ -118,7 +118,7 @@ def test_a_question_after_stop_is_asked_though_the_stopped_answer_has_not_ended(
     assert fewest() == 2  # neither the stopped answer's end nor the second press takes the page back
 
 
-def test_escape_stops_and_a_slash_goes_to_the_question(
+def test_escape_stops_the_answer_and_a_slash_focuses_the_question(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     engine.free = False
@@ -141,7 +141,7 @@ def test_escape_stops_and_a_slash_goes_to_the_question(
     expect(tab.page.locator("#cb-sources .cb-text").first).to_be_visible()
 
 
-def test_a_tab_keeps_its_conversation_when_it_is_loaded_again_and_shares_it_with_no_other(
+def test_a_reloaded_tab_keeps_its_conversation_and_shares_it_with_no_other_tab(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     url, _ = serve(choices)
@@ -198,7 +198,7 @@ def test_documents_are_added_with_progress_skipped_with_a_reason_and_deleted(
     assert list(kept.iterdir()) == []
 
 
-def test_a_broken_file_and_one_too_large_are_said_where_the_person_sees_it(
+def test_broken_and_oversized_files_are_reported_visibly(
     serve: Any, open_tab: Any, tmp_path: Path, choices: Choices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.ui.launch._LARGEST_FILE", "2kb")
@@ -216,7 +216,7 @@ def test_a_broken_file_and_one_too_large_are_said_where_the_person_sees_it(
     expect(tab.page.get_by_text("Choose the documents to delete first.")).to_be_visible()
 
 
-def test_an_image_on_another_machine_is_not_fetched_whoever_names_it(
+def test_an_image_on_another_machine_is_not_fetched(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     asked: list[str] = []
@@ -239,7 +239,7 @@ def test_an_image_on_another_machine_is_not_fetched_whoever_names_it(
     assert asked == []
 
 
-def test_the_reuse_that_is_chosen_is_that_of_the_answer(
+def test_the_chosen_reuse_is_used_for_the_next_answer(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     url, _ = serve(choices)
@@ -256,7 +256,7 @@ def test_the_reuse_that_is_chosen_is_that_of_the_answer(
     expect(numbers).to_be_visible()
 
 
-def test_a_server_that_is_down_is_named_and_tried_again(
+def test_a_server_that_is_down_is_reported_and_can_be_retried(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     down = [True]
@@ -280,7 +280,7 @@ def test_a_server_that_is_down_is_named_and_tried_again(
     assert tab.ask("Who?").startswith("About Who?")
 
 
-def test_a_store_of_another_model_says_which_model_it_wants_and_an_empty_one_that_it_is(
+def test_a_store_of_another_model_and_an_empty_store_are_reported(
     serve: Any, open_tab: Any, engine: ScriptedEngine, tmp_path: Path, notes: Path
 ) -> None:
     with RagPipeline(ScriptedEngine(name="other"), tmp_path / "theirs", chunk_tokens=24) as pipeline:
