@@ -85,7 +85,7 @@ def test_a_bug_is_exit_code_70(monkeypatch, capsys):
     assert "Traceback" not in said.err
 
 
-def test_what_the_system_refuses_is_no_bug(monkeypatch, capsys):
+def test_an_error_of_the_operating_system_is_not_reported_as_a_bug(monkeypatch, capsys):
     failing(monkeypatch, PermissionError(13, "Permission denied", "/root/store"))
     monkeypatch.delenv("CACHEBLEND_DEBUG", raising=False)
     monkeypatch.setattr("sys.argv", ["cacheblend", "store", "ls"])
@@ -96,7 +96,7 @@ def test_what_the_system_refuses_is_no_bug(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_terminal_that_lacks_a_character_is_shown_its_number(monkeypatch, as_json):
+def test_characters_outside_the_terminals_encoding_are_shown_as_escapes(monkeypatch, as_json):
     said = "Müller “–” 🙂"
 
     def say(*_: object, **__: object) -> None:
@@ -178,13 +178,13 @@ def test_an_option_means_the_same_in_every_command():
         ("store", "keygen"),
     ],
 )
-def test_the_home_of_a_user_who_does_not_exist_is_no_bug(run: Run, command: tuple[str, ...]):
+def test_the_home_of_a_missing_user_is_an_input_error(run: Run, command: tuple[str, ...]):
     result = run(*command, "~nobody-at-all/x")
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert "there is no user nobody-at-all" in result.stderr
 
 
-def test_a_user_without_a_home_directory_is_told_what_to_set(run: Run, monkeypatch):
+def test_a_missing_home_directory_is_an_error_that_names_home(run: Run, monkeypatch):
     def unknown(_: int) -> None:
         raise KeyError("uid not found")
 
