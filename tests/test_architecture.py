@@ -65,18 +65,18 @@ def imports() -> Iterator[tuple[str, str, str]]:
                 assert first not in OUTSIDE, f"{inside} imports {first}, which is not in the wheel"
 
 
-def test_the_picture_names_every_folder_and_every_module_at_the_root_and_no_other() -> None:
+def test_the_picture_names_exactly_the_folders_and_root_modules() -> None:
     assert set(FLOORS) == parts() - FACES
     for face in FACES:
         assert f"`{face}.py`" in TEXT
 
 
-def test_the_house_is_small_enough_to_know_by_heart() -> None:
+def test_the_package_has_at_most_20_parts_on_consecutive_floors() -> None:
     assert len(parts()) <= 20
     assert sorted(set(FLOORS.values())) == list(range(1, max(FLOORS.values()) + 1))
 
 
-def test_imports_go_down() -> None:
+def test_imports_go_only_to_lower_floors() -> None:
     wrong = []
     for part, target, where in imports():
         if part in FACES:
@@ -115,7 +115,7 @@ NO_VERB = re.compile(
 
 
 @pytest.mark.parametrize("folder", ["cacheblend_rag", "lab", "integrations"])
-def test_docstrings_begin_with_what_a_thing_does(folder: str) -> None:
+def test_docstrings_begin_with_a_plain_statement(folder: str) -> None:
     wrong = []
     known = {module.file: module.nodes for module in MODULES.values()}
     for file in sorted((ROOT / folder).rglob("*.py")):
@@ -126,7 +126,7 @@ def test_docstrings_begin_with_what_a_thing_does(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", ["tests", "lab", "examples", "docs", "integrations"])
-def test_every_file_begins_with_what_it_does(folder: str) -> None:
+def test_module_docstrings_begin_with_a_plain_statement(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     wrong = [f"{file.relative_to(ROOT)}: {first}" for file in files for first in openings([parsed(file)])]
@@ -146,7 +146,7 @@ def openings(nodes: Iterable[ast.AST]) -> list[str]:
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def test_a_docstring_without_a_verb_is_seen() -> None:
+def test_a_docstring_without_a_verb_is_found() -> None:
     source = '"""Of reading."""\nclass A:\n    """Reads."""\n    def b(self):\n        """What it is."""\n'
     assert openings(ast.walk(ast.parse(source))) == ["Of reading.", "What it is."]
 
@@ -175,11 +175,11 @@ def base_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def test_every_public_method_says_what_it_does_or_overrides_one_that_does() -> None:
+def test_every_public_method_has_a_docstring_or_overrides_a_documented_method() -> None:
     assert undocumented(module.tree for module in MODULES.values()) == []
 
 
-def test_a_public_method_that_says_nothing_is_seen() -> None:
+def test_an_undocumented_public_method_is_found() -> None:
     source = """
 class A:
     def told(self):
@@ -195,7 +195,7 @@ class _C:
     assert undocumented([ast.parse(source)]) == ["A.silent", "B.own"]
 
 
-def test_no_file_is_longer_than_one_sitting_and_no_function_longer_than_a_screen() -> None:
+def test_no_file_and_no_function_exceeds_its_length_limit() -> None:
     assert long_files(MODULES) == {}
     assert long_functions(MODULES) == {}  # but for Triton's kernels
 
@@ -204,7 +204,7 @@ OTHERS = [ROOT / "lab/cacheblend_lab", *sorted(ROOT.glob("integrations/*/*_cache
 
 
 @pytest.mark.parametrize("package", OTHERS, ids=lambda package: package.name)
-def test_the_other_packages_are_built_like_the_house(package: Path) -> None:
+def test_the_other_packages_obey_the_rules_for_length_names_and_circles(package: Path) -> None:
     own = modules(package)
     imports = all_imports(own)
     assert len(own) > 5
@@ -215,7 +215,7 @@ def test_the_other_packages_are_built_like_the_house(package: Path) -> None:
 TENANT = re.compile(r"\btenants?\b", re.IGNORECASE)
 
 
-def test_tenants_stay_at_the_edge() -> None:
+def test_only_the_server_and_listed_files_mention_tenants() -> None:
     """Inside, code works on the view that it was given, within a namespace."""
     aware = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if TENANT.search(file.read_text("utf-8"))}
     # The flag and what is printed, a span's attribute, and messages to whoever named a tenant.
@@ -224,16 +224,16 @@ def test_tenants_stay_at_the_edge() -> None:
     assert len(aware) <= 15
 
 
-def test_no_class_name_stands_twice() -> None:
+def test_no_two_classes_share_a_name() -> None:
     assert double_classes(MODULES) == {}
 
 
-def test_no_file_imports_itself_by_way_of_others() -> None:
+def test_no_imports_form_a_circle() -> None:
     imports = all_imports(MODULES)
     assert circles(imports.at_once, imports.in_functions) == []
 
 
-def test_circles_are_seen() -> None:
+def test_import_circles_are_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}}) == []
     assert circles({"a": {"b"}, "b": {"c"}}, {"c": {"b"}}) == [["b", "c"]]
 

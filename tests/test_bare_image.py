@@ -56,7 +56,7 @@ def run(bare: dict[str, str], *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_bench_measures_there_and_what_measures_trains_and_stores_is_imported(bare):
+def test_bench_runs_and_measuring_and_training_modules_import_on_a_bare_image(bare):
     small = ("--chunks", "2", "--chunk-tokens", "24", "--question-tokens", "8", "--repeat", "1")
     model = ("--random-weights", "llama:2x256", "--dtype", "bfloat16", "--kv", "disk")
     folders = [f"cacheblend_rag/{name}" for name in ("blending", "prompts", "engines/transformers", "engines/kernels")]

@@ -47,7 +47,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: set[str]) -> None:
     assert {name for name in listed if name} <= wheel
 
 
-def test_the_wheel_holds_what_is_not_python(wheel: set[str]) -> None:
+def test_the_wheel_holds_the_data_files(wheel: set[str]) -> None:
     writer = ("adapter_config.json", "adapter_model.safetensors", "cacheblend.json", "writer.json")
     needed = {
         "py.typed",
@@ -64,7 +64,7 @@ def test_the_wheel_holds_what_is_not_python(wheel: set[str]) -> None:
     assert {f"cacheblend_rag/{name}" for name in needed} <= wheel
 
 
-def test_the_labs_wheel_holds_its_package_alone_and_its_sdist_makes_the_bundled_model(tmp_path: Path) -> None:
+def test_the_labs_wheel_holds_only_its_package_and_its_sdist_the_training_files(tmp_path: Path) -> None:
     with zipfile.ZipFile(build("wheel", tmp_path / "wheel", ROOT / "lab")) as archive:
         names = archive.namelist()
     tops = {name.partition("/")[0] for name in names}
