@@ -1,4 +1,4 @@
-"""docs/architecture.md says what the tree is: its picture is whole, imports go down its floors; documents name what exists."""
+"""Tests that docs/architecture.md describes the tree, that imports go down its floors, and that documents name real paths."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def parsed(file: Path) -> ast.Module:
 
 
 def openings(nodes: Iterable[ast.AST]) -> list[str]:
-    """Return the first lines of docstrings whose first word promises no verb."""
+    """Return the first lines of docstrings that begin with a word of NO_VERB."""
     texts = (ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED))
     return [text.splitlines()[0] for text in texts if text and NO_VERB.match(text)]
 
@@ -152,9 +152,9 @@ def test_a_docstring_without_a_verb_is_found() -> None:
 
 
 def undocumented(trees: Iterable[ast.Module]) -> list[str]:
-    """Return the public methods without a docstring that override none with one; one that does has that one."""
+    """Return the public methods that have no docstring and override no documented method."""
     classes = (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
-    known = {each.name: each for each in classes}  # no name stands twice
+    known = {each.name: each for each in classes}  # class names are unique
     named = {name: [base for b in each.bases if (base := base_name(b)) in known] for name, each in known.items()}
     said = {name: {m.name for m in methods(each) if ast.get_docstring(m)} for name, each in known.items()}
 
@@ -197,7 +197,7 @@ class _C:
 
 def test_no_file_and_no_function_exceeds_its_length_limit() -> None:
     assert long_files(MODULES) == {}
-    assert long_functions(MODULES) == {}  # but for Triton's kernels
+    assert long_functions(MODULES) == {}  # this excludes Triton's kernels
 
 
 OTHERS = [ROOT / "lab/cacheblend_lab", *sorted(ROOT.glob("integrations/*/*_cacheblend"))]
@@ -216,9 +216,9 @@ TENANT = re.compile(r"\btenants?\b", re.IGNORECASE)
 
 
 def test_only_the_server_and_listed_files_mention_tenants() -> None:
-    """Inside, code works on the view that it was given, within a namespace."""
+    """Inner code works on a view within a namespace."""
     aware = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if TENANT.search(file.read_text("utf-8"))}
-    # The flag and what is printed, a span's attribute, and messages to whoever named a tenant.
+    # These files hold the flag, its output, a span's attribute, and error messages that name a tenant.
     inside = {"cli/store.py", "console/options.py", "engines/spans.py", "store/source.py", "store/files.py"}
     assert {name for name in aware if not name.startswith("server/")} <= inside
     assert len(aware) <= 15
@@ -243,7 +243,7 @@ DOCUMENTS = [DOCUMENT, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 
 
 def named_paths(document: Path) -> set[str]:
-    """Return the files, folders and links a document names; a module that it runs is a file, too."""
+    """Return the files, folders and links that a document names, and the files of modules that it runs."""
     text = document.read_text("utf-8")
     files = re.findall(r"(?<![\w/.])[\w/]+\.py\b", text)
     folders = re.findall(r"`([\w./]+/)`", text)
@@ -253,7 +253,7 @@ def named_paths(document: Path) -> set[str]:
 
 
 def program_file(module: str) -> str:
-    """Return what `python -m` runs: a module, or the main file of a package."""
+    """Return the file that `python -m` runs: a module, or the main file of a package."""
     path = module.replace(".", "/")
     return f"{path}/__main__.py" if any((place / path).is_dir() for place in (ROOT, LAB)) else f"{path}.py"
 

@@ -1,4 +1,4 @@
-"""The list of mutants: what each changes is there, once, and so are its tests. `make mutants` tries them."""
+"""Tests that each mutant of the list changes one existing place and names existing tests. `make mutants` tries them."""
 
 from __future__ import annotations
 

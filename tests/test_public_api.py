@@ -1,4 +1,4 @@
-"""Tests what `import cacheblend_rag` promises."""
+"""Tests the public names of `import cacheblend_rag`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACES = (
     "integrations/*/[!t]*/**/*",
 )
 ENDINGS = {".py", ".md", ".ipynb"}
-# Measure or make pieces that are nobody else's business: an engine's passes, a registry's memory, a model's file.
+# These benchmarks measure or make internals: an engine's passes, a registry's memory, a model's file.
 _MEASURES = (
     "host_time.py",
     "pooled_quality.py",
@@ -40,7 +40,7 @@ DOTTED = re.compile(r"(?<!python -m )\bcacheblend_rag\.(\w+)\.(\w+)")
 
 
 def test_every_public_name_is_there() -> None:
-    for name in set(cacheblend_rag.__all__) - {"VLLMEngine"}:  # which needs vLLM; mypy and the next test vouch for it
+    for name in set(cacheblend_rag.__all__) - {"VLLMEngine"}:  # VLLMEngine needs vLLM; mypy and the next test check it
         found = getattr(cacheblend_rag, name)
         assert not isinstance(found, (type, FunctionType)) or found.__name__ == name
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
@@ -69,7 +69,7 @@ def test_names_for_frameworks_are_not_public_and_an_integration_uses_each() -> N
         if isinstance(node, ast.ImportFrom) and node.module == "cacheblend_rag.frameworks"
         for name in node.names
     }
-    for page in ROOT.glob("integrations/*/README.md"):  # which tell users of some
+    for page in ROOT.glob("integrations/*/README.md"):  # the READMEs name some of these names
         used.update(re.findall(r"cacheblend_rag\.frameworks\.(\w+)", page.read_text("utf-8")))
     assert len(named) > 10
     assert used == named
@@ -89,7 +89,7 @@ def deep_names(file: Path) -> Iterator[str]:
         text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
     elif file.suffix == ".py":
         yield from (name for name in imported(ast.parse(text)) if name.count(".") > 1)
-    # Docstrings, notebooks and prose; what is no module is a name of a second-level one.
+    # Docstrings, notebooks and prose count too; a name that is no module belongs to a second-level module.
     yield from (match[0] for match in DOTTED.finditer(text) if is_module(match[1], match[2]))
 
 

@@ -1,4 +1,4 @@
-"""Spans around streams, and what they cost where nobody records them."""
+"""Tests spans around streams, with and without a recording SDK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the sum of an unchanged file is remembered, and that no change goes unnoticed."""
+"""Tests that the sum of an unchanged file is remembered, and that every change is noticed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheblend_rag.homes import remembered_sum
 
 
 class Sum:
-    """Reads a file and counts how often."""
+    """Reads a file and counts its reads."""
 
     def __init__(self, file: Path):
         self.file, self.read = file, 0

@@ -1,4 +1,4 @@
-"""Tests what the built distributions hold. Built offline, with the hatchling of this environment."""
+"""Tests the contents of the built distributions, which hatchling builds offline in this environment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: set[str]) -> None:
     tops = {name.partition("/")[0] for name in wheel}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"cacheblend_rag"}
-    # Training needs generators of its own, found by these words wherever they would lie.
+    # These words find the generators of training in any folder.
     folders = {part for name in wheel for part in name.split("/")[:-1]}
     assert not folders & {"training", "tests"}
     assert not [name for name in wheel if name.endswith("/train.py") or "make_corpus" in name]

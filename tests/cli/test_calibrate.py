@@ -1,4 +1,4 @@
-"""`doctor --calibrate` on the command line."""
+"""Tests `doctor --calibrate` on the command line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_calibrate_keeps_a_profile_that_the_next_command_uses(run, model_dir, ho
     found = as_json(run(*arguments, "--json"))
     assert Path(found["file"]).parent == home / "profiles"
     assert (found["prompts"], found["needed"]) == (2, 1)
-    assert found["verdict"] in ("shown", "do not blend")  # one prompt is enough for so little
+    assert found["verdict"] in ("shown", "do not blend")  # one prompt suffices for this low standard
     diagnosis = as_json(run("doctor", "--model", model_dir, "--json"))
     assert diagnosis["profile_origin"] == found["file"]
     for name in ("policy", "ratio", "reuse", "check_layers"):
@@ -62,7 +62,7 @@ def test_a_model_without_an_accurate_blend_is_not_blended_by_default(run, model_
     run("index", documents, "--store", store, "--model", model_dir, "--chunk-tokens", 40)
     ask = ["ask", "Who is the director?", "--store", store, "--model", model_dir, "--max-tokens", 2, "--json"]
     assert as_json(run(*ask))["usage"]["recomputed_tokens"] == 0
-    assert as_json(run(*ask, "--ratio", 0.5))["usage"]["recomputed_tokens"] > 0  # who asks for a blend gets one
+    assert as_json(run(*ask, "--ratio", 0.5))["usage"]["recomputed_tokens"] > 0  # a given ratio blends
 
 
 def test_calibrate_writes_the_profile_beside_a_model_if_asked(run, model_dir, tmp_path):
@@ -157,7 +157,7 @@ def test_the_default_standard_of_calibration_is_six_bit_weights(run, model_dir, 
     text = run(*arguments, "--as-near-as", "4-bit").stdout
     assert "weights of 4 bits" in text
     assert text.rstrip().endswith(found["file"])
-    assert not list((home / "calibrations").iterdir())  # what was measured is kept only until it has ended
+    assert not list((home / "calibrations").iterdir())  # measurements are kept only until the calibration has ended
 
 
 def test_measurements_are_kept_if_the_profile_cannot_be_written(run, model_dir, home, tmp_path):

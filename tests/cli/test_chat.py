@@ -1,4 +1,4 @@
-"""The conversation of `chat`, with a pipeline that does what the test says."""
+"""Tests the conversation of `chat`, with a pipeline that each test controls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def answer(mode: Mode = "blend") -> RagAnswer:
 
 
 class Pipeline:
-    """Streams what a function of the question yields."""
+    """Streams the events that a function of the question yields."""
 
     def __init__(self, stream: Callable[[str], Iterator[RagEvent]]):
         self.histories: list[Sequence[Turn]] = []
@@ -65,7 +65,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_conversation(monkeypatch, cap
     out = capsys.readouterr().out
     assert "answer to one\n  (stopped)\n" in out
     assert "answer to two" in out
-    assert "1. two" in out  # the stopped answer is no part of the history
+    assert "1. two" in out  # the history does not contain the stopped answer
 
 
 def test_pieces_are_printed_as_they_come(monkeypatch, capsys):

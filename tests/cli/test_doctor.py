@@ -1,4 +1,4 @@
-"""`doctor` on the command line."""
+"""Tests `doctor` on the command line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_missing_model_is_exit_code_4(run, tmp_path):
 
 @pytest.fixture
 def opened(monkeypatch) -> list[str | None]:
-    """The models that doctor opens from now on; it goes no further."""
+    """The models that doctor opens from now on; doctor stops there."""
     names: list[str | None] = []
 
     def open_engine(chosen, store=None):

@@ -1,4 +1,4 @@
-"""`cacheblend documents`: what is listed, and what leaves with a document."""
+"""Tests `cacheblend documents`: listing documents, and removing documents with their KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`index`, `ask`, `chat` and `store` on the command line, on good input and bad."""
+"""Tests `index`, `ask`, `chat` and `store` on the command line, on good and bad input."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_an_empty_path_is_refused(run, model_dir, store):
 
 
 def test_index_warns_of_kv_that_the_budget_had_no_room_for(run, model_dir, documents, indexed, store, tmp_path):
-    """Each put went well; the store made room for it by dropping what the same run had put before."""
+    """Each put succeeds, since the store drops KV that the same run has put before."""
     whole = as_json(run("index", indexed / "docs", "--store", store, "--model", model_dir, "--json"))
     assert whole["kv_bytes"] > 0 == len(whole["without_kv"])
     small = ["index", documents, "--store", tmp_path / "small", "--model", model_dir, "--chunk-tokens", 40]

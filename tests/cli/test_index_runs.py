@@ -1,4 +1,4 @@
-"""Tests what `index` says and leaves when it runs, fails, is stopped, or is not alone. No model: a fake engine indexes."""
+"""Tests output and effects of `index` in successful, failed, stopped and concurrent runs, with a fake engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Run = Callable[..., Result]
 
 
 class Engine(FakeEngine):
-    """Stops where a test tells it to."""
+    """Raises ``stop`` at a chunk that contains the word STOP."""
 
     stop: BaseException | None = None
     opened: int
@@ -48,7 +48,7 @@ class Engine(FakeEngine):
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
-    """The engine that every command gets, in front of the store it names."""
+    """The engine that every command gets, with the store that the command names."""
 
     class Mine(Engine):
         opened = 0
@@ -210,7 +210,7 @@ def test_the_lock_is_held_from_the_loading_of_the_model_to_the_end(index, store,
 
 
 class Ticks:
-    """Stands for the event that ends the lines: time passes, and work is done, while it is waited for."""
+    """Stands for the event that ends the lines: each wait advances time and work by a step."""
 
     def __init__(self, *steps: Callable[[], None]):
         self.steps = list(steps)
@@ -237,7 +237,7 @@ def test_piped_progress_is_a_line_every_few_seconds_with_the_time_left(capsys):
     begun = [work(0, 5), lambda: lines(0, 100, "big.pdf"), work(0, 5)]
     output._write_until(Ticks(*begun, work(5, 0), work(50, 45), work(0, 10)), lines.line)
     assert capsys.readouterr().err.splitlines() == [
-        "Indexing big.pdf: 0 of 100",  # nothing was known five seconds before
+        "Indexing big.pdf: 0 of 100",  # the rate is not known yet
         "Indexing big.pdf: 0 of 100",
         "Indexing big.pdf: 5 of 100, about 2 min left",
         "Indexing big.pdf: 50 of 100, about 50 s left",

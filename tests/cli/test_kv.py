@@ -1,4 +1,4 @@
-"""`--kv`: where a store keeps its KV, told once; what `store stats` and `ask --explain` say of it."""
+"""Tests `--kv`, the recorded tiers of a store, and their output in `store stats` and `ask --explain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests `cacheblend models`, and the line that offers a larger model where nobody has named one."""
+"""Tests `cacheblend models`, and the line that offers a larger model if no model is given."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def test_the_listed_shape_and_size_of_smollm2_are_true(smollm2: Path) -> None:
 
 def test_computed_sizes_equal_published_sizes() -> None:
     assert KNOWN["meta-llama/Llama-3.1-8B-Instruct"].kv("bfloat16") == 128 << 10  # docs/limits.md
-    assert KNOWN["Qwen/Qwen2.5-0.5B-Instruct"].weights("bfloat16") == pytest.approx(988_097_824, rel=0.001)  # its file
+    assert KNOWN["Qwen/Qwen2.5-0.5B-Instruct"].weights("bfloat16") == pytest.approx(
+        988_097_824, rel=0.001
+    )  # the size of its file
     assert [each.parameters for each in KNOWN_MODELS] == sorted(each.parameters for each in KNOWN_MODELS)
 
 

@@ -1,4 +1,4 @@
-"""The process that keeps a model between commands: what its clients see, and when it ends. Most answers are made up."""
+"""Tests the resident process that holds a model between commands: its clients and its end. Most answers are made up."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Started:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A directory for sockets, whose paths have no more than 107 bytes."""
+    """A directory for sockets, whose paths have at most 107 bytes."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         yield Path(directory)
 
@@ -157,7 +157,7 @@ def test_an_error_of_the_process_is_raised_with_its_message_and_exit_code(starte
 
 
 def test_the_command_answers_itself_if_the_process_cannot_load(started: Started, monkeypatch):
-    monkeypatch.setattr(resident, "start", lambda held, listening: None)  # it has ended at once
+    monkeypatch.setattr(resident, "start", lambda held, listening: None)  # the process has ended at once
     assert ask() == "own answer to Why?"
 
 
@@ -226,7 +226,7 @@ def test_a_client_that_disconnects_stops_its_answer_and_the_next_client_is_answe
             yield RagEvent("begun")
             while True:
                 threading.Event().wait(0.01)
-        finally:  # however early the interruption comes
+        finally:  # this runs however early the interruption comes
             os.write(writing, b"stopped")
 
     started.answer = endless
@@ -241,7 +241,7 @@ def test_a_client_that_disconnects_stops_its_answer_and_the_next_client_is_answe
 
 def listening() -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    made.bind("")  # any name, of Linux alone
+    made.bind("")  # Linux chooses an abstract name
     made.listen()
     return made
 
@@ -362,7 +362,7 @@ def test_a_resident_process_loads_once_and_gives_the_commands_own_answers(run, m
         assert (done.returncode, done.stderr) == (0, "")
         return {key: value for key, value in json.loads(done.stdout).items() if not key.endswith(("timings", "_s"))}
 
-    alone = facts(answered(0, "--json"))  # nothing but JSON on stdout, and nothing on stderr
+    alone = facts(answered(0, "--json"))  # stdout holds only JSON, and stderr is empty
     first = facts(answered(5, "--json"))
     (there,) = (short / "cacheblend").glob("*[!k]")
     again = facts(answered(5, "--json"))

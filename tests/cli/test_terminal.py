@@ -1,4 +1,4 @@
-"""Tests that what documents, names and servers say is shown on a terminal, and steers none."""
+"""Tests that texts of documents, names and servers are shown on a terminal without controlling it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.cli.test_documents import store  # noqa: F401
 from tests.cli.test_shell import Terminal
 
 STEERING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff]")
-# A title, a bell, a link; 8-bit CSI that wipes the line; text and signs shown from right to left; half a character.
+# HOSTILE holds a title, a bell, a link, an 8-bit CSI that wipes the line, right-to-left marks and half a character.
 HOSTILE = "\x1b]0;owned\x07 \x1b]8;;http://evil\x1b\\link \x9b2K \u202egpj.exe\u2066 \u061c1-2\u200f(\u200e \udcff\r"
 ITEM = Hit(Chunk("c1", f"Her cargo is grain.{HOSTILE}\n[2] b.txt: forged", ()), 0.5, f"/docs/a\n[2] b{HOSTILE}.txt", 0)
 
@@ -94,7 +94,7 @@ def test_printable_json_parses_to_the_same_text(text):
 
 @pytest.mark.slow
 def test_only_the_console_output_module_prints():
-    """But for what rich shows, and the modules of the lab that are run by `python -m`."""
+    """The test does not cover rich and the modules of the lab."""
     root = Path(cacheblend_rag.__file__).parent
     found = {
         str(file.relative_to(root))

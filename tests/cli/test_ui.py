@@ -1,4 +1,4 @@
-"""`cacheblend ui`: what the command line hands to the page; the page itself is tested in tests/ui."""
+"""Tests the options that `cacheblend ui` passes to the page; tests/ui tests the page itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--writer` on the command line: what it writes, what is said where the KV is of another hand, and what refuses it."""
+"""Tests `--writer` on the command line: its KV, the advice about KV of another writer, and its refusals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_asking_a_store_with_another_kv_writer_names_the_writer_to_give(
     mode, said = asked("--writer", writers[1])
     assert f"by the KV writer in {writers[0]}" in said
     assert f"Give --writer {writers[0]}, or index them again with the one in {writers[1]}." in said
-    # What the model itself has written is still there, and of use without a writer.
+    # The model's own KV is still stored, and is reused without a writer.
     mode, said = asked("--writer", "none")
     assert mode == "blend"
     assert f"Give --writer {writers[0]}." in said
@@ -85,7 +85,7 @@ def test_chunks_are_listed_and_removed_with_the_kv_of_their_writer(run, model_di
 
 def test_an_index_takes_as_much_kv_with_a_writer_as_without(run, model_dir, documents, tmp_path, writers, monkeypatch):
     planned = []
-    # Its prompts, as any, leave the model's own KV of the chunks that they begin with.
+    # The prompts of the spot check would store the model's own KV of their first chunks.
     monkeypatch.setattr("cacheblend_rag.calibrate.spot_check.spot_check", lambda *_: None)
     for name, more in (("plain", []), ("by a writer", ["--writer", writers[0]])):
         store = tmp_path / name

@@ -1,4 +1,4 @@
-"""Tests what every command shares: nothing heavy is imported for the help, and an error has no traceback."""
+"""Tests the imports and the OpenMP settings that every command shares."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_command_imports_no_other_command():
 
 def test_threads_of_a_command_do_not_spin_for_long() -> None:
     code = "from cacheblend_rag.cli import app; app(['ask', '--help'], standalone_mode=False); import torch"
-    # vLLM preloads OpenMP into what this process starts: it would be read before the command says anything.
+    # vLLM preloads OpenMP into child processes: OpenMP would read the environment before the command sets it.
     unset = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "LD_PRELOAD"}
     env = {k: v for k, v in os.environ.items() if k not in unset}
     env |= {"OMP_DISPLAY_ENV": "VERBOSE"}

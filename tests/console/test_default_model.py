@@ -1,4 +1,4 @@
-"""Tests which model a command takes that is given none: the index's, else SmolLM2, said in a line; bundled for its own world."""
+"""Tests the default model of commands: the index's model, otherwise SmolLM2 with a line on stderr, bundled for its corpus."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(arguments)
         raise ModelError("no model is loaded here")
 
-    # A command's module that is first imported now would keep what stands in for another's function.
+    # A command's module that is first imported later would keep a patched function of another module.
     for module in pkgutil.iter_modules(cli.__path__, "cacheblend_rag.cli."):
         importlib.import_module(module.name)
     for place in (
@@ -65,7 +65,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def taken(result: Result, loads: list[Any]) -> tuple[str | None, bool]:
-    """Return the model that was to be loaded, and whether a person was told that it is SmolLM2."""
+    """Return the model that was to be loaded, and whether stderr names SmolLM2 as the default."""
     assert len(loads) == 1, result.output
     return loads.pop()[0].model, "Without --model it is smollm2" in result.stderr
 
@@ -149,7 +149,7 @@ def test_an_index_keeps_its_kv_writer_and_a_new_index_gets_the_models_own_writer
     for command in (("ask", "Why?"), ("doctor",)):
         assert writer(here, command=command) == writer(here, "--model", "smollm2", command=command) == hand
     for command in (("ask", "Why?"), ("index", own, tmp_path / "new.md"), ("doctor",)):
-        # It may be where this package lies now; None is the one that the model comes with.
+        # The writer may have moved with this package; None stands for the model's own writer.
         assert writer(gone, command=command) is None
         assert writer(plain, command=command) == "none", "its KV is there, and goes on being used"
         assert writer(plain, "--writer", "smollm2", command=command) == "smollm2"
@@ -175,7 +175,7 @@ def test_commands_run_a_model_in_the_dtype_of_the_index_unless_another_is_given(
     assert loaded("serve", *store)[1] == ["--dtype", "bfloat16"]
     assert loaded("serve", *store, "--dtype", "float32")[1][-2:] == ["--dtype", "float32"]
     assert loaded("serve", *store, "--model", "other/llm")[1] == []
-    # An index of an older version does not say in which dtype it was made.
+    # An index of an older version records no dtype.
     assert loaded("ask", "Why?", "--store", indexed(tmp_path / "old", own, "acme/llm"))[0].dtype is None
 
 

@@ -1,4 +1,4 @@
-"""Groups of options become single options on the command line, and groups again in the command."""
+"""Tests that groups of options become single options on the command line, and groups again in the command."""
 
 from __future__ import annotations
 

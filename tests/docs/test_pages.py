@@ -1,4 +1,4 @@
-"""Tests that what the pages say of the repository is there: links, headings, public names, families of models."""
+"""Tests that things named on the pages exist: links, headings, public names, commands, families of models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def links(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return what links may name in a page, and in what it includes: headings, as GitHub and MyST write them."""
+    """Return the anchors of a page and of its included pages: headings, as GitHub and MyST write them."""
     text = page.read_text(encoding="utf-8")
     for included in re.findall(r"^```\{include\} (\S+\.md)$", text, flags=re.MULTILINE):
         text += (page.parent / included).read_text(encoding="utf-8")
@@ -131,7 +131,7 @@ def unknown_words(command: list[str]) -> list[str]:
         if words[0] not in at.commands:
             return words[:1]
         at, words = at.commands[words[0]], words[1:]
-    # `serve` hands on what it does not know to vLLM.
+    # `serve` passes unknown options to vLLM.
     known = {option for parameter in at.params for option in (*parameter.opts, *parameter.secondary_opts)} | {
         "--help",
         "-h",
@@ -157,7 +157,7 @@ def test_every_reason_explained_in_the_docs_stands_in_the_code() -> None:
     reasons = re.findall(r"^\| (.*?) \|", page.partition("| reason |")[2], flags=re.MULTILINE)
     given = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "cacheblend_rag").rglob("*.py"))
     assert len(reasons) == 11
-    # Numbers and what stands for a part of its own are put into them.
+    # The code puts numbers and parts of text into the reasons.
     assert [part for reason in reasons for part in re.split(r"\d+|\.\.\.", reason) if part not in given] == []
 
 

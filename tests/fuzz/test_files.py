@@ -1,4 +1,4 @@
-"""Files of a store that somebody has worked on, checksums made good again: a miss or an error in words, never a crash."""
+"""Tests that damaged and forged files of a store give a miss or an error with a message, never a crash."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHAPES = st.lists(NUMBERS, max_size=5) | JSON
 
 @st.composite
 def damage(draw: st.DrawFn, data: bytes) -> bytes:
-    """Bytes that were changed, cut, doubled, exchanged or zeroed in up to four places."""
+    """Draw bytes that were changed, cut, doubled, exchanged or zeroed in up to four places."""
     found = bytearray(data)
     for _ in range(draw(st.integers(1, 4))):
         begin = draw(st.integers(0, len(found)))
@@ -125,7 +125,7 @@ def test_a_nonsense_header_with_valid_checksums_does_not_crash_the_store(data: s
         sign(header, whole[8 + length :])
         made = json.dumps(header).encode()
         path.write_bytes(struct.pack("<Q", len(made)) + made + whole[8 + length :])
-        assert outcome(store, key, 1) in {"miss", "damage", "right", "wrong"}  # forged checksums are believed
+        assert outcome(store, key, 1) in {"miss", "damage", "right", "wrong"}  # the store trusts forged checksums
         store.verify()
 
 

@@ -1,4 +1,4 @@
-"""Tests that what a server is sent, good or bad, leaves nothing in its memory once it is answered and deleted."""
+"""Tests that good and bad requests leave no memory behind once they are answered and their chunks are deleted."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_requests_do_not_grow_the_servers_memory(caplog: pytest.LogCapture
                     (await client.get(f"/v1/chunks/{name}")).raise_for_status()
                     (await client.delete("/v1/chunks", params={"id": name})).raise_for_status()
 
-        await send(ROUND)  # what is loaded and kept once
+        await send(ROUND)  # the first round loads modules and fills caches
         before = resident_bytes()
         await send(2 * ROUND)
         grown = resident_bytes() - before

@@ -1,4 +1,4 @@
-"""Tries what clients and operators write: options, messages, prompts, addresses, key files. Understood, or refused in words."""
+"""Tests that options, prompts, bodies, addresses and key files are parsed, or refused with a message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXTS = [
     "é — 東京 🙂",
     "\n\nx\n",
 ]
-# Texts of pieces that overlap known ones, spell control tokens, or are cut through.
+# These pieces overlap known texts, spell control tokens, or are cut through.
 FRAGMENTS = st.sampled_from(
     [*TEXTS, "<bos>", "<|im_end|>\n", "<|im_", " ", "\n", "So is the light", "\ud83d", "\0", "́"]
 )

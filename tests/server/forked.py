@@ -24,7 +24,7 @@ preload(
 def start(
     arguments: Sequence[str], log: Path, settings: Mapping[str, str], errors: Path | None = None
 ) -> EnvironedProcess:
-    """Start ``cacheblend`` with these arguments, leading a session of its own.
+    """Start ``cacheblend`` with these arguments, in a new session.
 
     Its output is added to ``log``; its stderr is added to ``errors``, if given.
     """

@@ -1,4 +1,4 @@
-"""Conversations and rendering without a browser."""
+"""Tests conversations and rendering without a browser."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_repeated_question_is_ignored_until_its_answer_is_stopped_or_done(
     conversation = Conversation()
     exchange = conversation.begin("One? ")
     assert exchange is not None
-    assert conversation.begin("One?") is None  # before anything of its answer is there
+    assert conversation.begin("One?") is None  # no part of the answer exists yet
     conversation.stop()
     again = conversation.begin("One?")
     assert again is not None and again is not exchange
@@ -117,7 +117,7 @@ def test_enter_pressed_twice_before_the_model_is_loaded_asks_once(choices: Choic
     first = panel.ask("Who?", "tab")
     assert "Waiting for the model" in str(next(first))
     again = [list(updates) for updates in panel.ask("Who?", "tab")]
-    assert again == [[panel.question]]  # nothing at all would empty the page
+    assert again == [[panel.question]]  # an answer without updates would empty the page
     first.close()
 
 
@@ -156,8 +156,8 @@ def test_an_answer_cites_its_source_and_the_sentence_nearest_to_the_question_is_
     assert all("<mark>The director of the &lt;b&gt;observatory is Ada Brenmoor.</mark>" in html for html in shown)
     assert [m["content"] for m in messages(conversation)][1] == "She is Ada Brenmoor. [1] I like tea."
     assert "names the source that shares most words" in shown[-1]
-    assert shown[-1].count("<mark>") == 1  # the answer's words stand in the sentence that is marked already
-    # The model is not shown marks that are not its own.
+    assert shown[-1].count("<mark>") == 1  # the answer's words stand in the marked sentence
+    # The history for the model holds no added citation marks.
     assert conversation.turns()[0].answer == engine.says_first
     engine.says_first = "Nobody."
     for each in ask(conversation, "Who swims there in the observatory?", collection, choices):

@@ -1,4 +1,4 @@
-"""Asks of the page what browsers and attackers ask: who is answered, and what the browser is told."""
+"""Tests which requests of browsers and attackers the page answers, and its security headers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_the_content_security_policy_allows_the_page_no_other_origin() -> 
 @pytest.mark.slow
 def test_a_served_page_refuses_strangers_and_keeps_uploads_from_other_users(serve: Any, tmp_path: Path) -> None:
     store, engine = tmp_path / "store", ScriptedEngine()
-    (store / "documents").mkdir(mode=0o755, parents=True)  # as earlier versions have made it
+    (store / "documents").mkdir(mode=0o755, parents=True)  # the permissions that earlier versions gave it
     url, workspace = serve(Choices(lambda _: engine, lambda: store, lambda *_: ""))
     sent = {"files": ("note.txt", b"The harbour lies below.")}
     with httpx.Client(base_url=url, timeout=60) as page:
