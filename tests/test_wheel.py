@@ -31,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         return set(archive.namelist())
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: set[str]) -> None:
+def test_the_wheel_holds_only_the_package(wheel: set[str]) -> None:
     tops = {name.partition("/")[0] for name in wheel}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"cacheblend_rag"}
     # These words find the generators of training in any folder.
@@ -75,7 +75,7 @@ def test_the_labs_wheel_holds_only_its_package_and_its_sdist_the_training_files(
     assert {"training/train.py", "training/make_corpus.py", "training/common_words.txt"} <= set(names)
 
 
-def test_the_labs_commands_are_the_same_with_and_without_an_installation() -> None:
+def test_the_labs_entry_points_declare_its_list_of_commands() -> None:
     from cacheblend_lab.commands import COMMANDS
 
     from cacheblend_rag import cli

@@ -106,7 +106,7 @@ def test_calibrate_on_documents_needs_no_questions(run, model_dir, tmp_path):
         (["--as-near-as", "f1", "--documents", "b"], "needs questions with right answers"),
     ],
 )
-def test_wrong_options_of_a_calibration_are_named(run, model_dir, tmp_path, arguments, named):
+def test_wrong_options_of_a_calibration_are_named_in_the_error(run, model_dir, tmp_path, arguments, named):
     given = [] if "--documents" in arguments else ["--prompts", prompts_file(tmp_path)]
     result = run("doctor", "--calibrate", "--model", model_dir, *given, *arguments)
     assert result.exit_code == 2

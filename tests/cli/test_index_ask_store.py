@@ -142,7 +142,7 @@ def test_chat_answers_piped_questions_and_obeys_commands(run, model_dir, store):
     assert "never asked" not in result.stdout
 
 
-def test_chat_goes_on_after_a_question_that_does_not_fit(run, model_dir, store):
+def test_chat_continues_after_a_question_beyond_the_context_window(run, model_dir, store):
     result = run(
         "chat", "--store", store, "--model", model_dir, "--max-tokens", 4, stdin=f"{'sea ' * 2000}\n{QUESTION}\n"
     )

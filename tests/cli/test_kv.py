@@ -59,7 +59,7 @@ def test_stats_show_each_tier(run, store, address) -> None:
     assert "32.0 MiB" in shown
 
 
-def test_a_codec_is_noted_shown_and_read_back(run, model_dir, documents, tmp_path) -> None:
+def test_a_codec_is_recorded_shown_and_used_for_reading(run, model_dir, documents, tmp_path) -> None:
     common = ("--store", tmp_path / "store", "--model", model_dir)
     kv = ("--kv", "ram://64MiB,file://?codec=int8")
     indexed = as_json(run("index", documents, *common, "--chunk-tokens", 40, *kv, "--json"))
@@ -72,7 +72,7 @@ def test_a_codec_is_noted_shown_and_read_back(run, model_dir, documents, tmp_pat
     assert "int8" in run("store", "stats", "--store", tmp_path / "store").stdout.split("disk")[1].splitlines()[0]
 
 
-def test_one_tier_can_be_evicted_from_alone(run, model_dir, store, redis_url, tmp_path) -> None:
+def test_evict_can_empty_a_single_tier(run, model_dir, store, redis_url, tmp_path) -> None:
     run("store", "evict", "--to", "0", "--tier", "redis", "--store", store)
     assert list(open_store(redis_url).entries()) == []
     found = run("store", "evict", "--to", "0", "--tier", "s3", "--store", store)

@@ -150,7 +150,7 @@ def test_every_command_that_prints_a_result_takes_json():
     assert without == {"chat", "serve", "ui"}
 
 
-def test_an_option_means_the_same_in_every_command():
+def test_an_option_has_one_help_text_in_every_command():
     """Each option has one definition: the help of two commands may not drift apart. This test lists intended differences."""
     # Some options have different defaults; evaluations draw, write or change different things; doctor measures a store beside
     # the model; chunks belong to a prompt or to a store; documents and questions are measured, tuned on, or learned from.

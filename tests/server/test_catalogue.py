@@ -234,7 +234,7 @@ def test_three_servers_converge_after_any_number_of_changes(tmp_path: Path, seed
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 5)), max_size=25))
-def test_two_servers_end_up_with_the_same_chunks(steps: list[tuple[bool, bool, int]]) -> None:
+def test_two_servers_converge_to_equal_chunks(steps: list[tuple[bool, bool, int]]) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as directory:

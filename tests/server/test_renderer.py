@@ -322,7 +322,7 @@ PIECES = st.lists(
     st.lists(PIECES, min_size=1, max_size=3),
     st.lists(st.sampled_from([TURN, NOTE, f"{NOTE} {TURN}", f"{TURN}\nThe harb"]), unique=True),
 )
-async def test_a_chat_is_the_same_prompt_on_the_server_and_in_process(
+async def test_a_chat_becomes_an_equal_prompt_on_the_server_and_in_process(
     contents: list[list[str]], known: list[str]
 ) -> None:
     server = Server(*known)

@@ -260,7 +260,7 @@ async def test_kv_written_by_a_worker_after_its_registration_was_interrupted_is_
 
 
 @pytest.mark.parametrize("chunk_id", ["a\nb", "a\n", "\n", "a\r\n", "a/b\n/c"])
-async def test_an_id_with_line_breaks_names_its_own_chunk_and_no_other(server: Server, chunk_id: str) -> None:
+async def test_an_id_with_line_breaks_names_only_its_own_chunk(server: Server, chunk_id: str) -> None:
     await server.register({"id": chunk_id, "text": TEXTS[0]}, {"id": "a", "text": TEXTS[1]})
     path = "/" + quote(chunk_id, safe="")
     assert (await server("GET", path)).json()["text"] == TEXTS[0]
@@ -304,7 +304,9 @@ async def test_concurrent_listings_or_deletions_take_one_thread(
     assert ([answer.status_code for answer in answers], most) == ([200] * 8, 1)
 
 
-async def test_a_page_of_chunks_is_not_read_all_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_page_of_chunks_is_read_in_parts_of_at_most_256(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await server.register(*({"id": f"{number:03}", "text": f"Berth {number}."} for number in range(600)))
     read = server.catalogue._registered.named_after
     counts: list[int] = []
@@ -318,7 +320,7 @@ async def test_a_page_of_chunks_is_not_read_all_at_once(server: Server, monkeypa
     assert page["has_more"] and page["last_id"] == "499" and max(counts) <= 256
 
 
-async def test_everything_is_deleted_a_few_chunks_at_a_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_chunks_are_deleted_in_parts_of_at_most_256(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     await server.register(*(f"Berth {number}." for number in range(600)))
     remove, counts = server.catalogue.remove, []
     monkeypatch.setattr(server.catalogue, "remove", lambda names: counts.append(len(names)) or remove(names))
@@ -452,7 +454,7 @@ async def test_json_bodies_are_read_under_every_json_media_type(server: Server, 
     assert (await server("POST", "", content=body, headers={"Content-Type": kind})).status_code == 200
 
 
-async def test_two_texts_under_one_id_are_refused_and_one_text_twice_is_not(server: Server) -> None:
+async def test_two_texts_under_one_id_are_refused_and_a_repeated_text_is_accepted(server: Server) -> None:
     refused = await server.register({"text": TEXTS[0], "id": "policy"}, TEXTS[2], {"text": TEXTS[1], "id": "policy"})
     assert refused.status_code == 422
     assert "chunks.2" in refused.json()["error"]["message"] and "policy" in refused.json()["error"]["message"]

@@ -100,7 +100,7 @@ def tokens(**fields: Any) -> dict[str, Any]:
     return {"type": "token", "prompt_token_ids": [7] * 10, **fields}
 
 
-async def test_kv_transfer_params_of_clients_are_dropped_and_the_rest_is_kept(parts) -> None:
+async def test_kv_transfer_params_of_clients_are_dropped_and_other_arguments_are_kept(parts) -> None:
     served, engine, _ = parts
     await outputs(served, tokens(), **ATTACK)
     assert engine.params.extra_args == {"session_id": "s"}

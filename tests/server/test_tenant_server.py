@@ -245,7 +245,7 @@ def test_chunks_of_a_shared_tenant_are_blended_for_its_readers_and_not_deleted_b
     assert (both["reason"], missing_in(both)) == (f"stored KV for {len(TEXTS) + 1} of {len(TEXTS) + 1} chunks", [])
 
 
-def test_ratio_1_over_own_and_shared_chunks_is_the_full_prefill(tenants: Tenants) -> None:
+def test_ratio_1_over_own_and_shared_chunks_equals_the_full_prefill(tenants: Tenants) -> None:
     tenants.register("public", *TEXTS)
     tenants.register("acme", PRIVATE)
     prompt, fields = f"{PRIVATE}\n\n{PLAIN}", {"max_tokens": 8, "return_token_ids": True}
@@ -292,7 +292,7 @@ def test_the_model_list_shows_the_models_path_only_to_the_operator(tenants: Tena
     assert [root("operator"), root("acme"), root("initech")] == [str(server_model), "harbour", "harbour"]
 
 
-def test_a_remote_engine_needs_nothing_but_its_tenants_key(tenants: Tenants) -> None:
+def test_a_remote_engine_needs_only_its_tenants_key(tenants: Tenants) -> None:
     url = f"{tenants.server.url}/v1"
     with RemoteEngine(url, api_key="acme-key") as acme, RemoteEngine(url, api_key="globex-key") as globex:
         chunks = [make_chunk(text, acme.tokenizer) for text in TEXTS]

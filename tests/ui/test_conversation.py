@@ -67,7 +67,7 @@ def test_a_stopped_answer_becomes_a_turn_and_a_failed_answer_does_not(collection
     assert [turn.question for turn in conversation.turns()] == ["Two?", "Three?"]
 
 
-def test_a_new_question_ends_the_answer_before_it(collection: Collection, choices: Choices) -> None:
+def test_a_new_question_stops_the_previous_answer(collection: Collection, choices: Choices) -> None:
     conversation = Conversation()
     first = ask(conversation, "One?", collection, choices)
     next(first), next(first)
