@@ -1,4 +1,4 @@
-"""Gives tests of the command line a small random model on disk, a few documents, and a home of their own.
+"""Gives tests of the command line a small random model on disk, a few documents, and a separate home.
 
 Folders whose tests run commands import these fixtures in their ``conftest.py``.
 """
@@ -33,9 +33,9 @@ _embedder = cache(Embedder.load)
 
 
 def spend_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure bandwidths with 16 MiB, not 256; check an index by one question, not four; load an embedding model once for all.
+    """Measure bandwidths with 16 MiB, not 256; check an index by one question, not four; load an embedding model only once.
 
-    And let a model pass the parity gate once for all commands.
+    A model passes the parity gate once for all commands.
     """
     gate_once(monkeypatch)
     monkeypatch.setattr(costs, "_BLOCK", 16 << 20)
@@ -45,7 +45,7 @@ def spend_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the user's own profiles and store out of the tests, and let commands spend less than users have them spend."""
+    """Keep the user's own profiles and store out of the tests, and let commands measure and check less."""
     spend_less(monkeypatch)
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     return tmp_path / "home"

@@ -1,4 +1,4 @@
-"""Tiny tokenizers of the two common kinds, with and without chat templates; the servers that tests share."""
+"""Makes tiny tokenizers of the two common kinds, with and without chat templates, and the servers that tests share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Taking all of torch apart costs each worker seconds. What is registered first is done last.
+    # Unloading torch costs each worker seconds. The first registered function runs last.
     atexit.register(os._exit, 0)
-# A name that is no directory is looked for on a hub, again and again where there is no network.
+# Without this variable, a name that is no directory is looked up on the hub, repeatedly if there is no network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Hundreds of commands, each with a store of its own, would leave as many processes behind.
+# Hundreds of commands, each with its own store, would leave as many processes behind.
 os.environ["CACHEBLEND_RESIDENT_MINUTES"] = "0"
 
 import hypothesis
@@ -50,7 +50,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As Qwen3's, which thinks unless it is told not to; and of models that always think.
+# THINKS resembles Qwen3's template, which thinks by default; ALWAYS_THINKS the templates of models that always think.
 THINKS = CHATML.replace(
     "assistant\n{% endif %}", "assistant\n{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
 )
@@ -64,7 +64,7 @@ NO_SYSTEM = (
 
 
 def byte_level(chat_template: str | None = None, bos: bool = True) -> PreTrainedTokenizerFast:
-    """Byte-level BPE as in GPT-2, Llama 3 and Qwen."""
+    """Return a byte-level BPE tokenizer, as in GPT-2, Llama 3 and Qwen."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
@@ -83,7 +83,7 @@ def byte_level(chat_template: str | None = None, bos: bool = True) -> PreTrained
 
 
 def metaspace(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """BPE over metaspace with byte fallback, as in Llama 2, Mistral and Gemma."""
+    """Return a BPE tokenizer over metaspace with byte fallback, as in Llama 2, Mistral and Gemma."""
     from transformers import PreTrainedTokenizerFast
 
     byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
@@ -101,7 +101,7 @@ def metaspace(chat_template: str | None = None) -> PreTrainedTokenizerFast:
 
 
 def thinking(chat_template: str | None = ALWAYS_THINKS) -> PreTrainedTokenizerFast:
-    """Return the byte-level tokenizer with the tokens between which a model thinks, which are no special ones, as usual."""
+    """Return the byte-level tokenizer with thinking tokens, which are no special tokens, as usual."""
     tokenizer = byte_level(chat_template)
     tokenizer.add_tokens(["<think>", "</think>"])
     return tokenizer
@@ -118,20 +118,20 @@ _made: dict[str, PreTrainedTokenizerFast] = {}
 
 
 def tokenizer_named(name: str) -> PreTrainedTokenizerFast:
-    """Return one shared tokenizer of that kind (hypothesis tests cannot use function-scoped fixtures)."""
+    """Return the shared tokenizer of a kind (hypothesis tests cannot use function-scoped fixtures)."""
     if name not in _made:
         _made[name] = TOKENIZERS[name]()
     return _made[name]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to call it a success where all that was asked for is skipped; see to it that killed engines leave no sockets."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have it from here
+    """Refuse a GPU run without a GPU, which would skip every test; delete the sockets of killed engines at the end."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the variable
         sockets = tempfile.TemporaryDirectory(prefix="vllm-")
         config.add_cleanup(sockets.cleanup)
         os.environ["VLLM_RPC_BASE_PATH"] = sockets.name
     if config.option.markexpr == "gpu":
-        # Asked otherwise, CUDA would be there from now on, and what vLLM forks could not use it.
+        # Any other check would initialise CUDA in this process, and processes forked by vLLM could not use CUDA.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         import torch
 
@@ -145,12 +145,12 @@ _WHOLLY_SLOW = re.compile(
     r"^pytestmark = (\[[^\]]*|.*)\bmark\.slow\b|^pytest\.importorskip\(\"vllm\"|^from tests\.server\.running ",
     re.MULTILINE,
 )
-# How tests call the model family that they are given, and of which `make quick` runs them.
+# The parameters of tests that name a model family, and the families that `make quick` runs.
 _FAMILY, _QUICK_FAMILIES = ("family", "written"), {"llama", "gemma3", "deepseek_v2"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out unread what `make quick` would deselect whole, and what imports vLLM, for seconds; unless it is named."""
+    """Ignore files that `make quick` would deselect whole or that import vLLM, which takes seconds, unless they are named."""
     named = [Path(arg.partition("::")[0]).absolute() for arg in config.args]
     if "not slow" not in config.option.markexpr or any(collection_path in (path, *path.parents) for path in named):
         return None
@@ -160,7 +160,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Leave what the test files import out of garbage collections: each of them would walk millions of objects."""
+    """Exclude the imports of test files from garbage collections, each of which would walk millions of objects."""
     gc.disable()
     try:
         return (yield)
@@ -168,17 +168,17 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         if (forking := sys.modules.get("tests.forking")) and sys.platform == "linux":
             forking.start_server()
-        gc.set_threshold(10_000)  # by itself every 700 objects: a twentieth of what tests take
+        gc.set_threshold(10_000)  # the default of 700 objects takes a twentieth of the tests' time
         gc.enable()
 
 
-# Collected at the end of the process, else Triton's bindings tell of leaks; not before, where pytest collects several times.
+# Objects are collected at the end of the process, otherwise Triton's bindings report leaks; earlier, pytest collects often.
 atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow whatever starts a vLLM, which takes half a minute, and all but a few of a test's model families."""
+    """Mark as slow all tests that start a vLLM, which takes half a minute, and all but a few of a test's model families."""
     for item in items:
         marked = item.get_closest_marker("vllm") or "running_server" in getattr(item, "fixturenames", ())
         given = item.callspec.params if hasattr(item, "callspec") else {}
@@ -187,8 +187,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-# In these files a vLLM may be started: in the first by each file, in the others mostly one server for all. A worker's first one
-# takes longest, for what all are forked from must import it.
+# Tests in these files may start a vLLM: each file of the first folder starts its own, the others mostly share one server.
+# A worker's first vLLM takes longest, since the fork server must import it.
 _VLLM = ("tests/engines/vllm/",)
 _SERVER = ("tests/server/", "tests/engines/test_remote.py", "tests/docs/test_snippets.py")
 
@@ -208,7 +208,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def free_port() -> int:
-    """A port that the system chooses: servers that look for one from a fixed number on meet those of other test processes."""
+    """Return a port that the system chooses: searches from a fixed number would collide with other test processes."""
     with socket.create_server(("127.0.0.1", 0)) as chosen:
         return int(chosen.getsockname()[1])
 
@@ -225,7 +225,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The directory of a real small model, made once for all runs: it lies where the commands keep it."""
+    """The directory of a real small model, made once for all runs in the place that the commands use."""
     from cacheblend_rag.engines.models import SMOLLM2, model_directory, smollm2_file
 
     if smollm2_file() is None:
@@ -281,7 +281,7 @@ def server(running_server: RunningServer) -> RunningServer:
 
 @pytest.fixture(scope="module")
 def gate_once() -> Iterator[None]:
-    """For tests that leave as it is what blends, of models that they open again and again."""
+    """Let a model pass the gate once, for tests that open a model repeatedly and do not change the blending code."""
     with pytest.MonkeyPatch.context() as patch:
         pass_once(patch)
         yield
@@ -289,7 +289,7 @@ def gate_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def collected() -> None:
-    """Leave out what there is by now for benchmarks, too, which collect garbage before each measurement."""
+    """Exclude existing objects from the garbage collections that benchmarks run before each measurement."""
     gc.collect()
     gc.freeze()
 
@@ -308,14 +308,14 @@ def valkey() -> Iterator[Any]:
 
 @pytest.fixture
 def redis_url(valkey: Any) -> str:
-    """The address of that server, emptied."""
+    """The address of the Valkey server, emptied."""
     valkey.client().flushall()
     return str(valkey.connection_url)
 
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """An S3 for this run, which moto plays, with the credentials that it wants in the environment."""
+    """The address of moto's S3 server for this run, with credentials in the environment."""
     from moto.server import ThreadedMotoServer
 
     server: Any = ThreadedMotoServer("127.0.0.1", 0)
@@ -341,7 +341,7 @@ def s3_url(s3_endpoint: str) -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def _blends() -> Iterator[None]:
-    """Models so small answer as soon without a blend: here what a blend does is looked at; `test_worth` looks at the choice."""
+    """Always blend: tiny models answer as soon without a blend, and only `test_worth` tests the choice."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cacheblend_rag.blending.controller.GAIN", 0.0)
         yield

@@ -1,4 +1,4 @@
-"""An engine without a model: it stores empty-handed KV, and answers with what its prompt holds."""
+"""Provides an engine without a model: the engine stores KV of zeros and answers with fixed words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaves what a server that forks has imported out of garbage collections: each process of vLLM's makes several of them."""
+"""Excludes the imports of a fork server from garbage collections, which each process of vLLM runs several times."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import gc
 
 gc.collect()
 gc.freeze()
-# Collected at the end of the server, else Triton's bindings tell of leaks; not at the end of each engine, which asks for it.
+# Objects are collected at the end of the server, otherwise Triton's bindings report leaks, but not at the end of each engine.
 atexit.register(gc.unfreeze)
 gc.unfreeze = lambda: None

@@ -1,4 +1,4 @@
-"""Spares tests of what stands behind the parity gate a gate of their own for a model that has passed one in this process."""
+"""Spares tests the parity gate for a model that has already passed the gate in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _passed: dict[tuple[str, str], GateReport] = {}
 
 
 def gate_once(patch: pytest.MonkeyPatch) -> None:
-    """Let a model on transformers that has passed the gate pass again uncompared; its rotation is measured each time."""
+    """Let a transformers model that has passed the gate pass again without comparison; its rotation is measured each time."""
     from cacheblend_rag.blending import gate
     from cacheblend_rag.engines.transformers.target import TransformersSubject
     from cacheblend_rag.store.kv import ModelFingerprint

@@ -1,4 +1,4 @@
-"""Imports Triton so that its interpreter can run kernels where there is no GPU, without what that does for nothing."""
+"""Imports Triton so that its interpreter can run kernels without a GPU, and skips the interpreter's needless work."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# Triton wants to know when it is imported, and vLLM imports it; what the tests start must not know: there, blends do without
-# kernels. A run that was itself told to interpret goes on so.
+# Triton reads this variable at its import, and vLLM imports Triton. Processes that tests start must not inherit the variable:
+# their blends use no kernels. A run whose environment sets the variable keeps it.
 INTERPRETED = find_spec("triton") is not None and not Path("/dev/nvidiactl").exists()
 if INTERPRETED and "TRITON_INTERPRET" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -19,13 +19,13 @@ if INTERPRETED and "TRITON_INTERPRET" not in os.environ:
 
 
 def _quicken() -> None:
-    """Leave out two fifths of what interpreting takes."""
+    """Save two fifths of the interpreter's time."""
     from triton.runtime import interpreter
 
-    # Whether numbers overflow is computed with each sum and product, but asserted in debug mode alone.
+    # The interpreter checks each sum and product for overflow, but asserts the check only in debug mode.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
-    # Each call of a function looks for the language's builtins to patch them, and each launch takes the patches back.
+    # Each call of a function patches the language's builtins, and each launch removes the patches.
     patch, patched = interpreter._patch_lang, set[str]()
 
     def patch_once(function: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Breaks the code, one line at a time, and looks whether a test notices: `make mutants`; the list is `tests/mutants.toml`.
+"""Breaks the code, one line at a time, and checks that a test fails: `make mutants`; the list is `tests/mutants.toml`.
 
-Every mutant is tried in a copy of the package and the tests, by a process that is forked from this one: what takes long to import
-is imported once. A mutant is caught where its tests fail; where they pass, a test is missing.
+Every mutant is tried in a copy of the package and the tests, by a process that is forked from this one, so that slow imports
+run once. A mutant is caught if its tests fail; if they pass, a test is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIST = ROOT / "tests" / "mutants.toml"
 _COPIED = ("cacheblend_rag", "tests", "examples", "docs", "pyproject.toml")
 _TIMEOUT_S = 300
 _ALWAYS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header")
-# vLLM takes seconds to import, so that all of its tests are marked slow; here it is imported once.
+# All tests of vLLM are marked slow, since its import takes seconds; this program imports vLLM once.
 _FAST, _IN_VLLM = "not slow and not gpu", "not gpu"
 
 
@@ -33,9 +33,9 @@ class Mutant:
 
     Attributes:
         file: The file, below the repository.
-        old: What stands there, once.
-        new: What is put in its place.
-        tests: What pytest is asked for.
+        old: The text to replace, which stands in the file once.
+        new: The text in its place.
+        tests: The tests that pytest runs.
     """
 
     file: str
@@ -66,7 +66,7 @@ def mutants() -> list[Mutant]:
 
 
 class _Copy:
-    """A copy of the code, in which one mutant at a time is tried."""
+    """A copy of the code that holds one mutant at a time."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -77,7 +77,7 @@ class _Copy:
                 shutil.copy2(ROOT / name, directory / name)
 
     def begin(self, mutant: Mutant | None, tests: Sequence[str]) -> int:
-        """Run ``tests`` with a mutant, or without one, in a process of their own; return its id."""
+        """Run ``tests`` with or without a mutant in a new process; return its id."""
         if mutant is not None:
             file = self.directory / mutant.file
             file.write_text(mutant.applied_to((ROOT / mutant.file).read_text(encoding="utf-8")), encoding="utf-8")
@@ -86,7 +86,7 @@ class _Copy:
         return process
 
     def end(self, mutant: Mutant | None) -> str:
-        """Take the mutant back; return what pytest said last."""
+        """Remove the mutant; return the end of pytest's output."""
         if mutant is not None:
             shutil.copy2(ROOT / mutant.file, self.directory / mutant.file)
         return self.said.read_text(encoding="utf-8", errors="replace")[-3000:]
@@ -101,7 +101,7 @@ class _Copy:
         os.dup2(said, 1)
         os.dup2(said, 2)
         os.chdir(self.directory)
-        sys.dont_write_bytecode = True  # two mutants in one second would be taken for one
+        sys.dont_write_bytecode = True  # the bytecode of two mutants of one second would be confused
         sys.path[:] = [str(self.directory), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
         os.environ |= {"PYTHONPATH": str(self.directory), "PYTHONDONTWRITEBYTECODE": "1"}
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "cacheblend_rag")]:
@@ -109,7 +109,7 @@ class _Copy:
         import hypothesis
         import pytest
 
-        # That an example fails is enough: it need not become a small one, which takes minutes.
+        # A failing example is enough: shrinking it would take minutes.
         hypothesis.settings.register_profile(
             "mutants", deadline=None, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
         )
@@ -134,7 +134,7 @@ def _verdict(status: int) -> str:
 def _tried(
     copies: Sequence[_Copy], jobs: Sequence[tuple[Mutant | None, Sequence[str]]]
 ) -> Iterator[tuple[Mutant | None, Sequence[str], str, str, float]]:
-    """Yield each mutant with its tests, its verdict, what pytest said last, and the seconds that it took, as they end."""
+    """Yield each mutant, as it ends, with its tests, its verdict, the end of pytest's output, and its seconds."""
     waiting, free = list(jobs), list(copies)
     running: dict[int, tuple[_Copy, Mutant | None, Sequence[str], float]] = {}
     while waiting or running:
@@ -149,7 +149,7 @@ def _tried(
 
 
 def _try_all(copies: Sequence[_Copy], chosen: Sequence[Mutant], missed: list[tuple[Mutant, str, str]]) -> bool:
-    """Try mutants, and note those that are not caught; False where their tests fail without one, too."""
+    """Try mutants, and record uncaught mutants; return False if tests fail without a mutant."""
     sets = sorted({each.tests for each in chosen})
     for _, tests, verdict, said, seconds in _tried(copies, [(None, tests) for tests in sets]):
         print(f"{seconds:6.1f} s  {verdict:8}  without a mutant: {' '.join(tests)}", flush=True)
@@ -164,7 +164,7 @@ def _try_all(copies: Sequence[_Copy], chosen: Sequence[Mutant], missed: list[tup
 
 
 def main() -> int:
-    """Try the mutants; return 1 where one was not caught."""
+    """Try the mutants; return 1 if a mutant was not caught."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="mutants whose line of the report holds this")
     parser.add_argument("--jobs", type=int, default=2)
@@ -172,7 +172,7 @@ def main() -> int:
     chosen = [each for each in mutants() if given.only in str(each)]
     begun = time.monotonic()
     missed: list[tuple[Mutant, str, str]] = []
-    # No code of ours, which is to be the copy's; vLLM changes what it is imported with, and comes last.
+    # This process imports none of our code, which must come from the copy; vLLM changes other libraries and comes last.
     import torch  # noqa: F401
     import transformers  # noqa: F401
 

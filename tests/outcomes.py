@@ -1,4 +1,4 @@
-"""Outcomes of prompts in which no fact has the value that it has where nobody tells it, whatever facts there are."""
+"""Makes outcomes of prompts in which no field has its default value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cacheblend_rag.store.events import TierReads
 
 
 def filled() -> PromptOutcome:
-    """Return one of a blend; a field of a type that is new here needs a value in this function, and nowhere else."""
+    """Return the outcome of a blend; a field of a new type needs a value only in this function."""
     load = ChunkLoad("disk", 10, 0.5)
     known = {
         "Mode": "blend",
@@ -33,7 +33,7 @@ def filled() -> PromptOutcome:
 
 
 def lacking(*names: str, what: Lack = "kv") -> tuple[ChunkOutcome, ...]:
-    """Return chunks of one token that were computed, because the store lacked ``what``."""
+    """Return chunks of one token that were computed because ``what`` was missing in the store."""
     return tuple(ChunkOutcome(name, at, 1, "missing", 1, (what,)) for at, name in enumerate(names))
 
 
@@ -43,7 +43,7 @@ def missing_in(report: dict[str, Any]) -> list[str]:
 
 
 def loads_in(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return where stored KV came from, in an outcome of JSON values."""
+    """Return the loads of stored KV in an outcome of JSON values."""
     return [load for load in (report["header"], *(chunk["load"] for chunk in report["chunks"])) if load is not None]
 
 
@@ -53,5 +53,5 @@ def in_place(*names: str) -> tuple[ChunkOutcome, ...]:
 
 
 def differing(some: PromptOutcome, other: PromptOutcome) -> set[str]:
-    """Return the names of the facts that two outcomes tell differently."""
+    """Return the names of the fields in which two outcomes differ."""
     return {e.name for e in fields(PromptOutcome) if getattr(some, e.name) != getattr(other, e.name)}

@@ -1,4 +1,4 @@
-"""Spans that end in memory: the process has one tracer provider, so all tests share it."""
+"""Records spans in memory: the process has one tracer provider, so all tests share it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 @cache
 def exporter() -> InMemorySpanExporter:
-    """Have all spans of this process kept from now on."""
+    """Record all spans of this process from now on."""
     kept, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     trace.set_tracer_provider(provider)
@@ -33,11 +33,11 @@ def tree(spans: Iterable[ReadableSpan]) -> dict[str, set[str]]:
 
 
 def said(spans: Iterable[ReadableSpan]) -> str:
-    """Return all that spans say, as they are exported."""
+    """Return the text of spans, as they are exported."""
     return "\n".join(span.to_json() for span in spans)
 
 
 def named(spans: Iterable[ReadableSpan], name: str) -> dict[str, Any]:
-    """Return the attributes of the one span of a name."""
+    """Return the attributes of the only span with a name."""
     (found,) = (span for span in spans if span.name == name)
     return dict(found.attributes or {})

@@ -1,4 +1,4 @@
-"""docs/architecture.md says what the tree is: its picture is whole, imports go down its floors; documents name what exists."""
+"""Tests that docs/architecture.md describes the tree, that imports go down its floors, and that documents name real paths."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ def imports() -> Iterator[tuple[str, str, str]]:
                 assert first not in OUTSIDE, f"{inside} imports {first}, which is not in the wheel"
 
 
-def test_the_picture_names_every_folder_and_every_module_at_the_root_and_no_other() -> None:
+def test_the_picture_names_exactly_the_folders_and_root_modules() -> None:
     assert set(FLOORS) == parts() - FACES
     for face in FACES:
         assert f"`{face}.py`" in TEXT
 
 
-def test_the_house_is_small_enough_to_know_by_heart() -> None:
+def test_the_package_has_at_most_20_parts_on_consecutive_floors() -> None:
     assert len(parts()) <= 20
     assert sorted(set(FLOORS.values())) == list(range(1, max(FLOORS.values()) + 1))
 
 
-def test_imports_go_down() -> None:
+def test_imports_go_only_to_lower_floors() -> None:
     wrong = []
     for part, target, where in imports():
         if part in FACES:
@@ -115,7 +115,7 @@ NO_VERB = re.compile(
 
 
 @pytest.mark.parametrize("folder", ["cacheblend_rag", "lab", "integrations"])
-def test_docstrings_begin_with_what_a_thing_does(folder: str) -> None:
+def test_docstrings_begin_with_a_plain_statement(folder: str) -> None:
     wrong = []
     known = {module.file: module.nodes for module in MODULES.values()}
     for file in sorted((ROOT / folder).rglob("*.py")):
@@ -126,7 +126,7 @@ def test_docstrings_begin_with_what_a_thing_does(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", ["tests", "lab", "examples", "docs", "integrations"])
-def test_every_file_begins_with_what_it_does(folder: str) -> None:
+def test_module_docstrings_begin_with_a_plain_statement(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     wrong = [f"{file.relative_to(ROOT)}: {first}" for file in files for first in openings([parsed(file)])]
@@ -138,7 +138,7 @@ def parsed(file: Path) -> ast.Module:
 
 
 def openings(nodes: Iterable[ast.AST]) -> list[str]:
-    """Return the first lines of docstrings whose first word promises no verb."""
+    """Return the first lines of docstrings that begin with a word of NO_VERB."""
     texts = (ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED))
     return [text.splitlines()[0] for text in texts if text and NO_VERB.match(text)]
 
@@ -146,15 +146,15 @@ def openings(nodes: Iterable[ast.AST]) -> list[str]:
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def test_a_docstring_without_a_verb_is_seen() -> None:
+def test_a_docstring_without_a_verb_is_found() -> None:
     source = '"""Of reading."""\nclass A:\n    """Reads."""\n    def b(self):\n        """What it is."""\n'
     assert openings(ast.walk(ast.parse(source))) == ["Of reading.", "What it is."]
 
 
 def undocumented(trees: Iterable[ast.Module]) -> list[str]:
-    """Return the public methods without a docstring that override none with one; one that does has that one."""
+    """Return the public methods that have no docstring and override no documented method."""
     classes = (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
-    known = {each.name: each for each in classes}  # no name stands twice
+    known = {each.name: each for each in classes}  # class names are unique
     named = {name: [base for b in each.bases if (base := base_name(b)) in known] for name, each in known.items()}
     said = {name: {m.name for m in methods(each) if ast.get_docstring(m)} for name, each in known.items()}
 
@@ -175,11 +175,11 @@ def base_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def test_every_public_method_says_what_it_does_or_overrides_one_that_does() -> None:
+def test_every_public_method_has_a_docstring_or_overrides_a_documented_method() -> None:
     assert undocumented(module.tree for module in MODULES.values()) == []
 
 
-def test_a_public_method_that_says_nothing_is_seen() -> None:
+def test_an_undocumented_public_method_is_found() -> None:
     source = """
 class A:
     def told(self):
@@ -195,16 +195,16 @@ class _C:
     assert undocumented([ast.parse(source)]) == ["A.silent", "B.own"]
 
 
-def test_no_file_is_longer_than_one_sitting_and_no_function_longer_than_a_screen() -> None:
+def test_no_file_and_no_function_exceeds_its_length_limit() -> None:
     assert long_files(MODULES) == {}
-    assert long_functions(MODULES) == {}  # but for Triton's kernels
+    assert long_functions(MODULES) == {}  # this excludes Triton's kernels
 
 
 OTHERS = [ROOT / "lab/cacheblend_lab", *sorted(ROOT.glob("integrations/*/*_cacheblend"))]
 
 
 @pytest.mark.parametrize("package", OTHERS, ids=lambda package: package.name)
-def test_the_other_packages_are_built_like_the_house(package: Path) -> None:
+def test_the_other_packages_obey_the_rules_for_length_names_and_circles(package: Path) -> None:
     own = modules(package)
     imports = all_imports(own)
     assert len(own) > 5
@@ -215,25 +215,25 @@ def test_the_other_packages_are_built_like_the_house(package: Path) -> None:
 TENANT = re.compile(r"\btenants?\b", re.IGNORECASE)
 
 
-def test_tenants_stay_at_the_edge() -> None:
-    """Inside, code works on the view that it was given, within a namespace."""
+def test_only_the_server_and_listed_files_mention_tenants() -> None:
+    """Inner code works on a view within a namespace."""
     aware = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if TENANT.search(file.read_text("utf-8"))}
-    # The flag and what is printed, a span's attribute, and messages to whoever named a tenant.
+    # These files hold the flag, its output, a span's attribute, and error messages that name a tenant.
     inside = {"cli/store.py", "console/options.py", "engines/spans.py", "store/source.py", "store/files.py"}
     assert {name for name in aware if not name.startswith("server/")} <= inside
     assert len(aware) <= 15
 
 
-def test_no_class_name_stands_twice() -> None:
+def test_no_two_classes_share_a_name() -> None:
     assert double_classes(MODULES) == {}
 
 
-def test_no_file_imports_itself_by_way_of_others() -> None:
+def test_no_imports_form_a_circle() -> None:
     imports = all_imports(MODULES)
     assert circles(imports.at_once, imports.in_functions) == []
 
 
-def test_circles_are_seen() -> None:
+def test_import_circles_are_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}}) == []
     assert circles({"a": {"b"}, "b": {"c"}}, {"c": {"b"}}) == [["b", "c"]]
 
@@ -243,7 +243,7 @@ DOCUMENTS = [DOCUMENT, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 
 
 def named_paths(document: Path) -> set[str]:
-    """Return the files, folders and links a document names; a module that it runs is a file, too."""
+    """Return the files, folders and links that a document names, and the files of modules that it runs."""
     text = document.read_text("utf-8")
     files = re.findall(r"(?<![\w/.])[\w/]+\.py\b", text)
     folders = re.findall(r"`([\w./]+/)`", text)
@@ -253,7 +253,7 @@ def named_paths(document: Path) -> set[str]:
 
 
 def program_file(module: str) -> str:
-    """Return what `python -m` runs: a module, or the main file of a package."""
+    """Return the file that `python -m` runs: a module, or the main file of a package."""
     path = module.replace(".", "/")
     return f"{path}/__main__.py" if any((place / path).is_dir() for place in (ROOT, LAB)) else f"{path}.py"
 

@@ -1,4 +1,4 @@
-"""Tests that what measures a GPU starts from a clone, on an image with little more than torch, transformers and their needs."""
+"""Tests that GPU benchmarks run from a clone, on an image with little more than torch, transformers and their needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-# The one list of what is there. What these need themselves is there, too; nothing else is.
+# The image holds these packages and their requirements.
 IMAGE = ("torch", "transformers", "triton", "tokenizers", "numpy", "safetensors", "typer", "rich", "xxhash", "filelock")
 
 
@@ -29,7 +29,7 @@ def needed(names: tuple[str, ...]) -> Iterator[metadata.Distribution]:
         seen.add(name)
         try:
             found = metadata.distribution(name)
-        except metadata.PackageNotFoundError:  # for another platform
+        except metadata.PackageNotFoundError:  # a requirement of another platform
             continue
         yield found
         wanted = map(Requirement, found.requires or ())
@@ -38,7 +38,7 @@ def needed(names: tuple[str, ...]) -> Iterator[metadata.Distribution]:
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory) -> dict[str, str]:
-    """Return the environment of a Python that finds this clone and the image's packages alone."""
+    """Return the environment of a Python that finds only this clone and the image's packages."""
     packages = tmp_path_factory.mktemp("packages")
     for each in needed(IMAGE):
         for name in {file.parts[0] for file in each.files or ()} - {"..", "__pycache__"}:
@@ -49,14 +49,14 @@ def bare(tmp_path_factory) -> dict[str, str]:
 
 
 def run(bare: dict[str, str], *arguments: str) -> str:
-    """Run Python without the packages of its environment; return what it prints."""
+    """Run Python without the packages of its environment; return its output."""
     done = subprocess.run([sys.executable, "-S", *arguments], env=bare, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-def test_bench_measures_there_and_what_measures_trains_and_stores_is_imported(bare):
+def test_bench_runs_and_measuring_and_training_modules_import_on_a_bare_image(bare):
     small = ("--chunks", "2", "--chunk-tokens", "24", "--question-tokens", "8", "--repeat", "1")
     model = ("--random-weights", "llama:2x256", "--dtype", "bfloat16", "--kv", "disk")
     folders = [f"cacheblend_rag/{name}" for name in ("blending", "prompts", "engines/transformers", "engines/kernels")]
@@ -65,7 +65,7 @@ def test_bench_measures_there_and_what_measures_trains_and_stores_is_imported(ba
     files.remove(Path("lab/cacheblend_lab/bench/vllm_weights.py"))  # vLLM's workers import it
     names = [".".join(file.with_suffix("").parts).removeprefix("lab.").removesuffix(".__init__") for file in files]
     names += ["cacheblend_rag.store.opening", "cacheblend_rag.store.tiered"]
-    # What asks questions imports nothing that searches, embeds or reads files before it does so.
+    # Modules that ask questions import search, embedding and file readers only on use.
     names += ["cacheblend_rag.cli.ask", "cacheblend_rag.rag.pipeline"]
     program = "import sys, importlib\nfrom cacheblend_lab.commands import COMMANDS\nfrom cacheblend_rag import cli\n"
     program += "cli.COMMANDS.update(COMMANDS)\ncli.app(sys.argv[1:], standalone_mode=False)\n"

@@ -1,4 +1,4 @@
-"""The list of mutants: what each changes is there, once, and so are its tests. `make mutants` tries them."""
+"""Tests that each mutant of the list changes one existing place and names existing tests. `make mutants` tries them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from tests.mutants import ROOT, mutants
 
 
-def test_what_each_mutant_changes_stands_once_in_its_file_and_leaves_it_python() -> None:
+def test_each_mutant_changes_one_place_of_its_file_and_leaves_valid_python() -> None:
     found = mutants()
     assert len(found) >= 60
     assert max(Counter((each.file, each.old, each.new) for each in found).values()) == 1
@@ -16,7 +16,7 @@ def test_what_each_mutant_changes_stands_once_in_its_file_and_leaves_it_python()
         ast.parse(each.applied_to((ROOT / each.file).read_text(encoding="utf-8")), each.file)
 
 
-def test_the_tests_that_are_to_catch_them_are_there() -> None:
+def test_the_tests_of_every_mutant_exist() -> None:
     for test in {test for each in mutants() for test in each.tests if not test.startswith("-")}:
         path, *names = test.split("::")
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Tests what `import cacheblend_rag` promises."""
+"""Tests the public names of `import cacheblend_rag`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACES = (
     "integrations/*/[!t]*/**/*",
 )
 ENDINGS = {".py", ".md", ".ipynb"}
-# Measure or make pieces that are nobody else's business: an engine's passes, a registry's memory, a model's file.
+# These benchmarks measure or make internals: an engine's passes, a registry's memory, a model's file.
 _MEASURES = (
     "host_time.py",
     "pooled_quality.py",
@@ -40,25 +40,25 @@ DOTTED = re.compile(r"(?<!python -m )\bcacheblend_rag\.(\w+)\.(\w+)")
 
 
 def test_every_public_name_is_there() -> None:
-    for name in set(cacheblend_rag.__all__) - {"VLLMEngine"}:  # which needs vLLM; mypy and the next test vouch for it
+    for name in set(cacheblend_rag.__all__) - {"VLLMEngine"}:  # VLLMEngine needs vLLM; mypy and the next test check it
         found = getattr(cacheblend_rag, name)
         assert not isinstance(found, (type, FunctionType)) or found.__name__ == name
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         _ = cacheblend_rag.nothing_of_that_name
 
 
-def test_the_stub_is_the_only_list_of_public_names_and_every_line_of_it_is_read() -> None:
+def test_the_stub_lists_exactly_the_public_names() -> None:
     stub = ast.parse(Path(cacheblend_rag.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
     listed = [name for node in stub.body if isinstance(node, ast.ImportFrom) for name in node.names]
     assert [name.name for name in listed] == cacheblend_rag.__all__
     assert all(name.asname == name.name for name in listed)  # without it, type checkers see no public name
 
 
-def test_there_are_few_public_names() -> None:
+def test_at_most_35_names_are_public() -> None:
     assert len(cacheblend_rag.__all__) <= 35
 
 
-def test_what_is_for_frameworks_is_not_public_too_and_an_integration_uses_it() -> None:
+def test_names_for_frameworks_are_not_public_and_an_integration_uses_each() -> None:
     named = {name for name, found in vars(frameworks).items() if name[0] != "_" and not isinstance(found, ModuleType)}
     assert not named & set(cacheblend_rag.__all__)
     code = [ast.parse(file.read_text("utf-8")) for file in ROOT.glob("integrations/*/*_cacheblend/**/*.py")]
@@ -69,13 +69,13 @@ def test_what_is_for_frameworks_is_not_public_too_and_an_integration_uses_it() -
         if isinstance(node, ast.ImportFrom) and node.module == "cacheblend_rag.frameworks"
         for name in node.names
     }
-    for page in ROOT.glob("integrations/*/README.md"):  # which tell users of some
+    for page in ROOT.glob("integrations/*/README.md"):  # the READMEs name some of these names
         used.update(re.findall(r"cacheblend_rag\.frameworks\.(\w+)", page.read_text("utf-8")))
     assert len(named) > 10
     assert used == named
 
 
-def test_readers_and_integrations_use_the_public_face() -> None:
+def test_documents_and_integrations_name_no_deeper_modules() -> None:
     """Nothing outside the package names a module below its second level."""
     files = [file for place in PLACES for file in ROOT.glob(place) if file.suffix in ENDINGS and file not in INSIDERS]
     assert len(files) > 60
@@ -89,7 +89,7 @@ def deep_names(file: Path) -> Iterator[str]:
         text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
     elif file.suffix == ".py":
         yield from (name for name in imported(ast.parse(text)) if name.count(".") > 1)
-    # Docstrings, notebooks and prose; what is no module is a name of a second-level one.
+    # Docstrings, notebooks and prose count too; a name that is no module belongs to a second-level module.
     yield from (match[0] for match in DOTTED.finditer(text) if is_module(match[1], match[2]))
 
 
@@ -109,7 +109,7 @@ def is_module(*names: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-def test_the_search_for_deeper_names_finds_them(tmp_path: Path) -> None:
+def test_the_search_finds_names_of_deeper_modules(tmp_path: Path) -> None:
     written = {
         "a.py": "def f():\n    from cacheblend_rag.prompts import prompt\n    import cacheblend_rag.engines.base\n",
         "b.py": "from cacheblend_rag.prompts.chunk import Chunk\n",
@@ -135,6 +135,6 @@ def run(code: str) -> str:
 
 
 @pytest.mark.slow
-def test_importing_the_package_and_the_command_line_waits_for_nothing_heavy() -> None:
+def test_importing_the_package_and_the_command_line_imports_no_heavy_library() -> None:
     heavy = "print(sorted({'torch', 'transformers', 'faiss', 'sentence_transformers'} & set(sys.modules)))"
     assert run(f"import sys, cacheblend_rag; {heavy}; import cacheblend_rag.cli; {heavy}") == "[]\n[]"

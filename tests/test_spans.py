@@ -1,4 +1,4 @@
-"""Spans around streams, and what they cost where nobody records them."""
+"""Tests spans around streams, with and without a recording SDK."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def made_inside(names: list[str]) -> Iterator[str]:
             yield name
 
 
-def test_what_a_stream_does_is_part_of_its_span_and_what_its_reader_does_is_not(kept) -> None:
+def test_spans_made_by_a_stream_are_its_children_and_spans_of_its_reader_are_not(kept) -> None:
     for _ in spans.within(spans.begin("stream"), made_inside(["first", "second"])):
         with spans.span("reader"):
             pass
@@ -35,7 +35,7 @@ def test_what_a_stream_does_is_part_of_its_span_and_what_its_reader_does_is_not(
     assert all("reader" not in parts for parts in found.values())
 
 
-async def test_the_same_holds_of_asynchronous_streams(kept) -> None:
+async def test_spans_made_by_an_asynchronous_stream_are_its_children(kept) -> None:
     async def items() -> AsyncIterator[str]:
         for name in made_inside(["first", "second"]):
             yield name
@@ -48,7 +48,7 @@ async def test_the_same_holds_of_asynchronous_streams(kept) -> None:
     assert all("reader" not in parts for parts in found.values())
 
 
-def test_an_error_marks_its_span_and_its_message_is_not_told(kept) -> None:
+def test_an_error_marks_its_span_without_its_message(kept) -> None:
     def failing() -> Iterator[str]:
         yield "one"
         raise ValueError("what the document says")
@@ -68,14 +68,14 @@ def test_an_error_marks_its_span_and_its_message_is_not_told(kept) -> None:
     assert "what the document says" not in said(ended)
 
 
-def test_without_an_sdk_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_span_is_recorded_without_an_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "_tracer", trace.NoOpTracer())
     with RequestSpans("default") as request:
         assert request.trace is None
         assert request.headers == {}
 
 
-def test_a_context_that_came_from_elsewhere_is_handed_on_even_without_an_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_trace_context_is_passed_on_without_an_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
     from opentelemetry import context, propagate
 
     monkeypatch.setattr(spans, "_tracer", trace.NoOpTracer())

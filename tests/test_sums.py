@@ -1,4 +1,4 @@
-"""Tests that the sum of an unchanged file is remembered, and that no change goes unnoticed."""
+"""Tests that the sum of an unchanged file is remembered, and that every change is noticed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheblend_rag.homes import remembered_sum
 
 
 class Sum:
-    """Reads a file and counts how often."""
+    """Reads a file and counts its reads."""
 
     def __init__(self, file: Path):
         self.file, self.read = file, 0
@@ -59,7 +59,7 @@ def test_a_file_that_has_changed_is_read_again_even_if_size_and_time_are_set_bac
     assert known() == "aaac"
 
 
-def test_a_file_that_changed_just_now_is_not_remembered(known: Sum, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sum_of_a_just_changed_file_is_not_remembered(known: Sum, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(homes, "_SETTLED_S", 3600.0)
     assert [known(), known()] == ["aaaa"] * 2
     assert known.read == 2
@@ -69,7 +69,7 @@ def test_a_file_that_changed_just_now_is_not_remembered(known: Sum, monkeypatch:
 
 
 @pytest.mark.parametrize("harm", ["no folder can be made", "no JSON", "no sum"])
-def test_what_cannot_be_remembered_is_computed(known: Sum, tmp_path: Path, harm: str) -> None:
+def test_a_sum_that_cannot_be_remembered_is_computed(known: Sum, tmp_path: Path, harm: str) -> None:
     if harm == "no folder can be made":
         (tmp_path / "home").write_text("a file")
     else:

@@ -1,4 +1,4 @@
-"""Tests what the built distributions hold. Built offline, with the hatchling of this environment."""
+"""Tests the contents of the built distributions, which hatchling builds offline in this environment."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         return set(archive.namelist())
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: set[str]) -> None:
+def test_the_wheel_holds_only_the_package(wheel: set[str]) -> None:
     tops = {name.partition("/")[0] for name in wheel}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"cacheblend_rag"}
-    # Training needs generators of its own, found by these words wherever they would lie.
+    # These words find the generators of training in any folder.
     folders = {part for name in wheel for part in name.split("/")[:-1]}
     assert not folders & {"training", "tests"}
     assert not [name for name in wheel if name.endswith("/train.py") or "make_corpus" in name]
@@ -47,7 +47,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: set[str]) -> None:
     assert {name for name in listed if name} <= wheel
 
 
-def test_the_wheel_holds_what_is_not_python(wheel: set[str]) -> None:
+def test_the_wheel_holds_the_data_files(wheel: set[str]) -> None:
     writer = ("adapter_config.json", "adapter_model.safetensors", "cacheblend.json", "writer.json")
     needed = {
         "py.typed",
@@ -64,7 +64,7 @@ def test_the_wheel_holds_what_is_not_python(wheel: set[str]) -> None:
     assert {f"cacheblend_rag/{name}" for name in needed} <= wheel
 
 
-def test_the_labs_wheel_holds_its_package_alone_and_its_sdist_makes_the_bundled_model(tmp_path: Path) -> None:
+def test_the_labs_wheel_holds_only_its_package_and_its_sdist_the_training_files(tmp_path: Path) -> None:
     with zipfile.ZipFile(build("wheel", tmp_path / "wheel", ROOT / "lab")) as archive:
         names = archive.namelist()
     tops = {name.partition("/")[0] for name in names}
@@ -75,7 +75,7 @@ def test_the_labs_wheel_holds_its_package_alone_and_its_sdist_makes_the_bundled_
     assert {"training/train.py", "training/make_corpus.py", "training/common_words.txt"} <= set(names)
 
 
-def test_the_labs_commands_are_the_same_with_and_without_an_installation() -> None:
+def test_the_labs_entry_points_declare_its_list_of_commands() -> None:
     from cacheblend_lab.commands import COMMANDS
 
     from cacheblend_rag import cli

@@ -1,4 +1,4 @@
-"""`doctor --calibrate` on the command line."""
+"""Tests `doctor --calibrate` on the command line."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_calibrate_keeps_a_profile_that_the_next_command_uses(run, model_dir, ho
     found = as_json(run(*arguments, "--json"))
     assert Path(found["file"]).parent == home / "profiles"
     assert (found["prompts"], found["needed"]) == (2, 1)
-    assert found["verdict"] in ("shown", "do not blend")  # one prompt is enough for so little
+    assert found["verdict"] in ("shown", "do not blend")  # one prompt suffices for this low standard
     diagnosis = as_json(run("doctor", "--model", model_dir, "--json"))
     assert diagnosis["profile_origin"] == found["file"]
     for name in ("policy", "ratio", "reuse", "check_layers"):
         assert diagnosis[name] == found["profile"][name]
 
 
-def test_a_model_that_no_blend_suits_is_not_blended_and_every_command_says_so(run, model_dir, documents, tmp_path):
+def test_a_model_without_an_accurate_blend_is_not_blended_by_default(run, model_dir, documents, tmp_path):
     file = prompts_file(tmp_path)
     result = run("doctor", "--calibrate", "--model", model_dir, "--prompts", file, "--agreement", 0.99)
     assert result.exit_code == 0, result.stderr
@@ -62,7 +62,7 @@ def test_a_model_that_no_blend_suits_is_not_blended_and_every_command_says_so(ru
     run("index", documents, "--store", store, "--model", model_dir, "--chunk-tokens", 40)
     ask = ["ask", "Who is the director?", "--store", store, "--model", model_dir, "--max-tokens", 2, "--json"]
     assert as_json(run(*ask))["usage"]["recomputed_tokens"] == 0
-    assert as_json(run(*ask, "--ratio", 0.5))["usage"]["recomputed_tokens"] > 0  # who asks for a blend gets one
+    assert as_json(run(*ask, "--ratio", 0.5))["usage"]["recomputed_tokens"] > 0  # a given ratio blends
 
 
 def test_calibrate_writes_the_profile_beside_a_model_if_asked(run, model_dir, tmp_path):
@@ -106,7 +106,7 @@ def test_calibrate_on_documents_needs_no_questions(run, model_dir, tmp_path):
         (["--as-near-as", "f1", "--documents", "b"], "needs questions with right answers"),
     ],
 )
-def test_wrong_options_of_a_calibration_are_named(run, model_dir, tmp_path, arguments, named):
+def test_wrong_options_of_a_calibration_are_named_in_the_error(run, model_dir, tmp_path, arguments, named):
     given = [] if "--documents" in arguments else ["--prompts", prompts_file(tmp_path)]
     result = run("doctor", "--calibrate", "--model", model_dir, *given, *arguments)
     assert result.exit_code == 2
@@ -122,7 +122,7 @@ def test_wrong_options_of_a_calibration_are_named(run, model_dir, tmp_path, argu
         ["--as-near-as", "f1", "--documents", "b"],
     ],
 )
-def test_options_that_contradict_each_other_are_refused_before_anything_is_loaded(
+def test_options_that_contradict_each_other_are_refused_before_a_model_is_loaded(
     run, model_dir, monkeypatch, arguments
 ):
     monkeypatch.setattr("cacheblend_rag.cli.doctor.with_model", lambda *_: pytest.fail("loading began"))
@@ -130,7 +130,7 @@ def test_options_that_contradict_each_other_are_refused_before_anything_is_loade
 
 
 @pytest.mark.parametrize("source", ["--documents", "--count"])
-def test_too_few_prompts_are_said_before_anything_is_measured(run, model_dir, tmp_path, monkeypatch, source):
+def test_too_few_prompts_are_reported_before_measuring(run, model_dir, tmp_path, monkeypatch, source):
     monkeypatch.setattr("cacheblend_rag.calibrate.calibrate_engine", lambda *_, **__: sys.exit("measuring began"))
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.md").write_text((ROOT / "docs/architecture.md").read_text("utf-8")[:2000])
@@ -143,12 +143,12 @@ def test_too_few_prompts_are_said_before_anything_is_measured(run, model_dir, tm
     assert "measuring began" not in said.partition("Too few")[0]
 
 
-def test_enough_prompts_are_no_reason_to_say_so(run, model_dir, tmp_path):
+def test_enough_prompts_give_no_warning(run, model_dir, tmp_path):
     arguments = ["doctor", "--calibrate", "--model", model_dir, "--prompts", prompts_file(tmp_path)]
     assert "Too few" not in run(*arguments, "--agreement", 0.5, "--confidence", 0.5).stderr
 
 
-def test_by_default_a_blend_is_to_be_as_near_as_weights_of_six_bits(run, model_dir, home, tmp_path):
+def test_the_default_standard_of_calibration_is_six_bit_weights(run, model_dir, home, tmp_path):
     arguments = ["doctor", "--calibrate", "--quick", "--model", model_dir, "--prompts", prompts_file(tmp_path)]
     found = as_json(run(*arguments, "--json"))
     assert found["standard"]["bits"] == 6
@@ -157,10 +157,10 @@ def test_by_default_a_blend_is_to_be_as_near_as_weights_of_six_bits(run, model_d
     text = run(*arguments, "--as-near-as", "4-bit").stdout
     assert "weights of 4 bits" in text
     assert text.rstrip().endswith(found["file"])
-    assert not list((home / "calibrations").iterdir())  # what was measured is kept only until it has ended
+    assert not list((home / "calibrations").iterdir())  # measurements are kept only until the calibration has ended
 
 
-def test_what_was_measured_is_kept_where_the_profile_cannot_be_written(run, model_dir, home, tmp_path):
+def test_measurements_are_kept_if_the_profile_cannot_be_written(run, model_dir, home, tmp_path):
     arguments = ["doctor", "--calibrate", "--model", model_dir, "--prompts", prompts_file(tmp_path), "--agreement", 0.5]
     (tmp_path / "file").write_text("")
     result = run(*arguments, "--output", tmp_path / "file")
@@ -171,7 +171,7 @@ def test_what_was_measured_is_kept_where_the_profile_cannot_be_written(run, mode
     assert not list((home / "calibrations").iterdir())
 
 
-def test_calibration_by_a_metric_wants_right_answers_that_the_model_can_give(run, model_dir, tmp_path):
+def test_calibration_by_a_metric_needs_right_answers_that_the_model_gives(run, model_dir, tmp_path):
     file, store = tmp_path / "questions.jsonl", tmp_path / "store"
     row = {"question": "Who is Ada?", "answers": ["the keeper of the light"], "chunks": ["Ada keeps it.", "It is old."]}
     file.write_text(json.dumps(row))
@@ -185,7 +185,7 @@ def test_calibration_by_a_metric_wants_right_answers_that_the_model_can_give(run
     assert '"answers": ["..."]' in result.stderr
 
 
-def test_calibration_that_is_stopped_says_how_to_go_on(run, model_dir, home, tmp_path, monkeypatch):
+def test_a_stopped_calibration_prints_how_to_continue(run, model_dir, home, tmp_path, monkeypatch):
     from cacheblend_rag.calibrate.search import Search
 
     arguments = ["doctor", "--calibrate", "--model", model_dir, "--prompts", prompts_file(tmp_path), "--agreement", 0.5]
@@ -214,7 +214,7 @@ def test_calibration_without_prompts_is_refused_before_a_model_is_loaded(run, mo
         ('\ufeff{"question": "a\u2028b"}', "--store"),
     ],
 )
-def test_prompts_that_cannot_be_used_are_named(run, model_dir, tmp_path, content, named):
+def test_unusable_prompts_are_named_in_the_error(run, model_dir, tmp_path, content, named):
     file = tmp_path / "prompts.jsonl"
     file.write_text(content)
     result = run("doctor", "--calibrate", "--model", model_dir, "--prompts", file)

@@ -1,4 +1,4 @@
-"""The conversation of `chat`, with a pipeline that does what the test says."""
+"""Tests the conversation of `chat`, with a pipeline that each test controls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def answer(mode: Mode = "blend") -> RagAnswer:
 
 
 class Pipeline:
-    """Streams what a function of the question yields."""
+    """Streams the events that a function of the question yields."""
 
     def __init__(self, stream: Callable[[str], Iterator[RagEvent]]):
         self.histories: list[Sequence[Turn]] = []
@@ -65,7 +65,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_conversation(monkeypatch, cap
     out = capsys.readouterr().out
     assert "answer to one\n  (stopped)\n" in out
     assert "answer to two" in out
-    assert "1. two" in out  # the stopped answer is no part of the history
+    assert "1. two" in out  # the history does not contain the stopped answer
 
 
 def test_pieces_are_printed_as_they_come(monkeypatch, capsys):
@@ -92,7 +92,7 @@ def test_the_reuse_line_counts_every_prompt_token_once():
     assert reuse_line(answer("prefill")).startswith("prefill (stored KV for 6 of 6 chunks): 408 tokens computed")
 
 
-def test_a_question_is_asked_with_the_answered_ones_before_it_until_new(monkeypatch, capsys):
+def test_a_question_is_sent_with_the_answered_questions_since_new(monkeypatch, capsys):
     def stream(question: str) -> Iterator[RagEvent]:
         if question == "stop":
             raise KeyboardInterrupt
@@ -104,7 +104,7 @@ def test_a_question_is_asked_with_the_answered_ones_before_it_until_new(monkeypa
     assert turns == [[], [first], [first], []]
 
 
-def test_sources_name_the_page_the_score_and_what_they_say_of_the_question():
+def test_source_lines_show_page_score_and_the_relevant_sentence():
     assert source_lines(answer(), "What is her cargo?") == [
         "[1] ships.txt (score 0.50): “Her cargo is grain.”",
         "[2] log.pdf, pages 3-4 (came along): “The Proud Gull.”",
@@ -112,7 +112,7 @@ def test_sources_name_the_page_the_score_and_what_they_say_of_the_question():
     ]
 
 
-def test_sources_on_request_are_whole_with_their_page(monkeypatch, capsys):
+def test_the_sources_command_prints_whole_chunks_with_their_pages(monkeypatch, capsys):
     converse(monkeypatch, lambda question: iter([RagEvent("", answer=answer())]), "What?", "/sources")
     assert "[2] log.pdf, pages 3-4 (/docs/log.pdf)\n    The Proud Gull.\n" in capsys.readouterr().out
 
@@ -138,7 +138,7 @@ def test_a_snippet_quotes_the_characters_of_its_source():
     assert snippet(" \n ", "x") == "“”"
 
 
-def test_a_marked_sentence_is_shown_with_what_stands_around_it():
+def test_a_marked_sentence_is_shown_with_its_surrounding_text():
     text = "Far away. " * 30 + "Near before. The\nanswer. Near after." + " Far away." * 30
     begin = text.index("The\nanswer.")
     heading, *lines = marked_lines(replace(SOURCES[1], chunk=Chunk("c", text, ())), (begin, begin + 11))

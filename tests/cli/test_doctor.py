@@ -1,4 +1,4 @@
-"""`doctor` on the command line."""
+"""Tests `doctor` on the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_doctor_reports_gate_profile_bandwidths_and_estimates(run, model_dir, tm
     assert "not measured" in text
 
 
-def test_doctor_says_why_a_model_is_not_blended(run, tmp_path):
+def test_doctor_prints_why_a_model_is_not_blended(run, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from tests.conftest import byte_level
@@ -49,7 +49,7 @@ def test_a_missing_model_is_exit_code_4(run, tmp_path):
 
 @pytest.fixture
 def opened(monkeypatch) -> list[str | None]:
-    """The models that doctor opens from now on; it goes no further."""
+    """The models that doctor opens from now on; doctor stops there."""
     names: list[str | None] = []
 
     def open_engine(chosen, store=None):
@@ -67,18 +67,18 @@ def opened(monkeypatch) -> list[str | None]:
         (["--calibrate", "--documents", "docs"], SMOLLM2),
     ],
 )
-def test_without_a_model_it_is_the_one_that_every_command_takes(run, opened, arguments, model):
+def test_doctor_opens_the_default_model(run, opened, arguments, model):
     run("doctor", *arguments)
     assert opened == [model]
 
 
-def test_of_an_index_it_is_the_model_that_made_it(run, model_dir, documents, tmp_path, opened):
+def test_doctor_on_a_store_opens_the_model_of_its_index(run, model_dir, documents, tmp_path, opened):
     run("index", documents, "--store", tmp_path / "s", "--model", model_dir, "--chunk-tokens", 40)
     run("doctor", "--store", tmp_path / "s")
     assert opened == [model_dir]
 
 
-def test_a_store_at_home_is_found_where_the_shell_leaves_the_tilde(run, model_dir, tmp_path, monkeypatch):
+def test_a_tilde_in_the_store_path_is_expanded(run, model_dir, tmp_path, monkeypatch):
     measured = []
     (tmp_path / "acme").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -87,7 +87,7 @@ def test_a_store_at_home_is_found_where_the_shell_leaves_the_tilde(run, model_di
     assert set(measured) == {tmp_path / "acme"}
 
 
-def test_what_only_a_calibration_reads_is_refused_without_one(run, model_dir, documents):
+def test_options_of_a_calibration_are_refused_without_calibrate(run, model_dir, documents):
     result = run("doctor", "--model", model_dir, "--documents", documents, "--margin", 1)
     assert result.exit_code == 2
     assert "--documents, --margin: only with --calibrate" in result.stderr

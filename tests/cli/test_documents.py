@@ -1,4 +1,4 @@
-"""`cacheblend documents`: what is listed, and what leaves with a document."""
+"""Tests `cacheblend documents`: listing documents, and removing documents with their KV."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_documents_are_listed_with_their_chunks(run, store, documents):
     assert str(documents / "logs" / "a.txt") in run("documents", "ls", "--store", store).stdout
 
 
-def test_a_document_leaves_with_the_kv_of_the_chunks_that_no_other_one_holds(run, store, documents):
+def test_removing_a_document_removes_the_kv_of_chunks_that_no_other_document_holds(run, store, documents):
     chunks, before = listed(run, store), entries(store)
     (removed,) = as_json(run("documents", "rm", documents / "logs" / "a.txt", "--store", store, "--json"))
     assert "a.txt" not in listed(run, store)
@@ -66,7 +66,7 @@ def test_a_document_leaves_with_the_kv_of_the_chunks_that_no_other_one_holds(run
 
 
 @pytest.mark.parametrize("ranks", [2, 24])
-def test_shards_of_several_workers_are_listed_as_one_entry_and_leave_too(run, store, documents, ranks):
+def test_shards_of_several_workers_are_listed_and_removed_as_one_entry(run, store, documents, ranks):
     engine = FakeEngine(DiskStore(store))
     with RagPipeline(engine, store) as pipeline:
         chunk = next(c for c in pipeline.chunks.chunks() if "only a.txt" in c.text)
@@ -83,12 +83,12 @@ def test_shards_of_several_workers_are_listed_as_one_entry_and_leave_too(run, st
     assert entries(store) == before - ranks
 
 
-def test_a_directory_means_all_below_it_and_a_file_name_the_only_one_of_that_name(run, store, documents):
+def test_rm_takes_a_directory_or_a_unique_file_name(run, store, documents):
     assert run("documents", "rm", documents / "logs", "ships.txt", "--store", store).exit_code == 0
     assert listed(run, store).keys() == {"observatory.md"}
 
 
-def test_what_is_not_indexed_is_an_input_error_and_nothing_is_removed(run, store):
+def test_removing_an_unindexed_file_is_an_input_error_and_removes_nothing(run, store):
     result = run("documents", "rm", "ships.txt", "ship.txt", "--store", store)
     assert result.exit_code == 2 and "ship.txt is not in the index" in result.stderr and "documents ls" in result.stderr
     assert "ships.txt" in listed(run, store)
@@ -109,12 +109,12 @@ def test_nothing_is_removed_while_another_run_indexes(run, store):
     assert "ships.txt" in listed(run, store)
 
 
-def test_the_beginning_of_an_id_that_is_too_short_says_so(run, store):
+def test_an_id_prefix_of_less_than_6_characters_is_refused(run, store):
     result = run("store", "rm", "d8f8", "--store", store)
     assert result.exit_code == 2 and "at least 6 characters" in result.stderr
 
 
-def test_removed_kv_is_told_as_json(run, store):
+def test_removed_kv_is_reported_as_json(run, store):
     items = as_json(run("store", "ls", "--store", store, "--json"))
     item = next(item for item in items if item["path"].endswith("ships.txt"))
     assert as_json(run("store", "rm", item["id"], "--store", store, "--json")) == [
@@ -123,13 +123,13 @@ def test_removed_kv_is_told_as_json(run, store):
 
 
 @pytest.mark.parametrize("before", [["--store"], ["-s"]])
-def test_without_a_command_the_documents_are_listed(run, store, documents, before):
+def test_documents_without_a_subcommand_lists_the_documents(run, store, documents, before):
     found = run("documents", *before, store)
     assert found.exit_code == 0 and str(documents / "logs" / "a.txt") in found.stdout, found.output
     assert as_json(run("documents", *before, store, "--json")) == as_json(run("documents", "ls", "-s", store, "--json"))
 
 
-def test_without_a_command_and_options_those_of_the_users_own_store_are_listed(run, store, documents, home):
+def test_documents_without_options_lists_the_users_own_store(run, store, documents, home):
     home.mkdir(exist_ok=True)
     store.rename(home / "store")
     assert str(documents / "logs" / "a.txt") in run("documents").stdout

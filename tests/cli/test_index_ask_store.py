@@ -1,4 +1,4 @@
-"""`index`, `ask`, `chat` and `store` on the command line, on good input and bad."""
+"""Tests `index`, `ask`, `chat` and `store` on the command line, on good and bad input."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def store(indexed, tmp_path) -> Path:
     return shutil.copytree(indexed / "store", tmp_path / "store")
 
 
-def test_indexing_again_does_nothing_and_a_changed_file_alone_is_redone(run, model_dir, documents, tmp_path):
+def test_indexing_again_processes_only_changed_files(run, model_dir, documents, tmp_path):
     store = tmp_path / "own"
     first = run("index", documents, "--store", store, "--model", model_dir, "--chunk-tokens", 40)
     assert first.exit_code == 0, first.stderr
@@ -80,13 +80,13 @@ def test_indexing_again_stores_the_kv_that_the_store_has_lost(run, model_dir, in
     assert len(as_json(run(*command))["unchanged"]) == 2
 
 
-def test_an_empty_path_is_not_the_current_directory(run, model_dir, store):
+def test_an_empty_path_is_refused(run, model_dir, store):
     found = run("index", "", "--store", store, "--model", model_dir)
     assert (found.exit_code, "A path is empty" in found.stderr) == (2, True)
 
 
-def test_indexing_says_what_the_budget_had_no_room_for(run, model_dir, documents, indexed, store, tmp_path):
-    """Each put went well; the store made room for it by dropping what the same run had put before."""
+def test_index_warns_of_kv_that_the_budget_had_no_room_for(run, model_dir, documents, indexed, store, tmp_path):
+    """Each put succeeds, since the store drops KV that the same run has put before."""
     whole = as_json(run("index", indexed / "docs", "--store", store, "--model", model_dir, "--json"))
     assert whole["kv_bytes"] > 0 == len(whole["without_kv"])
     small = ["index", documents, "--store", tmp_path / "small", "--model", model_dir, "--chunk-tokens", 40]
@@ -108,13 +108,13 @@ def test_ask_json_has_the_documented_fields(run, model_dir, store):
     assert {"retrieve_s", "ttft_s", "total_s"} == found["timings"].keys()
 
 
-def test_ask_ratio_1_recomputes_every_stale_token_and_policy_none_recomputes_none(run, model_dir, store):
+def test_ask_ratio_1_recomputes_tokens_and_policy_full_reuse_recomputes_none(run, model_dir, store):
     ask = ["ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 1, "--json"]
     full, none = (as_json(run(*ask, *more))["usage"] for more in (["--ratio", 1], ["--policy", "full-reuse"]))
     assert none["recomputed_tokens"] == 0 < full["recomputed_tokens"]
 
 
-def test_ask_for_people_prints_answer_sources_and_reuse(run, model_dir, store):
+def test_ask_prints_answer_sources_and_reuse(run, model_dir, store):
     result = run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 4)
     assert result.exit_code == 0, result.stderr
     assert "[1] observatory.md (score " in result.stdout
@@ -122,7 +122,7 @@ def test_ask_for_people_prints_answer_sources_and_reuse(run, model_dir, store):
     assert "tokens reused" in result.stdout
 
 
-def test_ask_tells_programs_which_sentence_is_nearest_to_the_question(run, model_dir, store):
+def test_ask_json_names_the_sentence_nearest_to_the_question(run, model_dir, store):
     found = as_json(run("ask", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 1, "--json"))
     nearest, source = found["nearest"], found["sources"][0]
     assert nearest["id"] == source["id"]
@@ -142,7 +142,7 @@ def test_chat_answers_piped_questions_and_obeys_commands(run, model_dir, store):
     assert "never asked" not in result.stdout
 
 
-def test_chat_goes_on_after_a_question_that_does_not_fit(run, model_dir, store):
+def test_chat_continues_after_a_question_beyond_the_context_window(run, model_dir, store):
     result = run(
         "chat", "--store", store, "--model", model_dir, "--max-tokens", 4, stdin=f"{'sea ' * 2000}\n{QUESTION}\n"
     )
@@ -151,9 +151,7 @@ def test_chat_goes_on_after_a_question_that_does_not_fit(run, model_dir, store):
     assert "[1] observatory.md (score " in result.stdout
 
 
-def test_files_without_text_are_skipped_with_their_reasons_and_the_others_are_indexed(
-    run, model_dir, documents, tmp_path
-):
+def test_files_without_text_are_skipped_with_reasons_and_other_files_are_indexed(run, model_dir, documents, tmp_path):
     (documents / "empty.txt").touch()
     (documents / "binary.txt").write_bytes(bytes(range(256)) * 20)
     result = run("index", documents, "--store", tmp_path / "s", "--model", model_dir, "--json")
@@ -163,13 +161,13 @@ def test_files_without_text_are_skipped_with_their_reasons_and_the_others_are_in
     assert len(report["added"]) == 2
 
 
-def test_an_index_of_one_chunk_is_not_checked_and_says_so(run, model_dir, tmp_path):
+def test_an_index_of_one_chunk_is_reported_as_not_checked(run, model_dir, tmp_path):
     (tmp_path / "note.md").write_text("The mill is closed on Mondays.")
     result = run("index", tmp_path / "note.md", "--store", tmp_path / "s", "--model", model_dir)
     assert "checked    nothing: no question finds two chunks" in result.stdout
 
 
-def test_nothing_but_unusable_files_is_exit_code_2(run, model_dir, tmp_path):
+def test_indexing_only_unusable_files_ends_with_exit_code_2(run, model_dir, tmp_path):
     (tmp_path / "empty.txt").touch()
     assert run("index", tmp_path / "empty.txt", "--store", tmp_path / "s", "--model", model_dir).exit_code == 2
 
@@ -194,12 +192,12 @@ def test_asking_a_store_that_does_not_exist_is_refused_before_a_model_is_loaded(
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_prompt_beyond_the_context_window_says_what_to_do(run, model_dir, store):
+def test_a_prompt_beyond_the_context_window_is_an_input_error(run, model_dir, store):
     result = run("ask", "sea " * 2000, "--store", store, "--model", model_dir)
     assert_error(result, 2, "context window")
 
 
-def test_a_store_of_another_model_is_refused_and_left_alone(run, model_dir, store, tmp_path):
+def test_a_store_of_another_model_is_refused_and_stays_unchanged(run, model_dir, store, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(model_dir, other)
     config = (other / "config.json").read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 2e-06')
@@ -210,7 +208,7 @@ def test_a_store_of_another_model_is_refused_and_left_alone(run, model_dir, stor
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_an_unreadable_store_is_named(run, store):
+def test_an_unreadable_store_is_named_in_the_error(run, store):
     (store / "kv").chmod(0)
     try:
         assert_error(run("store", "stats", "--store", store), 3, str(store))
@@ -218,14 +216,14 @@ def test_an_unreadable_store_is_named(run, store):
         (store / "kv").chmod(0o755)
 
 
-def test_a_damaged_index_is_named_and_says_what_to_do(run, model_dir, store):
+def test_a_damaged_index_is_a_store_error(run, model_dir, store):
     index = next(file for file in store.iterdir() if file.suffix in {".sqlite", ".sqlite3", ".db"})
     index.write_bytes(b"not a database " * 1000)
     for command in (["store", "ls"], ["ask", QUESTION, "--model", model_dir]):
         assert_error(run(*command, "--store", store), 3, "damaged")
 
 
-def test_a_file_where_the_store_should_be_is_named(run, tmp_path):
+def test_a_file_in_place_of_the_store_is_named_in_the_error(run, tmp_path):
     (tmp_path / "file").touch()
     assert_error(run("store", "ls", "--store", tmp_path / "file"), 3, "file")
 
@@ -283,7 +281,7 @@ def test_verify_reports_and_removes_damage_with_exit_code_3(run, store):
 
 
 @pytest.mark.parametrize("command", [["stats"], ["ls"], ["verify"], ["evict", "--to", "1GiB"], ["rm", "abcdef"]])
-def test_store_commands_name_a_directory_without_a_store_and_make_none(run, tmp_path, command):
+def test_store_commands_refuse_a_missing_store_and_create_none(run, tmp_path, command):
     assert_error(run("store", *command, "--store", tmp_path / "nothing"), 3, "nothing")
     assert not (tmp_path / "nothing").exists()
 
@@ -305,12 +303,12 @@ def test_sizes_are_read_as_written(text, value):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "2 apples", "1e9"])
-def test_what_is_no_size_is_refused(text):
+def test_an_invalid_size_is_refused(text):
     with pytest.raises(InputError, match="not a size"):
         parse_size(text)
 
 
-def test_in_a_process_of_its_own_an_error_is_one_line_and_a_code(tmp_path):
+def test_an_error_of_a_command_is_one_line_on_stderr_and_an_exit_code(tmp_path):
     command = [sys.executable, "-m", "cacheblend_rag", "ask", "Why?", "--store", str(tmp_path / "nothing")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 3

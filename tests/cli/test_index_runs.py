@@ -1,4 +1,4 @@
-"""Tests what `index` says and leaves when it runs, fails, is stopped, or is not alone. No model: a fake engine indexes."""
+"""Tests output and effects of `index` in successful, failed, stopped and concurrent runs, with a fake engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Run = Callable[..., Result]
 
 
 class Engine(FakeEngine):
-    """Stops where a test tells it to."""
+    """Raises ``stop`` at a chunk that contains the word STOP."""
 
     stop: BaseException | None = None
     opened: int
@@ -48,7 +48,7 @@ class Engine(FakeEngine):
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
-    """The engine that every command gets, in front of the store it names."""
+    """The engine that every command gets, with the store that the command names."""
 
     class Mine(Engine):
         opened = 0
@@ -83,7 +83,7 @@ def index(run: Run, engine: type[Engine], documents: Path, store: Path) -> Calla
     return invoke
 
 
-def test_it_says_beforehand_how_much_there_is_to_do_and_whether_it_fits(index):
+def test_index_prints_the_amount_of_work_and_kv_beforehand(index):
     first = index()
     assert "To index: 2 documents, " in first.stderr
     said = re.search(r"Their KV will take about ([\d.]+) KiB; .* left for it", first.stderr)
@@ -92,7 +92,7 @@ def test_it_says_beforehand_how_much_there_is_to_do_and_whether_it_fits(index):
     assert "To index" not in index().stderr
 
 
-def test_it_warns_of_a_budget_that_is_too_small_before_it_is_used_up(index, engine, documents):
+def test_index_warns_of_a_too_small_budget_before_it_is_used_up(index, engine, documents):
     (documents / "zzz.txt").write_text("The word STOP behind everything else.")
     engine.stop = KeyboardInterrupt()
     stopped = index("--disk-budget", "8000B", "--yes")
@@ -101,7 +101,7 @@ def test_it_warns_of_a_budget_that_is_too_small_before_it_is_used_up(index, engi
 
 
 @pytest.mark.parametrize("answer", ["", "n", "y"])
-def test_more_kv_than_the_store_can_hold_is_computed_only_once_somebody_says_so(
+def test_kv_beyond_the_stores_capacity_is_computed_only_after_confirmation(
     index, engine, store, tmp_path, monkeypatch, answer
 ):
     (tmp_path / "before.txt").write_text("A text that was indexed before.")
@@ -124,7 +124,7 @@ def test_more_kv_than_the_store_can_hold_is_computed_only_once_somebody_says_so(
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_what_is_kept_and_the_next_run_goes_on(index, engine, documents, store):
+def test_ctrl_c_reports_the_indexed_part_and_the_next_run_continues(index, engine, documents, store):
     text = "\n\n".join(f"Part {n} of the log of the ship, which goes on and on." for n in range(8))
     (documents / "zzz.txt").write_text(text + "\n\nHere is the word STOP.")
     engine.stop = KeyboardInterrupt()
@@ -147,7 +147,7 @@ def test_a_run_that_fails_leaves_no_empty_store_behind(index, engine, documents,
     assert store.exists() == made and not (made and any(store.iterdir()))
 
 
-def test_nothing_but_unusable_files_leaves_no_store_behind(run, engine, store, tmp_path):
+def test_indexing_only_unusable_files_leaves_no_store_behind(run, engine, store, tmp_path):
     (tmp_path / "empty.txt").touch()
     assert run("index", tmp_path / "empty.txt", "--store", store, "--model", "fake").exit_code == 2
     assert not store.exists()
@@ -159,7 +159,7 @@ def test_a_path_that_does_not_exist_is_refused_before_a_model_is_loaded(run, sto
     assert result.exit_code == 2 and "nowhere.md" in result.stderr and not store.exists()
 
 
-def test_an_embedding_model_that_cannot_be_loaded_is_told_before_any_kv_is_computed(index, engine, store, monkeypatch):
+def test_an_unloadable_embedding_model_is_reported_before_any_kv_is_computed(index, engine, store, monkeypatch):
     def load(name: str) -> None:
         raise ModelError(f"The embedding model {name!r} cannot be loaded")
 
@@ -169,7 +169,7 @@ def test_an_embedding_model_that_cannot_be_loaded_is_told_before_any_kv_is_compu
     assert result.exit_code == 4 and "mistyped/model" in result.stderr and not store.exists()
 
 
-def test_what_was_there_before_a_failed_run_stays(index, engine, documents, store):
+def test_documents_indexed_before_a_failed_run_stay_indexed(index, engine, documents, store):
     index()
     (documents / "aaa.txt").write_text("STOP")
     engine.stop = ModelError("no memory")
@@ -210,7 +210,7 @@ def test_the_lock_is_held_from_the_loading_of_the_model_to_the_end(index, store,
 
 
 class Ticks:
-    """Stands for the event that ends the lines: time passes, and work is done, while it is waited for."""
+    """Stands for the event that ends the lines: each wait advances time and work by a step."""
 
     def __init__(self, *steps: Callable[[], None]):
         self.steps = list(steps)
@@ -237,7 +237,7 @@ def test_piped_progress_is_a_line_every_few_seconds_with_the_time_left(capsys):
     begun = [work(0, 5), lambda: lines(0, 100, "big.pdf"), work(0, 5)]
     output._write_until(Ticks(*begun, work(5, 0), work(50, 45), work(0, 10)), lines.line)
     assert capsys.readouterr().err.splitlines() == [
-        "Indexing big.pdf: 0 of 100",  # nothing was known five seconds before
+        "Indexing big.pdf: 0 of 100",  # the rate is not known yet
         "Indexing big.pdf: 0 of 100",
         "Indexing big.pdf: 5 of 100, about 2 min left",
         "Indexing big.pdf: 50 of 100, about 50 s left",
@@ -245,7 +245,7 @@ def test_piped_progress_is_a_line_every_few_seconds_with_the_time_left(capsys):
     ]
 
 
-def test_piped_status_is_a_line_when_there_is_another_thing_to_say(capsys):
+def test_piped_status_prints_a_line_only_if_its_text_changes(capsys):
     texts: list[str] = []
     news = [
         lambda: texts.extend(["warm-up", "full: 0.2 requests/s"]),
@@ -259,7 +259,7 @@ def test_piped_status_is_a_line_when_there_is_another_thing_to_say(capsys):
     ]
 
 
-def test_the_lines_end_with_the_work(capsys, monkeypatch):
+def test_the_threads_that_print_progress_end_with_the_work(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     before = threading.active_count()
     with output.progress("Indexing") as show, output.status("Measuring") as say:
@@ -278,13 +278,13 @@ def test_an_answer_from_a_pdf_cites_the_page(run, index, engine, documents, stor
     assert {source["page"] for source in sources if source["path"].endswith("book.pdf")} == {1, 2}
 
 
-def test_patterns_choose_what_is_indexed(index):
+def test_include_and_exclude_patterns_choose_the_indexed_files(index):
     assert [Path(p).name for p in as_json(index("--json", "--include", "*.md"))["added"]] == ["observatory.md"]
     found = as_json(index("--json", "--exclude", "*.md"))
     assert [Path(p).name for p in found["added"]] == ["ships.txt"] and not found["removed"]
 
 
-def test_a_run_that_leaves_an_empty_directory_leaves_it_its_permissions(tmp_path):
+def test_a_run_without_documents_keeps_the_permissions_of_an_empty_directory(tmp_path):
     directory = tmp_path / "shared"
     directory.mkdir()
     directory.chmod(0o770)
@@ -293,7 +293,7 @@ def test_a_run_that_leaves_an_empty_directory_leaves_it_its_permissions(tmp_path
     assert directory.stat().st_mode & 0o777 == 0o770
 
 
-def test_a_run_with_nothing_to_do_loads_no_model_and_reports_what_one_that_does_would(index, engine, documents, store):
+def test_a_run_with_nothing_to_do_loads_no_model_and_gives_the_usual_report(index, engine, documents, store):
     index()
     (documents / "photo.jpg").write_bytes(b"\xff\xd8\xff")
     again = as_json(index("--json"))
@@ -305,7 +305,7 @@ def test_a_run_with_nothing_to_do_loads_no_model_and_reports_what_one_that_does_
 
 
 @pytest.mark.parametrize("change", ["text", "new", "gone", "no KV", "chunks"])
-def test_a_run_with_something_to_do_is_not_taken_for_one_without(index, engine, documents, store, change):
+def test_a_run_with_something_to_do_loads_a_model(index, engine, documents, store, change):
     index()
     if change == "text":
         (documents / "ships.txt").write_text("The Proud Gull was sold.")
@@ -320,7 +320,7 @@ def test_a_run_with_something_to_do_is_not_taken_for_one_without(index, engine, 
     assert (found.exit_code == 0) == (change != "chunks"), found.stderr
 
 
-def test_an_empty_folder_is_said_before_a_model_is_loaded(run, engine, store, tmp_path):
+def test_an_empty_folder_is_reported_before_a_model_is_loaded(run, engine, store, tmp_path):
     (tmp_path / "empty").mkdir()
     found = run("index", tmp_path / "empty", "--store", store, "--model", "fake")
     assert (found.exit_code, engine.opened) == (2, 0)
@@ -334,7 +334,7 @@ def test_an_empty_question_is_refused_before_a_model_is_loaded(run, index, engin
     assert "The question is empty" in found.stderr
 
 
-def test_what_is_too_large_is_refused_once_one_chunk_is_computed(index, engine, documents, monkeypatch):
+def test_documents_too_large_for_the_store_are_refused_after_one_computed_chunk(index, engine, documents, monkeypatch):
     computed: list[str] = []
 
     def precompute(self: Engine, chunks: Sequence[Chunk], progress: Any = None) -> PrecomputeReport:
@@ -356,7 +356,7 @@ def snapshot(store: Path) -> Callable[[], dict[Path, bytes]]:
     return take
 
 
-def test_a_dry_run_lists_what_each_document_takes_most_first_and_stores_nothing(index, documents, store, tmp_path):
+def test_a_dry_run_lists_documents_by_size_and_stores_nothing(index, documents, store, tmp_path):
     (documents / "ships.csv").write_text("ship,cargo\n" + "".join(f"Gull {n},grain\n" for n in range(50)))
     before = set(tmp_path.iterdir())
     found = index("--dry-run")
@@ -367,7 +367,7 @@ def test_a_dry_run_lists_what_each_document_takes_most_first_and_stores_nothing(
     assert "Nothing was indexed" in found.stdout
 
 
-def test_a_dry_run_expects_what_the_run_itself_then_takes(index, documents):
+def test_a_dry_run_estimates_the_kv_of_the_real_run(index, documents):
     estimated = as_json(index("--dry-run", "--json"))
     report = as_json(index("--json"))
     assert {Path(each["path"]).name for each in estimated["documents"]} == {"observatory.md", "ships.txt"}
@@ -378,7 +378,7 @@ def test_a_dry_run_expects_what_the_run_itself_then_takes(index, documents):
     assert all(each["seconds"] > 0 and each["kv_bytes"] > 0 for each in estimated["documents"])
 
 
-def test_a_dry_run_on_a_store_counts_what_is_new_and_leaves_it_as_it_is(index, documents, snapshot):
+def test_a_dry_run_on_a_store_counts_only_new_documents_and_changes_no_file(index, documents, snapshot):
     index()
     before = snapshot()
     (documents / "bells.txt").write_text("A bell rings at noon.")
@@ -389,18 +389,18 @@ def test_a_dry_run_on_a_store_counts_what_is_new_and_leaves_it_as_it_is(index, d
     assert snapshot() == before
 
 
-def test_a_dry_run_says_what_would_be_refused(index, store):
+def test_a_dry_run_reports_too_much_kv(index, store):
     found = index("--dry-run", "--disk-budget", "4000B")
     assert found.exit_code == 0 and "Too much: the store can hold 3.9 KiB" in found.stdout
     assert not store.exists()
 
 
-def test_a_dry_run_refuses_what_would_change_a_store(index, store):
+def test_a_dry_run_refuses_options_that_would_change_a_store(index, store):
     found = index("--dry-run", "--kv", "ram://")
     assert found.exit_code == 2 and "--kv changes a store" in found.stderr and not store.exists()
 
 
-def test_a_dry_run_counts_lossy_kv_in_its_own_size(index, store, documents):
+def test_a_dry_run_counts_lossy_kv_at_its_encoded_size(index, store, documents):
     record_tiers(store, "file://?codec=int8")
     assert index().exit_code == 0
     (documents / "bells.txt").write_text("A bell rings at noon.")

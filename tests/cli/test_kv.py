@@ -1,4 +1,4 @@
-"""`--kv`: where a store keeps its KV, told once; what `store stats` and `ask --explain` say of it."""
+"""Tests `--kv`, the recorded tiers of a store, and their output in `store stats` and `ask --explain`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def store(run, model_dir, documents, tmp_path, address):
     return directory
 
 
-def test_what_index_was_told_holds_for_later_commands(run, model_dir, store, redis_url, address) -> None:
+def test_the_tiers_given_to_index_are_used_by_later_commands(run, model_dir, store, redis_url, address) -> None:
     assert recorded_tiers(store) == address
     assert not (store / "kv").exists(), "the directory keeps the index alone"
     assert len(list(open_store(redis_url).entries())) > 1
@@ -59,7 +59,7 @@ def test_stats_show_each_tier(run, store, address) -> None:
     assert "32.0 MiB" in shown
 
 
-def test_a_codec_is_noted_shown_and_read_back(run, model_dir, documents, tmp_path) -> None:
+def test_a_codec_is_recorded_shown_and_used_for_reading(run, model_dir, documents, tmp_path) -> None:
     common = ("--store", tmp_path / "store", "--model", model_dir)
     kv = ("--kv", "ram://64MiB,file://?codec=int8")
     indexed = as_json(run("index", documents, *common, "--chunk-tokens", 40, *kv, "--json"))
@@ -72,7 +72,7 @@ def test_a_codec_is_noted_shown_and_read_back(run, model_dir, documents, tmp_pat
     assert "int8" in run("store", "stats", "--store", tmp_path / "store").stdout.split("disk")[1].splitlines()[0]
 
 
-def test_one_tier_can_be_evicted_from_alone(run, model_dir, store, redis_url, tmp_path) -> None:
+def test_evict_can_empty_a_single_tier(run, model_dir, store, redis_url, tmp_path) -> None:
     run("store", "evict", "--to", "0", "--tier", "redis", "--store", store)
     assert list(open_store(redis_url).entries()) == []
     found = run("store", "evict", "--to", "0", "--tier", "s3", "--store", store)
@@ -80,7 +80,7 @@ def test_one_tier_can_be_evicted_from_alone(run, model_dir, store, redis_url, tm
     assert "it has redis" in found.stderr
 
 
-def test_given_again_it_is_changed_and_said(run, model_dir, documents, store, tmp_path) -> None:
+def test_a_second_kv_option_changes_the_recorded_tiers(run, model_dir, documents, store, tmp_path) -> None:
     other = f"ram://,file://{tmp_path}/elsewhere"
     found = run("index", documents, "--store", store, "--model", model_dir, "--kv", other)
     assert found.exit_code == 0, found.stderr
@@ -89,7 +89,7 @@ def test_given_again_it_is_changed_and_said(run, model_dir, documents, store, tm
     assert (tmp_path / "elsewhere" / "kv").is_dir()
 
 
-def test_a_tier_that_does_not_answer_is_said_and_the_question_is_answered(run, model_dir, store) -> None:
+def test_a_tier_that_does_not_answer_is_reported_and_the_question_is_answered(run, model_dir, store) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     sick = f"redis://127.0.0.1:{port}"
@@ -112,7 +112,7 @@ def test_a_tier_that_does_not_answer_is_said_and_the_question_is_answered(run, m
         (("--kv", "nowhere"), "is no tier of a KV store"),
     ],
 )
-def test_what_cannot_be_used_is_refused_and_not_noted(run, model_dir, documents, tmp_path, arguments, why) -> None:
+def test_unusable_kv_options_are_refused_and_not_recorded(run, model_dir, documents, tmp_path, arguments, why) -> None:
     directory = tmp_path / "store"
     found = run("index", documents, "--store", directory, "--model", model_dir, *arguments)
     assert found.exit_code == 2
@@ -120,7 +120,9 @@ def test_what_cannot_be_used_is_refused_and_not_noted(run, model_dir, documents,
     assert recorded_tiers(directory) is None
 
 
-def test_an_encrypted_store_is_told_once_and_opens_with_its_keys_alone(run, model_dir, documents, tmp_path) -> None:
+def test_an_encrypted_store_remembers_its_key_directory_and_opens_only_with_its_keys(
+    run, model_dir, documents, tmp_path
+) -> None:
     keys, directory = tmp_path / "keys", tmp_path / "store"
     made = as_json(run("store", "keygen", keys, "--json"))
     assert made == {"file": str(keys / "default.key"), "tenant": "default"}
@@ -175,7 +177,9 @@ def test_a_tenants_documents_are_its_own_and_encrypted_with_its_own_key(run, mod
     assert len(list(directory.glob("kv/*/*.safetensors"))) < len(files)
 
 
-def test_a_tier_of_another_package_that_cannot_be_listed_is_named_and_nothing_fails(run, tmp_path, monkeypatch) -> None:
+def test_a_tier_of_another_package_that_cannot_be_listed_is_reported_without_failing(
+    run, tmp_path, monkeypatch
+) -> None:
     monkeypatch.syspath_prepend(EXAMPLE)
     install(tmp_path / "packages", monkeypatch, sqlite="cacheblend_sqlite_tier:open_tier")
     store = tmp_path / "store"

@@ -1,4 +1,4 @@
-"""Tests `cacheblend models`, and the line that offers a larger model where nobody has named one."""
+"""Tests `cacheblend models`, and the line that offers a larger model if no model is given."""
 
 from __future__ import annotations
 
@@ -46,25 +46,29 @@ def weight_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
-def test_the_bundled_model_is_as_it_is_listed() -> None:
+def test_the_listed_shape_and_size_of_the_bundled_model_are_true() -> None:
     directory, listed = bundled_model_directory(), KNOWN["bundled"]
     assert as_listed(listed) == shape_in(directory)
     assert listed.weights("bfloat16") == pytest.approx(weight_bytes(directory), rel=0.01)
 
 
 @pytest.mark.slow
-def test_smollm2_is_as_it_is_listed(smollm2: Path) -> None:
+def test_the_listed_shape_and_size_of_smollm2_are_true(smollm2: Path) -> None:
     assert as_listed(KNOWN["smollm2"]) == shape_in(smollm2)
     assert KNOWN["smollm2"].weights("bfloat16") == pytest.approx(weight_bytes(smollm2), rel=0.01)
 
 
-def test_sizes_that_are_known_from_elsewhere_come_out() -> None:
+def test_computed_sizes_equal_published_sizes() -> None:
     assert KNOWN["meta-llama/Llama-3.1-8B-Instruct"].kv("bfloat16") == 128 << 10  # docs/limits.md
-    assert KNOWN["Qwen/Qwen2.5-0.5B-Instruct"].weights("bfloat16") == pytest.approx(988_097_824, rel=0.001)  # its file
+    assert KNOWN["Qwen/Qwen2.5-0.5B-Instruct"].weights("bfloat16") == pytest.approx(
+        988_097_824, rel=0.001
+    )  # the size of its file
     assert [each.parameters for each in KNOWN_MODELS] == sorted(each.parameters for each in KNOWN_MODELS)
 
 
-def test_the_table_says_what_fits_this_machine_and_what_needs_no_hub(run: Run, memory: Callable[[float], None]) -> None:
+def test_the_table_shows_the_models_that_fit_this_machine_and_their_origins(
+    run: Run, memory: Callable[[float], None]
+) -> None:
     memory(4)
     result = run("models")
     rows = {line.split()[0]: line for line in result.stdout.splitlines() if line.split()}
@@ -75,7 +79,7 @@ def test_the_table_says_what_fits_this_machine_and_what_needs_no_hub(run: Run, m
     assert "a quick trial; often reads wrongly" in result.stdout and "FILE.gguf" in result.stdout
 
 
-def test_json_has_bytes(run: Run, memory: Callable[[float], None]) -> None:
+def test_the_json_of_models_has_kv_bytes_hub_need_and_fit(run: Run, memory: Callable[[float], None]) -> None:
     memory(4)
     listed = {each["name"]: each for each in as_json(run("models", "--json"))}
     assert listed["smollm2"]["kv_bytes_per_token"] == {"float32": 46_080, "bfloat16": 23_040}
@@ -83,7 +87,7 @@ def test_json_has_bytes(run: Run, memory: Callable[[float], None]) -> None:
     assert (listed["smollm2"]["fits"], listed["Qwen/Qwen2.5-3B-Instruct"]["fits"]) == (True, False)
 
 
-def test_a_model_of_the_hub_that_was_downloaded_is_named_as_such(run: Run, monkeypatch, memory) -> None:
+def test_a_downloaded_model_of_the_hub_is_marked_as_on_this_machine(run: Run, monkeypatch, memory) -> None:
     memory(64)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, _: name if "7B" in name else None)
     downloaded = [line.split()[0] for line in run("models").stdout.splitlines() if line.endswith("(on this machine)")]
@@ -91,7 +95,7 @@ def test_a_model_of_the_hub_that_was_downloaded_is_named_as_such(run: Run, monke
 
 
 @pytest.mark.parametrize(("gib", "offered"), [(64, True), (2, False)])
-def test_whoever_names_no_model_is_told_what_the_default_is_for_and_what_else_fits(
+def test_the_default_model_is_announced_with_a_larger_model_that_fits(
     memory: Callable[[float], None], capsys, gib, offered
 ) -> None:
     memory(gib)

@@ -1,4 +1,4 @@
-"""Ranking tokens from the command line: when it happens, and that an answer says what chose."""
+"""Tests when the command line ranks tokens, and that an answer names its policy."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def test_index_ranks_now_later_or_not_at_all(index, policy_of):
     assert now["ranked"] == now["chunks"] > 0
     assert lazy["ranked"] == off["ranked"] == 0
     assert policy_of("now") == "static"
-    # The first answer finds no rank; what it used is ranked behind it.
+    # The first answer finds no ranks; its chunks are ranked after it.
     assert [policy_of("lazy"), policy_of("lazy")] == ["hkvd", "static"]

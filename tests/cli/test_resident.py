@@ -1,4 +1,4 @@
-"""The process that keeps a model between commands: what its clients see, and when it ends. Most answers are made up."""
+"""Tests the resident process that holds a model between commands: its clients and its end. Most answers are made up."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Started:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A directory for sockets, whose paths have no more than 107 bytes."""
+    """A directory for sockets, whose paths have at most 107 bytes."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         yield Path(directory)
 
@@ -103,36 +103,36 @@ def test_a_second_question_is_answered_by_the_process_that_the_first_has_started
     assert len(started.pids) == 1
 
 
-def test_an_answer_comes_in_the_pieces_in_which_it_is_made(started: Started):
+def test_an_answer_arrives_in_the_pieces_of_the_stream(started: Started):
     with pipeline() as asked:
         assert next(asked.stream("x", SamplingParams(), BlendSettings())).text == "x "
 
 
-def test_all_that_a_question_says_arrives(started: Started):
+def test_k_sampling_and_settings_of_a_question_reach_the_process(started: Started):
     started.answer = lambda asked: said(json.dumps([asked.k, asked.sampling.max_tokens, asked.settings.quality]))
     with pipeline(k=9) as asked:
         assert asked.ask("x", SamplingParams(7), BlendSettings(quality="fast")).answer == '[9, 7, "fast"]'
     started.answer = lambda asked: said(asked.history[0].answer)
 
 
-def test_the_conversation_before_a_question_arrives(started: Started):
+def test_the_conversation_before_a_question_reaches_the_process(started: Started):
     started.answer = lambda asked: said(f"after {asked.history[0].answer}")
     assert ask("And where?", Turn("Who?", "Ada")) == "after Ada"
 
 
-def test_the_sentence_that_is_marked_comes_from_the_process_too(started: Started):
+def test_the_marked_sentence_comes_from_the_process(started: Started):
     started.answer = lambda asked: iter([(3, len(asked.text))])
     with pipeline() as asked:
         assert asked.nearest("Why?", "a passage") == (3, 9)
 
 
-def test_a_sentence_is_left_unmarked_where_no_process_can_be_asked(started: Started):
+def test_no_sentence_is_marked_if_the_process_fails(started: Started):
     started.answer = lambda asked: iter([1 // 0])
     with pipeline() as asked:
         assert asked.nearest("Why?", "a passage") is None
 
 
-def test_every_client_is_told_what_was_said_while_the_model_was_loaded_and_while_it_answers(started: Started, capsys):
+def test_every_client_gets_the_warnings_of_loading_and_of_its_own_answer(started: Started, capsys):
     def warned(asked: Question) -> Iterator[RagEvent]:
         echo("Warning: an odd chunk", err=True)
         return said("yes")
@@ -146,7 +146,7 @@ def test_every_client_is_told_what_was_said_while_the_model_was_loaded_and_while
 @pytest.mark.parametrize(
     ("error", "code"), [(InputError("The question is too long."), 2), (StoreMismatchError("Other."), 3)]
 )
-def test_an_error_of_ours_is_raised_with_its_message_and_exit_code(started: Started, error, code):
+def test_an_error_of_the_process_is_raised_with_its_message_and_exit_code(started: Started, error, code):
     def refused(_: Question) -> Iterator[RagEvent]:
         raise error
 
@@ -156,17 +156,17 @@ def test_an_error_of_ours_is_raised_with_its_message_and_exit_code(started: Star
     assert raised.value.exit_code == code
 
 
-def test_a_process_that_cannot_load_leaves_the_answer_to_the_command(started: Started, monkeypatch):
-    monkeypatch.setattr(resident, "start", lambda held, listening: None)  # it has ended at once
+def test_the_command_answers_itself_if_the_process_cannot_load(started: Started, monkeypatch):
+    monkeypatch.setattr(resident, "start", lambda held, listening: None)  # the process has ended at once
     assert ask() == "own answer to Why?"
 
 
-def test_a_process_that_fails_leaves_the_answer_to_the_command(started: Started):
+def test_the_command_answers_itself_if_the_process_fails(started: Started):
     started.answer = lambda asked: iter([1 // 0])  # type: ignore[list-item]
     assert ask() == "own answer to Why?"
 
 
-def test_a_process_that_dies_in_the_middle_has_the_answer_begin_anew_on_the_next_line(started: Started):
+def test_the_command_answers_anew_on_the_next_line_if_the_process_dies(started: Started):
     def dying(_: Question) -> Iterator[RagEvent]:
         yield RagEvent("The mi")
         os._exit(1)
@@ -177,7 +177,7 @@ def test_a_process_that_dies_in_the_middle_has_the_answer_begin_anew_on_the_next
     assert "".join(texts) == "The mi\nown answer to Why?"
 
 
-def test_a_conversation_goes_on_where_the_process_has_died(started: Started):
+def test_a_conversation_continues_with_a_new_process_after_the_process_has_died(started: Started):
     with pipeline() as asked:
         first = asked.ask("one", SamplingParams(), BlendSettings()).turn("one")
         os.kill(started.pids[0], signal.SIGKILL)
@@ -194,7 +194,7 @@ def test_a_socket_that_a_killed_process_has_left_is_replaced(started: Started):
     assert ask("again") == f"again by {started.pids[1]}"
 
 
-def test_a_process_whose_store_has_changed_ends_and_another_one_answers(started: Started, tmp_path):
+def test_a_process_whose_store_has_changed_ends_and_a_new_process_answers(started: Started, tmp_path):
     changed = tmp_path / "changed"
     started.how = {"idle_s": 600, "out_of_date": changed.exists}
     ask()
@@ -204,7 +204,7 @@ def test_a_process_whose_store_has_changed_ends_and_another_one_answers(started:
     assert os.waitpid(started.pids[0], 0)[0] == started.pids[0]
 
 
-def test_a_command_does_not_wait_for_a_process_that_answers_another_one(started: Started, monkeypatch):
+def test_a_command_does_not_wait_for_a_busy_process(started: Started, monkeypatch):
     monkeypatch.setattr(resident, "_PATIENCE_S", 0.01)
     with pipeline() as asked:
         events = asked.stream("long", SamplingParams(), BlendSettings())
@@ -215,7 +215,7 @@ def test_a_command_does_not_wait_for_a_process_that_answers_another_one(started:
         assert [event.answer is not None for event in events] == [True]
 
 
-def test_a_client_that_goes_away_stops_its_answer_and_the_next_one_is_answered(started: Started):
+def test_a_client_that_disconnects_stops_its_answer_and_the_next_client_is_answered(started: Started):
     reading, writing = os.pipe()
 
     def endless(asked: Question) -> Iterator[RagEvent]:
@@ -226,7 +226,7 @@ def test_a_client_that_goes_away_stops_its_answer_and_the_next_one_is_answered(s
             yield RagEvent("begun")
             while True:
                 threading.Event().wait(0.01)
-        finally:  # however early the interruption comes
+        finally:  # this runs however early the interruption comes
             os.write(writing, b"stopped")
 
     started.answer = endless
@@ -241,30 +241,30 @@ def test_a_client_that_goes_away_stops_its_answer_and_the_next_one_is_answered(s
 
 def listening() -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    made.bind("")  # any name, of Linux alone
+    made.bind("")  # Linux chooses an abstract name
     made.listen()
     return made
 
 
-def test_it_ends_when_nobody_has_asked_for_as_long_as_it_may_idle():
+def test_a_resident_process_ends_after_its_idle_time():
     times = iter([0.0, 0.005, 1.0])
     with listening() as at:
         Resident(at, lambda asked: said("x"), idle_s=0.01, clock=lambda: next(times)).serve()
     assert list(times) == []
 
 
-def test_it_ends_when_what_it_has_loaded_is_out_of_date():
+def test_a_resident_process_ends_when_its_loaded_data_is_out_of_date():
     with listening() as at:
         Resident(at, lambda asked: said("x"), idle_s=0.01, clock=lambda: 0.0, out_of_date=lambda: True).serve()
 
 
-def test_a_directory_that_others_may_enter_is_not_used(started: Started):
+def test_a_socket_directory_open_to_other_users_is_not_used(started: Started):
     (Path(os.environ["XDG_RUNTIME_DIR"]) / "cacheblend").mkdir(mode=0o755)
     assert ask() == "own answer to Why?"
     assert started.pids == []
 
 
-def test_a_directory_of_another_user_is_not_used(started: Started, monkeypatch):
+def test_a_socket_directory_of_another_user_is_not_used(started: Started, monkeypatch):
     ask()
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
@@ -272,7 +272,7 @@ def test_a_directory_of_another_user_is_not_used(started: Started, monkeypatch):
     assert len(started.pids) == 1
 
 
-def test_neither_side_talks_to_another_user(tmp_path, monkeypatch):
+def test_client_and_process_refuse_another_user(tmp_path, monkeypatch):
     mine, path = os.geteuid(), tmp_path / "socket"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as at, socket.socket(socket.AF_UNIX) as stranger:
         at.bind(str(path))
@@ -295,14 +295,14 @@ def test_neither_side_talks_to_another_user(tmp_path, monkeypatch):
         QuestionOptions(budgets=BudgetOptions(ram_budget="1GiB")),
     ],
 )
-def test_what_another_engine_answers_or_changes_the_store_is_left_to_the_command(how, tmp_path, monkeypatch):
+def test_questions_with_another_engine_or_a_budget_get_no_resident_process(how, tmp_path, monkeypatch):
     monkeypatch.setenv(resident.MINUTES, "5")
     (tmp_path / "index.sqlite3").touch()
     assert Held.by(QuestionOptions(store=tmp_path), "default", None) is not None
     assert Held.by(QuestionOptions(tmp_path, how.model, budgets=how.budgets), "default", None) is None
 
 
-def test_the_environment_switches_it_off_and_a_store_without_an_index_starts_none(tmp_path, monkeypatch):
+def test_no_process_starts_if_the_environment_disables_it_or_the_store_has_no_index(tmp_path, monkeypatch):
     monkeypatch.setenv(resident.MINUTES, "5")
     assert Held.by(QuestionOptions(store=tmp_path), "default", None) is None
     (tmp_path / "index.sqlite3").touch()
@@ -313,7 +313,7 @@ def test_the_environment_switches_it_off_and_a_store_without_an_index_starts_non
         Held.by(QuestionOptions(store=tmp_path), "default", None)
 
 
-def test_another_model_or_another_environment_is_another_process(started: Started, monkeypatch):
+def test_each_model_and_environment_has_its_own_socket(started: Started, monkeypatch):
     other = Held("/store", "default", EngineOptions(model="other"), None)
     assert Held.read(HELD.text) == HELD
     before = HELD.socket
@@ -333,9 +333,7 @@ def test_a_command_that_asks_the_process_imports_no_torch():
 
 
 @pytest.mark.slow
-def test_a_resident_process_answers_as_the_command_alone_does_and_loads_once(
-    run, model_dir, documents, tmp_path, short
-):
+def test_a_resident_process_loads_once_and_gives_the_commands_own_answers(run, model_dir, documents, tmp_path, short):
     store = tmp_path / "store"
     indexed = run("index", documents, "--store", store, "--model", model_dir, "--chunk-tokens", 40)
     assert indexed.exit_code == 0, indexed.stderr
@@ -364,7 +362,7 @@ def test_a_resident_process_answers_as_the_command_alone_does_and_loads_once(
         assert (done.returncode, done.stderr) == (0, "")
         return {key: value for key, value in json.loads(done.stdout).items() if not key.endswith(("timings", "_s"))}
 
-    alone = facts(answered(0, "--json"))  # nothing but JSON on stdout, and nothing on stderr
+    alone = facts(answered(0, "--json"))  # stdout holds only JSON, and stderr is empty
     first = facts(answered(5, "--json"))
     (there,) = (short / "cacheblend").glob("*[!k]")
     again = facts(answered(5, "--json"))

@@ -1,4 +1,4 @@
-"""Tests what a shell sees of the command line: exit codes, completion, colours, and one meaning for each option."""
+"""Tests exit codes, completion and colours of the command line, and that each option has one meaning."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_kind_of_error_has_its_exit_code_and_no_traceback(run: Run, monkey
 
 @cache
 def exit_codes() -> str:
-    """What the help says of exit codes."""
+    """Return the help's part about exit codes."""
     return CliRunner().invoke(app, ["--help"]).stdout.split("Exit codes:")[1]
 
 
@@ -85,7 +85,7 @@ def test_a_bug_is_exit_code_70(monkeypatch, capsys):
     assert "Traceback" not in said.err
 
 
-def test_what_the_system_refuses_is_no_bug(monkeypatch, capsys):
+def test_an_error_of_the_operating_system_is_not_reported_as_a_bug(monkeypatch, capsys):
     failing(monkeypatch, PermissionError(13, "Permission denied", "/root/store"))
     monkeypatch.delenv("CACHEBLEND_DEBUG", raising=False)
     monkeypatch.setattr("sys.argv", ["cacheblend", "store", "ls"])
@@ -96,7 +96,7 @@ def test_what_the_system_refuses_is_no_bug(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_terminal_that_lacks_a_character_is_shown_its_number(monkeypatch, as_json):
+def test_characters_outside_the_terminals_encoding_are_shown_as_escapes(monkeypatch, as_json):
     said = "Müller “–” 🙂"
 
     def say(*_: object, **__: object) -> None:
@@ -150,16 +150,16 @@ def test_every_command_that_prints_a_result_takes_json():
     assert without == {"chat", "serve", "ui"}
 
 
-def test_an_option_means_the_same_in_every_command():
-    """One definition each: the help of two commands may not drift apart. What differs on purpose is named here."""
-    # Defaults of their own, and what of an evaluation is drawn, written or changed; doctor measures a store beside the model;
-    # chunks are a prompt's, or those that are to be kept; documents and questions are measured, tuned on, or learned from.
+def test_an_option_has_one_help_text_in_every_command():
+    """Each option has one definition: the help of two commands may not drift apart. This test lists intended differences."""
+    # Some options have different defaults; evaluations draw, write or change different things; doctor measures a store beside
+    # the model; chunks belong to a prompt or to a store; documents and questions are measured, tuned on, or learned from.
     own = {"--seed", "--out", "--output", "--ratio", "--store", "--chunks", "--chunk-tokens", "--max-tokens"}
     own |= {"--documents", "--questions"}
     helps: dict[str, set[str]] = {}
     for name, command in commands():
         if name.startswith(("bench", "realm")) or name == "serve":
-            continue  # random tokens, a BERT's training and vLLM's flags have options of their own
+            continue  # benchmarks, the training of a BERT and vLLM have different options
         for option in command.params:
             if option.param_type_name == "option":
                 helps.setdefault(option.opts[0], set()).add(option.help or "")
@@ -178,17 +178,17 @@ def test_an_option_means_the_same_in_every_command():
         ("store", "keygen"),
     ],
 )
-def test_the_home_of_a_user_who_does_not_exist_is_no_bug(run: Run, command: tuple[str, ...]):
+def test_the_home_of_a_missing_user_is_an_input_error(run: Run, command: tuple[str, ...]):
     result = run(*command, "~nobody-at-all/x")
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert "there is no user nobody-at-all" in result.stderr
 
 
-def test_a_user_without_a_home_directory_is_told_what_to_set(run: Run, monkeypatch):
+def test_a_missing_home_directory_is_an_error_that_names_home(run: Run, monkeypatch):
     def unknown(_: int) -> None:
         raise KeyError("uid not found")
 
-    monkeypatch.setattr("pwd.getpwuid", unknown)  # as of a container's user that is in no passwd
+    monkeypatch.setattr("pwd.getpwuid", unknown)  # a container's user may have no entry in passwd
     for name in ("CACHEBLEND_HOME", "HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
         monkeypatch.delenv(name, raising=False)
     for command in (("documents", "ls"), ("documents", "ls", "-s", "~/store")):

@@ -9,8 +9,8 @@ from tests.command_line import as_json
 pytestmark = pytest.mark.slow
 
 
-def test_store_calibrate_lets_auto_decide(run, model_dir, tmp_path):
-    """From nothing: index, calibrate, ask at auto; the answer says what the controller expected."""
+def test_store_calibrate_measures_the_costs_that_ratio_auto_uses(run, model_dir, tmp_path):
+    """An empty store is indexed, calibrated and asked at auto; the answer reports the controller's expectation."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.txt").write_text("The observatory was founded in 1911. " * 40, encoding="utf-8")
     where = ("--store", tmp_path / "store", "--model", model_dir)

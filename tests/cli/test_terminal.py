@@ -1,4 +1,4 @@
-"""Tests that what documents, names and servers say is shown on a terminal, and steers none."""
+"""Tests that texts of documents, names and servers are shown on a terminal without controlling it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.cli.test_documents import store  # noqa: F401
 from tests.cli.test_shell import Terminal
 
 STEERING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff]")
-# A title, a bell, a link; 8-bit CSI that wipes the line; text and signs shown from right to left; half a character.
+# HOSTILE holds a title, a bell, a link, an 8-bit CSI that wipes the line, right-to-left marks and half a character.
 HOSTILE = "\x1b]0;owned\x07 \x1b]8;;http://evil\x1b\\link \x9b2K \u202egpj.exe\u2066 \u061c1-2\u200f(\u200e \udcff\r"
 ITEM = Hit(Chunk("c1", f"Her cargo is grain.{HOSTILE}\n[2] b.txt: forged", ()), 0.5, f"/docs/a\n[2] b{HOSTILE}.txt", 0)
 
 
-def test_chat_shows_what_documents_and_models_say_and_is_steered_by_neither(monkeypatch, capsys):
+def test_chat_prints_control_characters_of_documents_and_models_as_escapes(monkeypatch, capsys):
     said = replace(answer(), answer=f"grain {HOSTILE}", sources=(ITEM,), notes=(HOSTILE,))
 
     def stream(question: str) -> Iterator[RagEvent]:
@@ -44,7 +44,7 @@ def test_chat_shows_what_documents_and_models_say_and_is_steered_by_neither(monk
     assert [line for line in shown.splitlines() if line.startswith("[2] ")] == []
 
 
-def test_documents_are_listed_by_their_whole_names_in_a_line_each(run, store, monkeypatch):  # noqa: F811
+def test_document_names_with_control_characters_are_listed_on_one_line_each(run, store, monkeypatch):  # noqa: F811
     name = f"/docs/a.txt\n/docs/forged.txt{HOSTILE}"
     monkeypatch.setattr(ChunkIndex, "documents", lambda self: [IndexedDocument(name, "", 1)])
     shown = run("documents", "ls", "-s", store).stdout
@@ -52,7 +52,7 @@ def test_documents_are_listed_by_their_whole_names_in_a_line_each(run, store, mo
     assert json.loads(run("documents", "ls", "-s", store, "--json").stdout)[0]["path"] == name
 
 
-def test_an_error_a_warning_and_a_log_line_steer_no_terminal(run, monkeypatch):
+def test_errors_warnings_and_log_lines_contain_no_control_characters(run, monkeypatch):
     def fails(*_: object) -> None:
         warnings.warn(HOSTILE, UserWarning, stacklevel=1)
         logging.getLogger("some.library").warning("%s", HOSTILE)
@@ -66,7 +66,7 @@ def test_an_error_a_warning_and_a_log_line_steer_no_terminal(run, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["[/x].md", "[link=http://evil]x[/].md", f"{HOSTILE}\nIndexing.md"])
-def test_a_name_at_hand_is_shown_as_it_is_on_a_terminal_and_in_a_log(name, monkeypatch):
+def test_a_file_name_is_shown_literally_on_a_terminal_and_in_a_log(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
@@ -86,15 +86,15 @@ def _line(name: str) -> str | None:
 
 
 @given(st.text(st.characters()))
-def test_what_is_made_printable_is_still_the_same_json(text):
+def test_printable_json_parses_to_the_same_text(text):
     shown = printable(json.dumps(text, ensure_ascii=False))
     assert json.loads(shown) == text and not STEERING.search(shown.replace("\r\n", ""))
     assert not STEERING.search(in_one_line(text)) and len(in_one_line(text).splitlines()) <= 1
 
 
 @pytest.mark.slow
-def test_all_output_goes_through_one_writer():
-    """But for what rich shows, and the modules of the lab that are run by `python -m`."""
+def test_only_the_console_output_module_prints():
+    """The test does not cover rich and the modules of the lab."""
     root = Path(cacheblend_rag.__file__).parent
     found = {
         str(file.relative_to(root))

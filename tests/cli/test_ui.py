@@ -1,4 +1,4 @@
-"""`cacheblend ui`: what the command line hands to the page; the page itself is tested in tests/ui."""
+"""Tests the options that `cacheblend ui` passes to the page; tests/ui tests the page itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_bundled_model_comes_with_example_documents(
     assert choices.store().parent == home and choices.store().name.startswith("demo-")
 
 
-def test_without_options_it_is_the_store_of_all_commands_without_examples(
+def test_ui_without_options_opens_the_default_store_without_examples(
     run: Callable[..., Result], served: list[tuple[Choices, int, bool]], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str | None] = []
@@ -45,7 +45,7 @@ def test_without_options_it_is_the_store_of_all_commands_without_examples(
     assert loaded == ["smollm2"]
 
 
-def test_options_mean_what_they_mean_everywhere(
+def test_ui_passes_its_options_to_the_page(
     run: Callable[..., Result], served: list[tuple[Choices, int, bool]], tmp_path: Path
 ) -> None:
     result = run("ui", "--store", tmp_path, "--port", 8123, "--no-browser", "--k", 3, "--ratio", 0.2, "--max-tokens", 9)
@@ -56,16 +56,14 @@ def test_options_mean_what_they_mean_everywhere(
     assert (choices.k, choices.settings.ratio, choices.sampling.max_tokens) == (3, 0.2, 9)
 
 
-def test_a_value_out_of_range_is_refused_before_anything_is_served(
+def test_a_value_out_of_range_is_refused_before_the_page_is_served(
     run: Callable[..., Result], served: list[tuple[Choices, int, bool]]
 ) -> None:
     result = run("ui", "--ratio", 2)
     assert result.exit_code == 2 and "ratio is 2.0" in result.stderr and not served
 
 
-def test_options_of_a_server_and_a_model_do_not_mix(
-    run: Callable[..., Result], served: list[Any], tmp_path: Path
-) -> None:
+def test_device_is_refused_together_with_server(run: Callable[..., Result], served: list[Any], tmp_path: Path) -> None:
     from cacheblend_rag.errors import InputError
 
     run("ui", "--server", "http://127.0.0.1:9", "--device", "cpu", "--store", tmp_path)

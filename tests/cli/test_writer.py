@@ -1,4 +1,4 @@
-"""`--writer` on the command line: what it writes, what is said where the KV is of another hand, and what refuses it."""
+"""Tests `--writer` on the command line: its KV, the advice about KV of another writer, and its refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def writers(model_dir, tmp_path_factory) -> list[Path]:
     return made
 
 
-def test_a_store_is_written_by_a_writer_and_says_what_to_do_without_it(
+def test_asking_a_store_with_another_kv_writer_names_the_writer_to_give(
     run, model_dir, documents, tmp_path, writers, monkeypatch
 ):
     here, by = ["--store", tmp_path / "store", "--model", model_dir], ["--writer", writers[0]]
@@ -60,15 +60,13 @@ def test_a_store_is_written_by_a_writer_and_says_what_to_do_without_it(
     mode, said = asked("--writer", writers[1])
     assert f"by the KV writer in {writers[0]}" in said
     assert f"Give --writer {writers[0]}, or index them again with the one in {writers[1]}." in said
-    # What the model itself has written is still there, and of use without a writer.
+    # The model's own KV is still stored, and is reused without a writer.
     mode, said = asked("--writer", "none")
     assert mode == "blend"
     assert f"Give --writer {writers[0]}." in said
 
 
-def test_the_chunks_of_a_store_are_listed_and_removed_with_the_kv_that_the_writer_has_written(
-    run, model_dir, documents, tmp_path, writers
-):
+def test_chunks_are_listed_and_removed_with_the_kv_of_their_writer(run, model_dir, documents, tmp_path, writers):
     store = tmp_path / "store"
     made = run("index", documents, "--store", store, "--model", model_dir, "--writer", writers[0])
     assert made.exit_code == 0, made.stderr
@@ -85,9 +83,9 @@ def test_the_chunks_of_a_store_are_listed_and_removed_with_the_kv_that_the_write
     assert len(left) == len(listed)
 
 
-def test_an_index_by_a_writer_takes_what_one_without_takes(run, model_dir, documents, tmp_path, writers, monkeypatch):
+def test_an_index_takes_as_much_kv_with_a_writer_as_without(run, model_dir, documents, tmp_path, writers, monkeypatch):
     planned = []
-    # Its prompts, as any, leave the model's own KV of the chunks that they begin with.
+    # The prompts of the spot check would store the model's own KV of their first chunks.
     monkeypatch.setattr("cacheblend_rag.calibrate.spot_check.spot_check", lambda *_: None)
     for name, more in (("plain", []), ("by a writer", ["--writer", writers[0]])):
         store = tmp_path / name
@@ -101,9 +99,7 @@ def test_an_index_by_a_writer_takes_what_one_without_takes(run, model_dir, docum
     assert planned[1] == pytest.approx(planned[0], rel=0.01)
 
 
-def test_with_a_document_goes_its_kv_of_every_hand_and_former_writers_also_without_a_writer(
-    run, model_dir, documents, tmp_path, writers
-):
+def test_removing_a_document_removes_its_kv_of_every_writer(run, model_dir, documents, tmp_path, writers):
     store, model = tmp_path / "store", ["--model", model_dir]
     for more in ([], *(["--writer", writer] for writer in writers)):
         assert run("index", documents, "--store", store, *model, *more).exit_code == 0
@@ -117,7 +113,7 @@ def test_with_a_document_goes_its_kv_of_every_hand_and_former_writers_also_witho
     assert [item["tokens"] for item in left] == [0]  # the header's own
 
 
-def test_documents_that_a_new_writer_has_not_written_are_not_taken_for_dropped(
+def test_documents_not_yet_written_by_a_new_writer_are_not_reported_as_dropped(
     run, model_dir, documents, tmp_path, writers
 ):
     (tmp_path / "more").mkdir()
@@ -131,27 +127,27 @@ def test_documents_that_a_new_writer_has_not_written_are_not_taken_for_dropped(
         assert "budget is full" not in result.stderr
 
 
-def test_a_writer_that_cannot_be_used_is_named_before_anything_is_indexed(run, model_dir, documents, tmp_path):
+def test_an_unusable_writer_is_named_before_indexing(run, model_dir, documents, tmp_path):
     result = run("index", documents, "--store", tmp_path / "s", "--model", model_dir, "--writer", tmp_path / "none")
     assert result.exit_code == 2
     assert f"The KV writer in {tmp_path / 'none'} cannot be used" in result.stderr
     assert not (tmp_path / "s" / "index.db").exists()
 
 
-def test_a_writer_goes_with_a_model_that_is_loaded_here_and_not_made_up(run, documents, tmp_path):
+def test_a_writer_is_refused_with_a_server_or_random_weights(run, documents, tmp_path):
     remote = run("index", documents, "--store", tmp_path, "--server", "http://127.0.0.1:1", "--writer", tmp_path)
     assert (remote.exit_code, "--writer does not go with --server" in remote.stderr) == (2, True)
     random = run("bench", "ttft", "--random-weights", "llama:2x64", "--writer", tmp_path)
     assert (random.exit_code, "leave it out, or the random weights" in random.stderr) == (2, True)
 
 
-def test_a_benchmark_times_what_the_writer_writes(run, model_dir, writers):
+def test_a_benchmark_runs_with_a_writer(run, model_dir, writers):
     timed = run("bench", "ttft", "--model", model_dir, "--writer", writers[0], "--chunks", 2, "--chunk-tokens", 20,
                 "--repeat", 1, "--json")  # fmt: skip
     assert as_json(timed)["settings"]["kv"] == "ram"
 
 
-def test_calibration_with_a_writer_is_kept_for_that_writer_or_beside_it(run, model_dir, home, tmp_path, writers):
+def test_a_calibration_with_a_writer_is_stored_for_this_writer_or_beside_it(run, model_dir, home, tmp_path, writers):
     lines = [
         {"question": f"Who is {name}?", "chunks": [f"{name} keeps the light.", "It was founded in 1911."]}
         for name in ("Ada", "Mira")
@@ -169,7 +165,7 @@ def test_calibration_with_a_writer_is_kept_for_that_writer_or_beside_it(run, mod
     assert [each["writer"] for each in found] == [str(writers[0]), str(writers[1]), None]
 
 
-def test_the_writer_that_needs_no_training_writes_an_index_which_then_asks_for_it(run, model_dir, documents, tmp_path):
+def test_an_index_of_the_probe_writer_keeps_the_probe_writer(run, model_dir, documents, tmp_path):
     here = ["--store", tmp_path / "store", "--model", model_dir]
     index = ["index", documents, *here, "--chunk-tokens", 40, "--json"]
     made = as_json(run(*index, "--writer", "probe"))

@@ -1,4 +1,4 @@
-"""Brings the fixtures of the command line to the tests of what all commands share."""
+"""Brings the fixtures of the command line to the tests of the parts that all commands share."""
 
 from __future__ import annotations
 

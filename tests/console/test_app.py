@@ -1,4 +1,4 @@
-"""Tests what every command shares: nothing heavy is imported for the help, and an error has no traceback."""
+"""Tests the imports and the OpenMP settings that every command shares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_help_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_server_says_its_first_word_before_it_imports_torch() -> None:
+def test_serve_prints_its_first_line_before_importing_torch() -> None:
     code = (
         "import sys; from cacheblend_rag.cli import app; import cacheblend_rag.server.options as options; "
         "options.tell = lambda _: sys.exit(5 + ('torch' in sys.modules)); app(['serve'])"
@@ -42,7 +42,7 @@ def test_a_command_imports_no_other_command():
 
 def test_threads_of_a_command_do_not_spin_for_long() -> None:
     code = "from cacheblend_rag.cli import app; app(['ask', '--help'], standalone_mode=False); import torch"
-    # vLLM preloads OpenMP into what this process starts: it would be read before the command says anything.
+    # vLLM preloads OpenMP into child processes: OpenMP would read the environment before the command sets it.
     unset = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "LD_PRELOAD"}
     env = {k: v for k, v in os.environ.items() if k not in unset}
     env |= {"OMP_DISPLAY_ENV": "VERBOSE"}
@@ -61,7 +61,7 @@ def test_a_command_asks_for_huge_pages_unless_the_user_has_decided(run, monkeypa
         assert os.environ["THP_MEM_ALLOC_ENABLE"] == asked
 
 
-def test_how_long_they_spin_is_left_to_a_user_who_says_how_they_wait(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_omp_wait_policy_leaves_the_spin_count_unset(run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert run("ask", "--help").exit_code == 0

@@ -1,4 +1,4 @@
-"""Tests which model a command takes that is given none: the index's, else SmolLM2, said in a line; bundled for its own world."""
+"""Tests the default model of commands: the index's model, otherwise SmolLM2 with a line on stderr, bundled for its corpus."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(arguments)
         raise ModelError("no model is loaded here")
 
-    # A command's module that is first imported now would keep what stands in for another's function.
+    # A command's module that is first imported later would keep a patched function of another module.
     for module in pkgutil.iter_modules(cli.__path__, "cacheblend_rag.cli."):
         importlib.import_module(module.name)
     for place in (
@@ -65,7 +65,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def taken(result: Result, loads: list[Any]) -> tuple[str | None, bool]:
-    """Return the model that was to be loaded, and whether a person was told that it is SmolLM2."""
+    """Return the model that was to be loaded, and whether stderr names SmolLM2 as the default."""
     assert len(loads) == 1, result.output
     return loads.pop()[0].model, "Without --model it is smollm2" in result.stderr
 
@@ -84,7 +84,7 @@ def test_questions_are_answered_by_the_model_that_the_index_was_made_with(
         assert taken(run(*command, "--store", store, "--server", "http://127.0.0.1:9"), loads) == (None, False)
 
 
-def test_own_documents_are_indexed_by_smollm2_and_the_bundled_ones_by_the_bundled_model(
+def test_own_documents_are_indexed_by_smollm2_and_bundled_documents_by_the_bundled_model(
     run: Run, own: Path, loads: list[Any], tmp_path: Path
 ) -> None:
     new = ["--store", tmp_path / "new"]
@@ -100,7 +100,7 @@ def test_own_documents_are_indexed_by_smollm2_and_the_bundled_ones_by_the_bundle
     )
 
 
-def test_own_documents_do_not_go_into_an_index_of_the_bundled_model_unless_it_is_named(
+def test_own_documents_are_refused_in_an_index_of_the_bundled_model_unless_it_is_named(
     run: Run, own: Path, loads: list[Any], tmp_path: Path
 ) -> None:
     store = indexed(tmp_path / "store", bundled_corpus() / "ship-logs.md", "bundled")
@@ -111,7 +111,7 @@ def test_own_documents_do_not_go_into_an_index_of_the_bundled_model_unless_it_is
     assert taken(run("index", bundled_corpus(), "--store", store), loads) == ("bundled", False)
 
 
-def test_other_data_sets_than_the_bundled_models_own_are_evaluated_by_smollm2(
+def test_a_users_data_set_is_evaluated_by_smollm2_and_the_default_by_the_bundled_model(
     run: Run, own: Path, loads: list[Any], tmp_path: Path
 ) -> None:
     own.write_text('{"question": "Why?", "answers": ["So."], "chunks": ["So it is."]}\n')
@@ -132,7 +132,7 @@ def test_a_server_serves_the_model_of_its_stores_index_or_else_smollm2(
         assert loads.pop()[0].writer == writer
 
 
-def test_an_index_keeps_the_kv_writer_that_it_was_made_with_and_a_new_one_has_the_models_own(
+def test_an_index_keeps_its_kv_writer_and_a_new_index_gets_the_models_own_writer(
     run: Run, own: Path, loads: list[Any], tmp_path: Path
 ) -> None:
     def writer(store: Path, *more: object, command: tuple[object, ...] = ("ask", "Why?")) -> str | None:
@@ -149,7 +149,7 @@ def test_an_index_keeps_the_kv_writer_that_it_was_made_with_and_a_new_one_has_th
     for command in (("ask", "Why?"), ("doctor",)):
         assert writer(here, command=command) == writer(here, "--model", "smollm2", command=command) == hand
     for command in (("ask", "Why?"), ("index", own, tmp_path / "new.md"), ("doctor",)):
-        # It may be where this package lies now; None is the one that the model comes with.
+        # The writer may have moved with this package; None stands for the model's own writer.
         assert writer(gone, command=command) is None
         assert writer(plain, command=command) == "none", "its KV is there, and goes on being used"
         assert writer(plain, "--writer", "smollm2", command=command) == "smollm2"
@@ -175,11 +175,11 @@ def test_commands_run_a_model_in_the_dtype_of_the_index_unless_another_is_given(
     assert loaded("serve", *store)[1] == ["--dtype", "bfloat16"]
     assert loaded("serve", *store, "--dtype", "float32")[1][-2:] == ["--dtype", "float32"]
     assert loaded("serve", *store, "--model", "other/llm")[1] == []
-    # An index of an older version does not say in which dtype it was made.
+    # An index of an older version records no dtype.
     assert loaded("ask", "Why?", "--store", indexed(tmp_path / "old", own, "acme/llm"))[0].dtype is None
 
 
-def test_a_model_in_a_directory_is_known_by_its_whole_path_and_names_stay_what_they_are(
+def test_a_model_directory_becomes_an_absolute_path_and_other_names_stay_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Groups of options become single options on the command line, and groups again in the command."""
+"""Tests that groups of options become single options on the command line, and groups again in the command."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_blend_options_make_the_settings_of_the_engines():
     assert (settings.ratio, settings.policy, settings.check_layers) == (0.2, "sink", (1, 3))
 
 
-def test_a_disk_budget_is_noted_with_the_store_and_shown_by_its_statistics_and_ram_is_each_commands_own(
+def test_a_disk_budget_is_recorded_in_the_store_and_a_ram_budget_is_not(
     tmp_path: Path,
 ) -> None:
     BudgetOptions(ram_budget="0").note(tmp_path)

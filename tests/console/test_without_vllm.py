@@ -1,4 +1,4 @@
-"""Tests what the command line says where vLLM is missing or does not start. vLLM itself is not imported: it takes seconds."""
+"""Tests the errors of commands if vLLM is missing or does not start. These tests do not import vLLM, which takes seconds."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PACKAGE = "cacheblend_rag.engines.vllm"
 
 @pytest.fixture
 def _fresh() -> Iterator[None]:
-    """Nothing of vLLM's side has been imported yet, whatever ran before; what was is put back at the end."""
+    """Remove imported modules of our vLLM engine and server before a test, and restore them after it."""
     before = {
         name: module for name, module in sys.modules.items() if name.startswith((PACKAGE, "cacheblend_rag.server"))
     }
-    before.pop("cacheblend_rag.server.options", None)  # the list of flags, which the command has read
-    # A package is an attribute of the one that it lies in, too, and patches by name go that way.
+    before.pop("cacheblend_rag.server.options", None)  # the command has read the list of flags from this module
+    # A package is also an attribute of its parent package, and patches by name use this attribute.
     places = [(vars(cacheblend_rag.engines), "vllm"), (vars(cacheblend_rag), "server")]
     packages = [names.pop(name, None) for names, name in places]
     for name in before:
@@ -47,7 +47,7 @@ def _fresh() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_fresh")
 @pytest.mark.parametrize("command", [["serve"], ["eval", "--engine", "vllm"], ["bench", "ttft", "--engine", "vllm"]])
-def test_where_vllm_is_missing_it_is_said_what_to_install(run, monkeypatch, tmp_path, command):
+def test_a_command_without_vllm_names_the_package_to_install(run, monkeypatch, tmp_path, command):
     real = metadata.version
 
     def version(name: str) -> str:
@@ -57,14 +57,14 @@ def test_where_vllm_is_missing_it_is_said_what_to_install(run, monkeypatch, tmp_
 
     monkeypatch.setattr(metadata, "version", version)
     for name in ("vllm", "starlette", "fastapi", "prometheus_client"):
-        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+        monkeypatch.setitem(sys.modules, name, None)  # an import of this module fails
     result = run(*command)
     assert result.exit_code == 4, result.output
     assert 'vLLM is not installed. Install "cacheblend-rag[vllm]"' in result.stderr
 
 
 @pytest.mark.usefixtures("_fresh")
-def test_a_vllm_that_does_not_start_is_told_in_a_few_lines_without_its_tracebacks(capfd, tmp_path):
+def test_a_failed_vllm_start_is_reported_in_a_few_lines_without_tracebacks(capfd, tmp_path):
     folder = Path(cacheblend_rag.engines.__file__).parent / "vllm"
     spec = importlib.util.spec_from_file_location(f"{PACKAGE}.starting", folder / "starting.py")
     assert spec is not None and spec.loader is not None
@@ -79,7 +79,7 @@ def test_a_vllm_that_does_not_start_is_told_in_a_few_lines_without_its_traceback
 
     package = ModuleType(PACKAGE)
     vars(package).update(VLLMEngine=Engine, __path__=[str(folder)])
-    # `_fresh` puts back what was there; monkeypatch, which ends later, would take that out again.
+    # `_fresh` restores the old package; monkeypatch, which ends later, would remove it again.
     sys.modules[PACKAGE] = package
     with capfd.disabled(), pytest.raises(ModelError) as failed:
         open_vllm(ModelOptions("acme"), tmp_path, None, None, None)

@@ -1,7 +1,7 @@
-"""The commands and programs of README, the how-to guides and the integrations' pages run as they stand, in order.
+"""Runs the commands and programs of README, the how-to guides and the integrations' pages unchanged and in order.
 
-Around each page there is what it takes for granted: documents, questions, a retriever, an index. The models it names are folders
-with the bundled model. What a page prints is not compared here; the tutorial's is (`test_snippets.py`).
+Each page finds the things that it assumes: documents, questions, a retriever, an index. The models it names are folders
+with the bundled model. The output of a page is not compared here; `test_snippets.py` compares the tutorial's.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tests.retrieval.test_documents import write_pdf
 QUESTION = "Who approves travel above 500 euros?"
 RULE = "Travel above 500 euros is approved by the head of finance."
 MODELS = ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "MODEL", "M")
-# Tested elsewhere, since they take a browser, a server or minutes: tests/ui, tests/server and test_snippets.py, lab/lab_tests.
+# Commands that need a browser, a server or minutes; tests/ui, tests/server, test_snippets.py and lab/lab_tests test them.
 LEFT_OUT = ("demo", "ui", "serve", "bench ttft", "bench controller", "figures")
-# Whole pages tested elsewhere: lab/lab_tests, tests/calibrate and tests/cli/test_store_calibrate.py.
+# Pages that lab/lab_tests, tests/calibrate and tests/cli/test_store_calibrate.py test.
 PAGES_LEFT_OUT = {"docs/howto/realm.md", "docs/howto/retriever.md", "docs/howto/tuning.md"}
-# The pages of each package import all that they use, but for what the reader has: these, and what is named "your_...".
+# Pages of each package import every name that they use, except for these names of the reader and names with "your_".
 READERS = {"langchain": {"prompt", "loader", "record_manager"}, "llama-index": {"documents", "index"}}
 PACKAGE_OF = {
     "docs/howto/langchain.md": "langchain",
@@ -61,7 +61,7 @@ PAGES = (
 
 @pytest.fixture(scope="module")
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with the default profile: what a page's reader has before calibrating a model."""
+    """The bundled model with the default profile, as a reader has a model before calibrating it."""
     folder = tmp_path_factory.mktemp("models") / "bundled"
     shutil.copytree(bundled_model_directory(), folder)
     (folder / "cacheblend.json").unlink()
@@ -70,8 +70,8 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path, bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the pages name, which is also the reader's home."""
-    exporter()  # a process has one: a page that sets up another would send all later tests' spans there
+    """A folder with the files that the pages name, which is also the reader's home."""
+    exporter()  # a process has only one: a page that set up its own would receive the spans of all later tests
     for name in MODELS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(bundled)
@@ -80,7 +80,7 @@ def place(tmp_path: Path, bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         (tmp_path / folder / "travel.md").write_text(f"{RULE}\n\nBelow that, any manager does.\n")
     handbook = (bundled_corpus() / "handbook.md").read_text("utf-8")
     (tmp_path / "docs" / "handbook.md").write_text(handbook[:2000])
-    if smollm2_file() is not None:  # what is made of it once need not be made for each page
+    if smollm2_file() is not None:  # all pages share the converted model
         (tmp_path / "cacheblend").mkdir()
         (tmp_path / "cacheblend" / "models").symlink_to(model_directory(SMOLLM2).parent)
     for name in ("handbook.pdf", "docs/old-handbook.pdf"):
@@ -98,11 +98,13 @@ def place(tmp_path: Path, bundled: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def run(command: list[str]) -> tuple[int, str]:
-    """Run a page's command; return its exit status and what it said."""
+    """Run a page's command; return its exit status and its output."""
     words = [str(Path(word).expanduser()) if word.startswith("~") else word for word in command[1:]]
-    if words[0] == "index" and "--model" not in words:  # where the default one, forty times as large, adds nothing
+    if (
+        words[0] == "index" and "--model" not in words
+    ):  # the default model, forty times as large, would test nothing more
         words += ["--model", "M"]
-    if "--kv" in words:  # as far as the tiers are on this machine (the others: tests/cli/test_kv.py)
+    if "--kv" in words:  # only tiers of this machine (tests/cli/test_kv.py tests the others)
         words[words.index("--kv") + 1] = "ram://1GiB,file://?budget=1GiB"
     if "ID" in words:
         listed = CliRunner().invoke(app, ["store", "ls", "--json", "--store", words[words.index("--store") + 1]])
@@ -112,7 +114,7 @@ def run(command: list[str]) -> tuple[int, str]:
 
 
 def langchain_names(engine: TransformersEngine) -> dict[str, Any]:
-    """What a LangChain app has before it is moved over."""
+    """Return the names that a LangChain app has before its migration."""
     core = pytest.importorskip(
         "langchain_core", reason="the LangChain package is not installed; make setup installs it"
     )
@@ -135,7 +137,7 @@ def langchain_names(engine: TransformersEngine) -> dict[str, Any]:
 
 
 def llamaindex_names(engine: TransformersEngine) -> dict[str, Any]:
-    """What a LlamaIndex app has before it is moved over."""
+    """Return the names that a LlamaIndex app has before its migration."""
     core = pytest.importorskip("llama_index.core", reason="the LlamaIndex package is not installed; make setup does it")
     import llama_index_cacheblend
     from llama_index.core.ingestion import IngestionPipeline
@@ -157,7 +159,7 @@ def llamaindex_names(engine: TransformersEngine) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def program_runner(bundled: Path, place: Path, page: str) -> Iterator[Callable[[str], str]]:
-    """Yield what runs a block of Python of a page after those before it, and returns what it prints."""
+    """Yield a function that runs a page's Python blocks one after another and returns the output of each."""
     with TransformersEngine(bundled, store=place / "before") as engine:
         names: dict[Any, dict[str, Any]] = {}
         package = PACKAGE_OF.get(page)
@@ -185,7 +187,7 @@ def program_runner(bundled: Path, place: Path, page: str) -> Iterator[Callable[[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_works_as_it_stands(page: str, place: Path, bundled: Path) -> None:
+def test_the_commands_and_programs_of_a_page_run(page: str, place: Path, bundled: Path) -> None:
     ran = 0
     with program_runner(bundled, place, page) as run_program:
         for block in PARSER.parse((ROOT / page).read_text("utf-8")):
@@ -202,7 +204,7 @@ def test_a_page_works_as_it_stands(page: str, place: Path, bundled: Path) -> Non
     assert ran
 
 
-def test_every_page_with_commands_to_follow_is_run() -> None:
+def test_every_guide_with_commands_is_run_or_listed_as_left_out() -> None:
     guides = (page for page in sorted((ROOT / "docs/howto").glob("*.md")) if any(followed(page)))
     assert {page.relative_to(ROOT).as_posix() for page in guides} <= {*PAGES, *PAGES_LEFT_OUT}
 

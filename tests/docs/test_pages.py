@@ -1,4 +1,4 @@
-"""Tests that what the pages say of the repository is there: links, headings, public names, families of models."""
+"""Tests that things named on the pages exist: links, headings, public names, commands, families of models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def links(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return what links may name in a page, and in what it includes: headings, as GitHub and MyST write them."""
+    """Return the anchors of a page and of its included pages: headings, as GitHub and MyST write them."""
     text = page.read_text(encoding="utf-8")
     for included in re.findall(r"^```\{include\} (\S+\.md)$", text, flags=re.MULTILINE):
         text += (page.parent / included).read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def wrong_links(page: Path) -> list[str]:
     return wrong
 
 
-def test_a_link_to_a_missing_file_or_heading_and_one_without_a_text_are_seen(tmp_path: Path) -> None:
+def test_links_to_missing_files_or_headings_and_links_without_text_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One `two`\n\n[a](gone.md), [b](page.md#three), [c](#one-two), [](page.md), [d](https://e.f)\n")
     assert list(links(page)) == [("a", "gone.md"), ("b", "page.md#three"), ("c", "#one-two"), ("", "page.md")]
@@ -77,7 +77,7 @@ def test_a_link_to_a_missing_file_or_heading_and_one_without_a_text_are_seen(tmp
     assert wrong_links(page) == ["gone.md", "page.md#three", "page.md"]
 
 
-def test_the_reference_names_every_public_name_and_no_other() -> None:
+def test_the_reference_lists_exactly_the_public_names() -> None:
     page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\.\. auto\w+:: cacheblend_rag\.(\w+)$", page, flags=re.MULTILINE)) == sorted(
         cacheblend_rag.__all__
@@ -97,7 +97,7 @@ def test_every_page_is_in_the_sites_index() -> None:
     assert {f"generated/{notebook.stem}" for notebook in ROOT.glob("examples/*.ipynb")} <= listed
 
 
-def test_the_exit_codes_are_those_of_the_errors() -> None:
+def test_the_documented_exit_codes_match_the_error_classes() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     codes = re.findall(r"^- \*\*(\d+)\*\*:(.*(?:\n  .*)*)", page, flags=re.MULTILINE)
     said = {name: int(code) for code, text in codes for name in re.findall(r"`(\w+Error)`", text)}
@@ -131,7 +131,7 @@ def unknown_words(command: list[str]) -> list[str]:
         if words[0] not in at.commands:
             return words[:1]
         at, words = at.commands[words[0]], words[1:]
-    # `serve` hands on what it does not know to vLLM.
+    # `serve` passes unknown options to vLLM.
     known = {option for parameter in at.params for option in (*parameter.opts, *parameter.secondary_opts)} | {
         "--help",
         "-h",
@@ -140,11 +140,11 @@ def unknown_words(command: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_command_and_option_exists(page: Path) -> None:
+def test_every_documented_command_and_option_exists(page: Path) -> None:
     assert [(command, wrong) for command in commands(page) if (wrong := unknown_words(command))] == []
 
 
-def test_commands_and_options_that_do_not_exist_are_seen(tmp_path: Path) -> None:
+def test_unknown_commands_and_options_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "```console\n$ cacheblend ask Who? --stor x\n```\n\n    cacheblend store lst\n    cacheblend store ls \\\n      --json\n"
@@ -152,16 +152,16 @@ def test_commands_and_options_that_do_not_exist_are_seen(tmp_path: Path) -> None
     assert [unknown_words(command) for command in commands(page)] == [["--stor"], ["lst"], []]
 
 
-def test_the_reasons_explained_are_those_that_answers_give() -> None:
+def test_every_reason_explained_in_the_docs_stands_in_the_code() -> None:
     page = (ROOT / "docs/howto/usage.md").read_text(encoding="utf-8")
     reasons = re.findall(r"^\| (.*?) \|", page.partition("| reason |")[2], flags=re.MULTILINE)
     given = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "cacheblend_rag").rglob("*.py"))
     assert len(reasons) == 11
-    # Numbers and what stands for a part of its own are put into them.
+    # The code puts numbers and parts of text into the reasons.
     assert [part for reason in reasons for part in re.split(r"\d+|\.\.\.", reason) if part not in given] == []
 
 
-def test_the_servers_page_names_every_flag_of_ours() -> None:
+def test_the_server_page_names_all_flags_of_serve() -> None:
     page = (ROOT / "docs/server.md").read_text(encoding="utf-8")
     said = set(re.findall(r"`(--[^`]+)`", page.partition("Own flags:")[2].partition("The server listens")[0]))
     of_ours = {option for parameter in get_command(serve).params for option in parameter.opts} - {"--help", "-h"}
@@ -176,7 +176,7 @@ def test_the_page_about_traces_names_every_pass() -> None:
     assert [name for name in passes if f"cacheblend.{name}_pass " not in page] == []
 
 
-def test_the_drawn_figures_are_what_the_script_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_committed_figures_equal_the_scripts_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     draw = importlib.import_module("draw")
     monkeypatch.setattr(draw, "IMAGES", tmp_path)
@@ -187,7 +187,7 @@ def test_the_drawn_figures_are_what_the_script_draws(tmp_path: Path, monkeypatch
         assert figure.read_text("utf-8") == (ROOT / "docs/images" / figure.name).read_text("utf-8"), figure.name
 
 
-def test_the_table_of_models_is_what_the_tests_cover() -> None:
+def test_the_table_of_models_matches_the_tested_families() -> None:
     verdicts = {"BLENDED": "blended", "EXACT_PREFIX": "exact prefix", "NOT_BLENDED": "prefill"}
     source = (ROOT / "tests/blending/families.py").read_text(encoding="utf-8")
     in_vllm = "".join(

@@ -1,7 +1,7 @@
-"""The commands and programs of the tutorial and of pages about clients run, in order, and print what the pages show.
+"""Runs the commands and programs of the tutorial and of pages about clients in order, and compares output with the pages.
 
-What is run: `console` blocks (lines after `$ ` are commands, the rest is what they print) and `python` blocks (one namespace for
-all pages of a test, as in one session); a `text` block is what the `python` block before it prints.
+A line after `$ ` in a `console` block is a command, and the other lines are its output. All `python` blocks of a test share one
+namespace, as in one session; a `text` block is the output of the `python` block before it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from tests.server.running import RunningServer
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs/tutorial"
-PORT = "8000"  # as the pages write it; the server of the tests has a free one
+PORT = "8000"  # the port in the pages; the server of the tests gets a free port
 
 
 class Reader:
-    """Someone who does what a page says, in one folder and one Python session."""
+    """Follows a page in one folder and one Python session."""
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
@@ -65,14 +65,14 @@ class Reader:
         return "\n".join(wrong) or None
 
     def run(self, command: str) -> str:
-        """Return what a command prints, or its error; `cacheblend` runs in this process, which has torch, a server stays on."""
+        """Return a command's output or error; `cacheblend` runs in this process, which has torch, and a server keeps running."""
         if command.startswith("cacheblend serve "):
             server = self.left.enter_context(served(shlex.split(command)[2:]))
             self.port = server.url.rpartition(":")[2]
             return ""
         if command.startswith("cacheblend "):
             result = CliRunner().invoke(app, shlex.split(command)[1:])
-            # Progress and warnings are on stderr, and no page shows them.
+            # Pages do not show progress and warnings, which are on stderr.
             return result.stdout if result.exit_code == 0 else result.stderr[result.stderr.find("Error:") :]
         done = subprocess.run(
             command, shell=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -104,14 +104,14 @@ class Reader:
 
 
 def commands_of(block: str) -> Iterator[tuple[str, str]]:
-    """Yield each command of a console block with what it is shown to print; a command ending in a backslash goes on."""
+    """Yield each command of a console block with its shown output; a command that ends in a backslash continues."""
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         command, _, expected = part.replace("\\\n", " ").partition("\n")
         yield command, expected
 
 
 def matches(expected: str, got: str) -> bool:
-    """Compare as doctest does: `...` stands for anything, any white space for any other."""
+    """Compare as doctest does: `...` stands for any text, and all white space is equal."""
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     return doctest.OutputChecker().check_output(expected.strip() + "\n", got.strip() + "\n", flags)
 
@@ -122,7 +122,7 @@ def served(arguments: list[str]) -> RunningServer:
     for option in ("--store", "--port", "--api-key"):
         parser.add_argument(option, required=True)
     page, flags = parser.parse_known_args(arguments)
-    # The bundled profile's ratio, given: the pages' prompts are so short that measured times would decide whether to blend.
+    # A given ratio always blends; for the pages' short prompts, measured times would otherwise decide whether to blend.
     return RunningServer(None, Path(page.store).absolute(), "--ratio", "0.05", *flags, key=page.api_key)
 
 
@@ -140,14 +140,14 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
 
 
 @pytest.mark.slow
-def test_the_tutorial_prints_what_it_shows(reader: Reader) -> None:
+def test_the_commands_of_the_tutorial_print_the_shown_output(reader: Reader) -> None:
     for page in ("index", "commands", "python", "chain"):
         reader.follow(TUTORIAL / f"{page}.md")
 
 
 @pytest.mark.vllm
-def test_the_pages_about_serving_print_what_they_show(reader: Reader) -> None:
-    """One server for all of them: that of the tutorial's page."""
+def test_the_commands_of_the_serving_pages_print_the_shown_output(reader: Reader) -> None:
+    """All these pages use the server that the tutorial's page starts."""
     for package in ("vllm", "haystack", "langchain_openai", "chromadb"):
         pytest.importorskip(package, reason=f"{package} is not installed; make setup installs it")
     passages = keep_as_open_webui_does(Path("copy/vector_db"))
@@ -169,7 +169,7 @@ def keep_as_open_webui_does(folder: Path) -> list[str]:
     return passages
 
 
-def test_the_tutorial_has_no_block_that_is_not_run_but_the_one_that_installs() -> None:
+def test_every_block_of_the_tutorial_is_run_except_for_pip_install() -> None:
     kinds = {"console", "python", "text", "{toctree}"}
     for page in sorted(TUTORIAL.glob("*.md")):
         blocks = re.findall(r"^```(\S+)\n(.*)", page.read_text("utf-8"), flags=re.MULTILINE)
@@ -177,7 +177,7 @@ def test_the_tutorial_has_no_block_that_is_not_run_but_the_one_that_installs() -
         assert [line for line in unknown if not line.startswith("pip install ")] == [], page.name
 
 
-def test_another_output_than_the_shown_one_is_noticed(reader: Reader, tmp_path: Path) -> None:
+def test_an_output_that_differs_from_the_shown_text_is_reported(reader: Reader, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     for shown, fits in (("a ... c", True), ("a b", False), ("", False)):
         for block in (

@@ -1,4 +1,4 @@
-"""Inputs that nobody has thought of. `make test` runs some, always the same; `make fuzz` runs many, always others."""
+"""Tries random inputs. `make test` runs a fixed small set of inputs; `make fuzz` runs many new inputs each time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from hypothesis import HealthCheck, settings
 
 FACTOR = int(os.environ.get("CACHEBLEND_FUZZ", "0"))
-"""How many times as many examples as `make test` runs; 0 there."""
+"""The factor by which `make fuzz` runs more examples than `make test`, which sets 0."""
 
 
 def examples(number: int) -> settings:
-    """Return hypothesis's settings for a test that tries so many inputs in CI."""
+    """Return hypothesis's settings for a test that tries ``number`` inputs in CI."""
     return settings(
         max_examples=number * max(1, FACTOR),
         derandomize=not FACTOR,

@@ -1,4 +1,4 @@
-"""The server's routes come with vLLM: without it there is nothing of them to try."""
+"""The server's routes need vLLM: without vLLM their tests are not collected."""
 
 from __future__ import annotations
 

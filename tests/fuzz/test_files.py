@@ -1,4 +1,4 @@
-"""Files of a store that somebody has worked on, checksums made good again: a miss or an error in words, never a crash."""
+"""Tests that damaged and forged files of a store give a miss or an error with a message, never a crash."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHAPES = st.lists(NUMBERS, max_size=5) | JSON
 
 @st.composite
 def damage(draw: st.DrawFn, data: bytes) -> bytes:
-    """Bytes that were changed, cut, doubled, exchanged or zeroed in up to four places."""
+    """Draw bytes that were changed, cut, doubled, exchanged or zeroed in up to four places."""
     found = bytearray(data)
     for _ in range(draw(st.integers(1, 4))):
         begin = draw(st.integers(0, len(found)))
@@ -90,19 +90,19 @@ def with_file(data: st.DataObject, keys: Keyring | None) -> None:
 
 @examples(60)
 @given(data=st.data())
-def test_a_damaged_entry_is_never_a_wrong_one(data: st.DataObject) -> None:
+def test_a_damaged_entry_never_gives_wrong_kv(data: st.DataObject) -> None:
     with_file(data, None)
 
 
 @examples(40)
 @given(data=st.data())
-def test_a_damaged_encrypted_entry_is_never_a_wrong_one(data: st.DataObject) -> None:
+def test_a_damaged_encrypted_entry_never_gives_wrong_kv(data: st.DataObject) -> None:
     with_file(data, KEYS)
 
 
 @examples(80)
 @given(data=st.data())
-def test_a_header_with_good_checksums_and_nonsense_is_a_miss(data: st.DataObject) -> None:
+def test_a_nonsense_header_with_valid_checksums_does_not_crash_the_store(data: st.DataObject) -> None:
     key = key_of(1)
     with memory_directory() as root, DiskStore(root) as store:
         store.put(key, ranked(kv_of(1)))
@@ -125,13 +125,13 @@ def test_a_header_with_good_checksums_and_nonsense_is_a_miss(data: st.DataObject
         sign(header, whole[8 + length :])
         made = json.dumps(header).encode()
         path.write_bytes(struct.pack("<Q", len(made)) + made + whole[8 + length :])
-        assert outcome(store, key, 1) in {"miss", "damage", "right", "wrong"}  # forged checksums are believed
+        assert outcome(store, key, 1) in {"miss", "damage", "right", "wrong"}  # the store trusts forged checksums
         store.verify()
 
 
 @examples(60)
 @given(data=st.data())
-def test_a_damaged_file_of_registered_chunks_is_an_error_in_words(data: st.DataObject) -> None:
+def test_a_damaged_file_of_registered_chunks_raises_only_store_errors(data: st.DataObject) -> None:
     kept = [chunk(f"text {number}", "/a", number) for number in range(30)]
     with memory_directory() as root:
         RegisteredChunks(root, "one").add(kept)
@@ -157,7 +157,7 @@ def index_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
 
 @examples(60)
 @given(data=st.data())
-def test_a_damaged_index_is_an_error_in_words(index_file: bytes, data: st.DataObject) -> None:
+def test_a_damaged_index_raises_only_store_errors(index_file: bytes, data: st.DataObject) -> None:
     with memory_directory() as root:
         file = root / INDEX
         file.write_bytes(data.draw(damage(index_file)))

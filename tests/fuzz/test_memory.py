@@ -1,4 +1,4 @@
-"""Tests that what a server is sent, good or bad, leaves nothing in its memory once it is answered and deleted."""
+"""Tests that good and bad requests leave no memory behind once they are answered and their chunks are deleted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def body(draw: Random, number: int) -> bytes:
     return chosen if isinstance(chosen, bytes) else json.dumps(chosen, ensure_ascii=False).encode()
 
 
-async def test_requests_leave_nothing_in_memory(caplog: pytest.LogCaptureFixture) -> None:
+async def test_requests_do_not_grow_the_servers_memory(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)  # pytest keeps every record
     server, draw = Server(None), Random(0)
     answered = {200: 0, 422: 0}
@@ -66,7 +66,7 @@ async def test_requests_leave_nothing_in_memory(caplog: pytest.LogCaptureFixture
                     (await client.get(f"/v1/chunks/{name}")).raise_for_status()
                     (await client.delete("/v1/chunks", params={"id": name})).raise_for_status()
 
-        await send(ROUND)  # what is loaded and kept once
+        await send(ROUND)  # the first round loads modules and fills caches
         before = resident_bytes()
         await send(2 * ROUND)
         grown = resident_bytes() - before

@@ -1,4 +1,4 @@
-"""Tries what clients and operators write: options, messages, prompts, addresses, key files. Understood, or refused in words."""
+"""Tests that options, prompts, bodies, addresses and key files are parsed, or refused with a message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXTS = [
     "é — 東京 🙂",
     "\n\nx\n",
 ]
-# Texts of pieces that overlap known ones, spell control tokens, or are cut through.
+# These pieces overlap known texts, spell control tokens, or are cut through.
 FRAGMENTS = st.sampled_from(
     [*TEXTS, "<bos>", "<|im_end|>\n", "<|im_", " ", "\n", "So is the light", "\ud83d", "\0", "́"]
 )
@@ -73,7 +73,7 @@ def test_options_are_read_or_refused(options: Any, named: Any) -> None:
 
 @examples(60)
 @given(prompt=PROMPTS)
-def test_whatever_is_found_in_a_text_its_pieces_are_the_text(prompt: str) -> None:
+def test_the_pieces_of_a_searched_text_join_to_the_text(prompt: str) -> None:
     known, encoder = registry(), encoder_for(TOKENIZER)
     for search in (search_content, search_rendered):
         try:
@@ -88,7 +88,7 @@ def test_whatever_is_found_in_a_text_its_pieces_are_the_text(prompt: str) -> Non
 
 @examples(50)
 @given(prompt=PROMPTS, names=st.lists(st.integers(0, len(TEXTS) - 1), max_size=3))
-def test_chunks_lie_in_a_prompts_tokens_where_it_says(prompt: str, names: list[int]) -> None:
+def test_the_spans_of_a_prompt_hold_its_chunks_tokens(prompt: str, names: list[int]) -> None:
     known = registry()
     ids = [make_chunk(TEXTS[name].strip(), TOKENIZER).id for name in names]
     try:
@@ -105,7 +105,7 @@ def test_chunks_lie_in_a_prompts_tokens_where_it_says(prompt: str, names: list[i
 
 @examples(50)
 @given(body=st.dictionaries(st.sampled_from(["texts", "chunks", "x"]), JSON | st.lists(st.dictionaries(OPTIONS, JSON))))
-def test_bodies_are_chunks_or_a_problem_with_a_place(body: dict[str, Any]) -> None:
+def test_bodies_are_parsed_or_refused_with_a_validation_error(body: dict[str, Any]) -> None:
     from pydantic import ValidationError
 
     with suppress(ValidationError):
@@ -149,7 +149,7 @@ PARTS = st.sampled_from(
 
 @examples(100)
 @given(urls=st.lists(PARTS | st.text(max_size=4), max_size=8).map("".join), keys=st.text(min_size=1, max_size=20))
-def test_addresses_are_tiers_or_refused(urls: str, keys: str) -> None:
+def test_addresses_are_parsed_to_tiers_or_refused(urls: str, keys: str) -> None:
     for parse in (parse_size, parse_duration):
         with suppress(InputError):
             assert parse(urls) >= 0

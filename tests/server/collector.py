@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry: takes the spans that a server exports over HTTP."""
+"""Takes the spans that a server exports over HTTP, as an OpenTelemetry collector does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Collector:
     """Listens while it is entered.
 
     Attributes:
-        url: Where to send spans.
+        url: The address for spans.
     """
 
     def __init__(self) -> None:

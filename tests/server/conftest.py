@@ -1,4 +1,4 @@
-"""The server is vLLM's: without it there is nothing to test here."""
+"""The tests of this folder need vLLM: without vLLM none of them is collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `cacheblend` command in a process forked from one that has imported vLLM: much sooner than one that must import it."""
+"""Starts `cacheblend` commands in processes forked from a server that has imported vLLM, to save the import."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ preload(
 def start(
     arguments: Sequence[str], log: Path, settings: Mapping[str, str], errors: Path | None = None
 ) -> EnvironedProcess:
-    """Start ``cacheblend`` with these arguments, leading a session of its own.
+    """Start ``cacheblend`` with these arguments, in a new session.
 
-    What it says is added to ``log``; what it says on stderr to ``errors``, if given.
+    Its output is added to ``log``; its stderr is added to ``errors``, if given.
     """
     process = EnvironedProcess(target=_run, args=(list(arguments), (log, errors or log), dict(settings)))
     process.start()

@@ -1,4 +1,4 @@
-"""A `cacheblend serve` in a process of its own, on the real vLLM."""
+"""Runs `cacheblend serve` in a separate process, on the real vLLM."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.server.collector import Collector
 KEY = "the-key-of-the-tests"
 BODY_LIMIT = 200_000
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For requests by themselves: without it each reads the system's certificates first, for longer than its answer takes."""
+"""Spares single requests from reading the system's certificates, which takes longer than the answer."""
 
 
 class RunningServer:
-    """Starts on entering, is stopped on leaving.
+    """Starts the server on entering and stops it on leaving.
 
     Attributes:
-        url: Its address, without ``/v1``.
-        store: Its store directory.
-        home: Where it has the user's files.
-        collector: Where it sends its spans, if it does.
-        settings: More of its environment, until it starts.
+        url: The server's address, without ``/v1``.
+        store: The store directory.
+        home: The directory of the user's files.
+        collector: The collector of the server's spans, or None.
+        settings: Additional environment variables, read at the start.
     """
 
     def __init__(self, model: Path | None, store: Path, *flags: str, key: str | None = KEY):
@@ -43,7 +43,7 @@ class RunningServer:
         self._command += ["--max-request-size", f"{BODY_LIMIT}B", *flags]
         if (
             model and "--ratio" not in flags
-        ):  # of a model so small no blend is sooner than none: named, every prompt is blended
+        ):  # a blend of so small a model saves no time: a given ratio blends every prompt
             self._command += ["--ratio", "0.5"]
         self.settings: dict[str, str] = {}
         self._command += (["--model", str(model)] if model else []) + (["--api-key", key] if key else [])
@@ -54,9 +54,9 @@ class RunningServer:
         settings = {
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all servers and engines beside it share one core
-            "VLLM_LOGGING_LEVEL": "INFO",  # whatever an engine in this process was started with
-            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all servers and engines on this machine share one core
+            "VLLM_LOGGING_LEVEL": "INFO",  # an engine in this process may have set another level
+            "VLLM_SERVER_DEV_MODE": "1",  # enables /reset_prefix_cache
             "CACHEBLEND_HOME": str(self.home),
             **self.settings,
         }
@@ -96,7 +96,7 @@ class RunningServer:
         return sum(s.value for s in samples if labels.items() <= s.labels.items())
 
     def clear(self) -> None:
-        """As if it had just been started on an empty store."""
+        """Bring the server into the state of a fresh start on an empty store."""
         self.post("/v1/chunks/flush", None)
         self.request("DELETE", "/v1/chunks?all=true").raise_for_status()
         for file in (self.store / "kv").rglob("*.safetensors"):
@@ -104,7 +104,7 @@ class RunningServer:
         assert self.post("/reset_prefix_cache", None).json()["success"]
 
     def stop(self) -> int:
-        """Ask it to stop; return its exit code."""
+        """Stop the server; return its exit code."""
         assert self.process is not None
         self.process.terminate()
         self.process.join(120)

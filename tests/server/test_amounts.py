@@ -1,4 +1,4 @@
-"""Tests what a request may hold: too long a text, or too many of anything, is refused before a route sees a part of it."""
+"""Tests the limits of a request: too long a text or too many values are refused before a route reads the body."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WINDOW, TENANTS = 8192, ("loud", "quiet")
 MOST = most_characters(WINDOW)
 TOO_LONG, HUGE = b"A" * (MOST + 1), b"A" * (8 << 20)
 Place = tuple[str | None, ...]
-"""Where a value stands in a body: names of members, and None for an element of a list."""
+"""The path of a value in a body: names of members, and None for an element of a list."""
 BATCHES = {
     "/v1/chunks": ["texts", "chunks"],
     "/v1/completions": ["prompt"],
@@ -40,7 +40,7 @@ BATCHES = {
 
 
 class House:
-    """All routes of the server behind all of its checks, with nothing behind them: a route that is reached answers 200."""
+    """All routes of the server behind all of its checks; every route that is reached answers 200."""
 
     def __init__(self, directory: Path):
         from vllm.entrypoints.launchers.app import build_app
@@ -66,7 +66,7 @@ class House:
         await PlainTextResponse("")(scope, receive, send)
 
     async def post(self, path: str, body: bytes) -> int:
-        """Send a body without a client's own copies of it; return the answer's status."""
+        """Send a body without the copies that a client makes; return the answer's status."""
         answers: list[Any] = []
         pieces = iter([{"type": "http.request", "body": body, "more_body": False}])
         headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
@@ -89,14 +89,14 @@ class House:
         return int(answers[0]["status"])
 
     def bodies(self) -> Iterator[tuple[str, Any]]:
-        """Yield the routes that take JSON, and the schema of what each takes."""
+        """Yield the routes that take JSON, each with the schema of its body."""
         for path, methods in self.schema["paths"].items():
             content = methods.get("post", {}).get("requestBody", {}).get("content", {})
             if "application/json" in content:
                 yield path, content["application/json"]["schema"]
 
     def places(self, schema: Any, kind: str, above: tuple[str, ...] = ()) -> set[Place]:
-        """Return where values of a kind stand in what a schema describes; in what contains itself, not again."""
+        """Return the places of values of a kind in a schema; recursive schemas are entered once."""
         if "$ref" in schema:
             name = schema["$ref"].rpartition("/")[2]
             if name in above:
@@ -119,7 +119,7 @@ def _is_choice(schema: Any) -> bool:
 
 
 def at(place: Place, value: bytes) -> bytes:
-    """Return a body with a value at a place, and nothing else."""
+    """Return a body that holds only a value at a place."""
     for part in reversed(place):
         value = b"[" + value + b"]" if part is None else b"{" + json.dumps(part).encode() + b":" + value + b"}"
     return value
@@ -131,12 +131,12 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         for name in ("CACHEBLEND_API_KEY", "VLLM_API_KEY"):
             patch.delenv(name, raising=False)
         root = logging.getLogger()
-        patch.setattr(root, "level", root.level)  # which vLLM sets
+        patch.setattr(root, "level", root.level)  # vLLM sets this level
         yield House(tmp_path_factory.mktemp("amounts"))
-    root.setLevel(root.level)  # forgets which loggers were found to be silent
+    root.setLevel(root.level)  # clears the cache of enabled levels
 
 
-async def test_a_text_that_fits_no_prompt_is_refused_in_any_string_of_any_route_before_the_route_is_reached(
+async def test_a_text_longer_than_any_prompt_is_refused_in_every_string_before_its_route_runs(
     house: House,
 ) -> None:
     house.reached.clear()
@@ -147,12 +147,12 @@ async def test_a_text_that_fits_no_prompt_is_refused_in_any_string_of_any_route_
             seen += 1
             if await house.post(path, at(place, b'"' + text + b'"')) != 413:
                 let_in.append((path, place))
-            text = TOO_LONG  # once for each route as much as an attacker would send
+            text = TOO_LONG  # only the first string of each route gets the huge text
     assert (let_in, house.reached) == ([], [])
     assert seen > 200
 
 
-async def test_too_many_elements_in_any_list_of_any_route_are_refused_but_those_of_a_batch(house: House) -> None:
+async def test_too_many_elements_are_refused_in_every_list_except_batches(house: House) -> None:
     house.reached.clear()
     body, batches = b"[" + b",".join([b"{}"] * (MOST_ITEMS + 1)) + b"]", list[Any]()
     for path, schema in house.bodies():
@@ -163,7 +163,7 @@ async def test_too_many_elements_in_any_list_of_any_route_are_refused_but_those_
     assert sorted(house.reached) == sorted(path for path, _ in batches)
 
 
-async def test_what_fits_is_let_in_on_every_route_that_takes_it(house: House) -> None:
+async def test_every_route_accepts_a_body_within_the_limits(house: House) -> None:
     house.reached.clear()
     document, chunk = "word " * (MOST // 40), "word " * 400
     blocks = [{"type": "text", "text": document, "cache_control": {"type": "ephemeral"}} for _ in range(4)]
@@ -208,21 +208,19 @@ REST, ITEMS = "x" * FEWEST_CHARACTERS, ["x"] * MOST_ITEMS
         ("/v1/chat/completions", [REST, "x"], f"{FEWEST_CHARACTERS + 1} characters besides"),
     ],
 )
-def test_a_body_is_one_prompt_and_what_goes_with_it_and_an_element_of_a_batch_another(
-    path: str, body: Any, why: str
-) -> None:
+def test_each_prompt_of_a_body_has_a_character_limit_and_the_rest_has_another(path: str, body: Any, why: str) -> None:
     found = refusal(path, json.dumps(body).encode(), 30)
     assert why in found and bool(why) == bool(found)
 
 
 @pytest.mark.parametrize("body", [b"x" * (MOST + 1), b'{"texts": ["a"], ' + b"x" * MOST, b"[" * (MOST + 1)])
-async def test_what_is_no_json_is_measured_as_a_text(house: House, body: bytes) -> None:
+async def test_a_body_that_is_not_json_is_measured_as_text(house: House, body: bytes) -> None:
     assert await house.post("/v1/chunks", body) == 413
     house.reached.clear()
-    assert await house.post("/v1/chunks", body[:1000]) == 200  # the route says what is wrong
+    assert await house.post("/v1/chunks", body[:1000]) == 200  # the route itself reports the error
 
 
-async def test_others_are_served_while_a_body_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_tenants_are_served_while_a_body_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measuring, served = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -253,6 +251,6 @@ async def test_others_are_served_while_a_body_is_measured(monkeypatch: pytest.Mo
     assert "5000 characters" in refused.json()["error"]["message"]
 
 
-def test_a_small_context_window_leaves_room_for_what_is_no_prompt() -> None:
+def test_a_small_context_window_still_allows_the_fewest_characters() -> None:
     assert most_characters(512) == amounts.FEWEST_CHARACTERS
     assert most_characters(1 << 17) == 16 << 17

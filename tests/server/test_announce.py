@@ -1,4 +1,4 @@
-"""Tests what a server tells of itself: the line that says where it is, and whom it tells where its files lie."""
+"""Tests the line that announces a server's address, and that only the operator sees its paths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheblend_rag.server import launch, options
 from cacheblend_rag.server.tenants import Caller, calling
 
 
-async def test_it_is_said_when_the_server_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_address_is_logged_once_the_server_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_POLL_S", 0)
     said: list[str] = []
     monkeypatch.setattr(launch, "elapsed", lambda: 27.3)
@@ -31,7 +31,7 @@ async def test_it_is_said_when_the_server_has_started(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("operator", [True, False])
-async def test_where_the_models_files_lie_is_told_the_operator_alone(operator: bool) -> None:
+async def test_only_the_operator_sees_the_models_path(operator: bool) -> None:
     class Models:
         async def show_available_models(self) -> SimpleNamespace:
             return SimpleNamespace(data=[SimpleNamespace(id="acme/model", root="/home/ann/models")])
@@ -44,7 +44,9 @@ async def test_where_the_models_files_lie_is_told_the_operator_alone(operator: b
     assert (card.id, card.root) == ("acme/model", "/home/ann/models" if operator else "acme/model")
 
 
-def test_what_begins_is_told_behind_the_seconds_since_the_command_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_line_begins_with_the_seconds_since_the_command_was_typed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     before = options.elapsed()
     options.tell("Importing vLLM.")
     options.tell("Reading the flags.")

@@ -1,4 +1,4 @@
-"""Tests what `cacheblend serve` makes of its flags, before anything is loaded."""
+"""Tests how `cacheblend serve` reads its flags, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parsed(tmp_path: Path, *flags: str, **options: Any) -> Any:
     return parse(ServeOptions(store=tmp_path, **options), flags)
 
 
-def test_without_a_model_it_is_the_bundled_one_on_our_connector_and_worker(tmp_path: Path) -> None:
+def test_the_default_model_is_the_bundled_one_on_our_connector_and_worker(tmp_path: Path) -> None:
     args, launch = parsed(tmp_path, "--port", "8123", "--max-model-len", "2048")
     assert (args.port, args.max_model_len, args.served_model_name) == (8123, 2048, ["bundled"])
     assert Path(args.model) == bundled_model_directory()
@@ -43,7 +43,7 @@ def test_without_a_model_it_is_the_bundled_one_on_our_connector_and_worker(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("smollm2")
-def test_all_processes_are_told_of_the_kv_writer_that_a_model_comes_with_unless_it_is_to_be_none(
+def test_every_process_gets_the_models_own_kv_writer_unless_writer_is_none(
     tmp_path: Path,
 ) -> None:
     args, launch = parsed(tmp_path, model="smollm2")
@@ -52,14 +52,14 @@ def test_all_processes_are_told_of_the_kv_writer_that_a_model_comes_with_unless_
     assert parsed(tmp_path, model="smollm2", writer="none")[1].writer is None
 
 
-def test_a_kv_writer_is_checked_at_once_and_named_to_all_processes(tmp_path: Path) -> None:
+def test_a_kv_writer_is_checked_at_once_and_passed_to_every_process(tmp_path: Path) -> None:
     directory = bundled_model_directory()
     fingerprint = ModelFingerprint.from_directory(directory, torch.float32)
     write_for(AutoModelForCausalLM.from_pretrained(directory), fingerprint, tmp_path / "writer")
     args, launch = parsed(tmp_path, writer=tmp_path / "writer")
     assert args.kv_transfer_config.kv_connector_extra_config["writer"] == asdict(launch.writer)
     assert launch.writer.directory == str(tmp_path / "writer")
-    # What chunks are computed behind is by the profile of model and writer, as the engine has it.
+    # The header of chunks follows the profile of model and writer, as in the engine.
     (tmp_path / "writer" / "cacheblend.json").write_text('{"blockwise": true}')
     _, launch = parsed(tmp_path, writer=tmp_path / "writer", ratio=0.25)
     assert (launch.profile.blockwise, launch.profile.ratio, launch.header_ids) == (True, 0.25, ())
@@ -68,7 +68,7 @@ def test_a_kv_writer_is_checked_at_once_and_named_to_all_processes(tmp_path: Pat
         parsed(tmp_path, writer=tmp_path / "writer")
 
 
-def test_what_the_user_gives_wins_over_our_defaults(tmp_path: Path) -> None:
+def test_the_users_flags_override_our_defaults(tmp_path: Path) -> None:
     flags = ["--shutdown-timeout", "3", "--served-model-name", "mine", "also-mine", "--dtype", "bfloat16"]
     args, launch = parsed(tmp_path, *flags, "--chat-template", "{{ messages }}", instruction="Be brief.")
     assert (args.shutdown_timeout, args.served_model_name, args.dtype) == (3, ["mine", "also-mine"], "bfloat16")
@@ -76,7 +76,7 @@ def test_what_the_user_gives_wins_over_our_defaults(tmp_path: Path) -> None:
     assert launch.header_ids == header_ids(launch.tokenizer, rag_header(launch.tokenizer, "Be brief."))
 
 
-def test_on_a_cpu_the_kv_cache_is_as_large_as_the_model_needs_and_no_larger_than_half_the_free_memory(
+def test_the_kv_cache_on_a_cpu_is_sized_for_the_model_up_to_half_the_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
@@ -91,7 +91,7 @@ def test_on_a_cpu_the_kv_cache_is_as_large_as_the_model_needs_and_no_larger_than
 @pytest.mark.parametrize(
     ("cpu", "flags", "tokens"), [(True, [], 64), (True, ["0"], 0), (False, [], 0), (False, ["9"], 9)]
 )
-def test_on_a_cpu_a_long_prompt_takes_a_small_part_of_a_step_that_others_wait_for(
+def test_long_prompts_on_a_cpu_are_limited_to_64_tokens_a_step_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: bool, flags: list[str], tokens: int
 ) -> None:
     monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: cpu)
@@ -104,7 +104,7 @@ def test_on_a_cpu_a_long_prompt_takes_a_small_part_of_a_step_that_others_wait_fo
 
 
 @pytest.mark.parametrize(("tenants", "flags"), [("", []), ("a", []), ("a", ["--scheduler-cls", "its.Own"])])
-def test_steps_are_shared_where_there_are_tenants_and_the_user_has_no_scheduler(
+def test_several_tenants_get_the_fair_scheduler_unless_the_user_names_a_scheduler(
     tmp_path: Path, tenants: str, flags: list[str]
 ) -> None:
     names = ("default", *tenants)
@@ -124,7 +124,7 @@ def test_steps_are_shared_where_there_are_tenants_and_the_user_has_no_scheduler(
         ([], {"kv_memory": 77 << 20}, 77 << 20),
     ],
 )
-def test_who_says_how_large_the_kv_cache_is_gets_that(
+def test_the_users_kv_cache_flags_are_used_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], options: dict[str, Any], expected: int | None
 ) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
@@ -133,7 +133,9 @@ def test_who_says_how_large_the_kv_cache_is_gets_that(
 
 
 @pytest.mark.slow
-def test_the_environments_size_of_the_kv_cache_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kv_cache_size_of_the_environment_is_not_overridden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     assert parsed(tmp_path)[0].kv_cache_memory_bytes is None
 
@@ -164,7 +166,7 @@ def test_flags_that_cannot_be_honoured_are_refused_with_the_reason(
         parsed(tmp_path, *flags)
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_model_is_named_in_the_error(tmp_path: Path) -> None:
     for options in ({}, {"instruction": "Be brief."}):
         with pytest.raises(ModelError, match="missing"):
             parsed(tmp_path, model=str(tmp_path / "missing"), **options)
@@ -177,7 +179,7 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_keys")
-def test_without_a_key_the_server_is_this_machines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_a_key_listens_on_this_machine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parsed(tmp_path)[0].host == "127.0.0.1"
     for own in ("127.0.0.1", "127.1.2.3", "localhost", "::1"):
         assert parsed(tmp_path, "--host", own)[0].host == own
@@ -191,7 +193,7 @@ def test_without_a_key_the_server_is_this_machines_alone(tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_keys")
-def test_a_key_a_socket_file_or_a_plain_word_lets_the_server_listen_elsewhere(
+def test_a_key_a_socket_or_allow_no_key_lets_the_server_listen_on_every_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     anywhere = ("--host", "0.0.0.0")
@@ -205,13 +207,13 @@ def test_a_key_a_socket_file_or_a_plain_word_lets_the_server_listen_elsewhere(
 
 
 @pytest.mark.usefixtures("no_keys")
-def test_pages_from_elsewhere_may_not_ask_unless_they_are_allowed_to(tmp_path: Path) -> None:
+def test_no_cross_origin_is_allowed_by_default(tmp_path: Path) -> None:
     assert parsed(tmp_path)[0].allowed_origins == []
     assert parsed(tmp_path, "--allowed-origins", '["http://page"]')[0].allowed_origins == ["http://page"]
 
 
 @pytest.mark.parametrize(("given", "sent"), [(None, False), ("1", False), ("0", True)])
-def test_vllms_usage_statistics_are_sent_only_where_the_environment_says_so(
+def test_vllms_usage_statistics_are_sent_only_if_the_environment_enables_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, sent: bool
 ) -> None:
     from vllm.usage import usage_lib
@@ -223,7 +225,7 @@ def test_vllms_usage_statistics_are_sent_only_where_the_environment_says_so(
     for name in ("DO_NOT_TRACK", "VLLM_DO_NOT_TRACK", "VLLM_NO_USAGE_STATS"):
         monkeypatch.delenv(name, raising=False)
     if given is None:
-        monkeypatch.setenv("VLLM_NO_USAGE_STATS", "")  # so that what serve sets is undone
+        monkeypatch.setenv("VLLM_NO_USAGE_STATS", "")  # monkeypatch then undoes the value that serve sets
         monkeypatch.delenv("VLLM_NO_USAGE_STATS")
     else:
         monkeypatch.setenv("VLLM_NO_USAGE_STATS", given)
@@ -241,7 +243,7 @@ def test_vllms_usage_statistics_are_sent_only_where_the_environment_says_so(
         ("--port=x", "Argument --port: invalid"),
     ],
 )
-def test_a_mistyped_flag_is_told_in_a_line_with_what_was_meant(
+def test_a_mistyped_flag_is_reported_in_one_line_with_a_suggestion(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, said: str
 ) -> None:
     with pytest.raises(InputError) as refused:
@@ -250,7 +252,7 @@ def test_a_mistyped_flag_is_told_in_a_line_with_what_was_meant(
     assert len(str(refused.value).splitlines()) == 1 and "usage:" not in capsys.readouterr().err
 
 
-def test_the_flags_that_are_guessed_at_are_those_of_the_command() -> None:
+def test_flag_suggestions_cover_exactly_the_flags_of_serve() -> None:
     from typer.main import get_command
 
     from cacheblend_rag.cli import app
@@ -293,7 +295,7 @@ async def test_the_keys_of_both_environment_variables_open_vllms_own_routes(
 
 
 @pytest.mark.usefixtures("no_keys")
-def test_a_file_of_keys_takes_the_place_of_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_file_excludes_every_other_key_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend_rag.server.keys import Key, key_of
     from cacheblend_rag.server.launch import guard
 
@@ -317,9 +319,7 @@ def test_a_file_of_keys_takes_the_place_of_all_others(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("no_keys")
-def test_tenants_are_refused_where_vllm_keeps_answers_for_whoever_names_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tenants_are_refused_if_vllm_stores_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys.toml"
     file.write_text("[[key]]\nvalue = 'asks'\nrole = 'ask'\n")
     monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
@@ -330,7 +330,7 @@ def test_tenants_are_refused_where_vllm_keeps_answers_for_whoever_names_them(
 
 
 @pytest.mark.usefixtures("no_keys")
-def test_a_server_without_a_key_is_called_by_its_machines_names_alone_unless_it_is_open_on_purpose(
+def test_only_a_server_without_a_key_socket_or_allow_no_key_checks_host_names(
     tmp_path: Path,
 ) -> None:
     from cacheblend_rag.server.launch import guard
@@ -344,9 +344,7 @@ def test_a_server_without_a_key_is_called_by_its_machines_names_alone_unless_it_
     assert not local(allow_no_key=True)
 
 
-def test_the_command_line_hands_on_unknown_flags_and_keeps_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_serve_command_passes_unknown_flags_to_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
     from cacheblend_rag.cli import app
@@ -375,7 +373,7 @@ def test_the_command_line_hands_on_unknown_flags_and_keeps_its_own(
     assert CliRunner().invoke(app, ["serve", "--ratio", "2"]).exit_code == 2
 
 
-def test_the_flags_of_the_kubernetes_example_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flags_of_the_kubernetes_example_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import yaml
     from typer.testing import CliRunner
 
@@ -393,8 +391,8 @@ def test_the_flags_of_the_kubernetes_example_are_understood(tmp_path: Path, monk
     ((options, flags),) = seen
     assert str(options.store) in {mount["mountPath"] for mount in container["volumeMounts"]}
     monkeypatch.setenv("CACHEBLEND_API_KEY", "from the secret")
-    args, _ = parse(ServeOptions(store=tmp_path), flags)  # the model itself is not at hand
-    assert args.host == "0.0.0.0"  # pods are reached from elsewhere
+    args, _ = parse(ServeOptions(store=tmp_path), flags)  # the example's model is not on this machine
+    assert args.host == "0.0.0.0"  # a pod is reached from other machines
     assert args.tensor_parallel_size == container["resources"]["limits"]["nvidia.com/gpu"]
     assert args.shutdown_timeout < pod["terminationGracePeriodSeconds"]
     assert args.port == container["ports"][0]["containerPort"]

@@ -1,4 +1,4 @@
-"""A list of a body is read up to its first wrong element: what is kept of all that are wrong would take gigabytes."""
+"""Tests that a list of a body is read up to its first wrong element: errors of all elements would take gigabytes."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ async def _post(app: FastAPI, name: str, body: Any) -> httpx.Response:
         ("messages", lambda wrong: {"messages": [{"role": "user", "content": wrong}]}),
     ],
 )
-async def test_however_many_elements_are_wrong_the_first_alone_is_told(app: FastAPI, name: str, body: Any) -> None:
+async def test_only_the_first_wrong_element_of_a_list_is_reported(app: FastAPI, name: str, body: Any) -> None:
     stop_at_first(app)
     one, many = [(await _post(app, name, body([0] * count))).json() for count in (1, 100)]
     assert one == many > 0
 
 
-async def test_what_is_right_is_read_as_before(app: FastAPI) -> None:
+async def test_valid_bodies_are_parsed_unchanged(app: FastAPI) -> None:
     bodies = [
         ("responses", {"input": [TEXT, CALL, TEXT], "tools": [{"type": "function", "name": "f", "parameters": {}}]}),
         ("chat", {"messages": [{"role": "user", "content": "Who?"}], "stop": ["a", "b"]}),
@@ -96,7 +96,7 @@ async def test_what_is_right_is_read_as_before(app: FastAPI) -> None:
         (NamedChunks, lambda wrong: {"spans": wrong}),
     ],
 )
-def test_of_our_own_lists_too(model: Any, body: Any) -> None:
+def test_our_own_models_report_only_the_first_wrong_element(model: Any, body: Any) -> None:
     counts = []
     for many in (1, 100):
         with pytest.raises(ValidationError) as refused:

@@ -1,4 +1,4 @@
-"""The chunks a server knows survive it, and reach other servers on the same directory."""
+"""Tests that a server's chunks survive a restart and reach other servers on the same directory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_registered_chunks_are_known_after_a_restart_with_tokens_and_metadata(tm
     assert second.origin(want[0].id) == "registered"
 
 
-def test_a_server_of_another_model_does_not_see_them(tmp_path: Path) -> None:
+def test_a_server_of_another_model_does_not_see_registered_chunks(tmp_path: Path) -> None:
     first, _ = catalogue(tmp_path)
     first.add([chunk("Known to one model only.")])
     other, registry = catalogue(tmp_path, OTHER)
@@ -59,7 +59,7 @@ def test_a_server_of_another_model_does_not_see_them(tmp_path: Path) -> None:
     assert len(catalogue(tmp_path)[1]) == 1
 
 
-def test_what_one_server_registers_and_removes_reaches_the_other(tmp_path: Path) -> None:
+def test_registrations_and_removals_of_one_server_reach_another(tmp_path: Path) -> None:
     one, _ = catalogue(tmp_path)
     two, registry = catalogue(tmp_path)
     text = chunk("A text that both servers know.")
@@ -71,7 +71,7 @@ def test_what_one_server_registers_and_removes_reaches_the_other(tmp_path: Path)
     assert registry.get(text.id) is None
 
 
-def test_chunks_of_the_index_are_known_followed_and_not_removed(tmp_path: Path) -> None:
+def test_index_chunks_appear_and_disappear_only_with_the_index(tmp_path: Path) -> None:
     config = IndexConfig(MODEL)
     first, later = chunk("The index holds this text."), chunk("And this one came while the server ran.")
     with ChunkIndex(tmp_path, config) as index:
@@ -90,7 +90,7 @@ def test_chunks_of_the_index_are_known_followed_and_not_removed(tmp_path: Path) 
         assert registry.get(later.id) is None
 
 
-def test_an_index_of_another_model_is_left_alone_and_noted(tmp_path: Path) -> None:
+def test_an_index_of_another_model_is_skipped_with_a_warning(tmp_path: Path) -> None:
     with ChunkIndex(tmp_path, IndexConfig(OTHER)) as index:
         index.add("a.md", "1", [chunk("The index holds this text.")])
     mine, registry = catalogue(tmp_path)
@@ -99,7 +99,7 @@ def test_an_index_of_another_model_is_left_alone_and_noted(tmp_path: Path) -> No
     assert "two" in mine.warnings[0]
 
 
-def test_an_index_of_another_kv_writer_is_known_and_noted(tmp_path: Path) -> None:
+def test_an_index_of_another_kv_writer_is_read_with_a_warning(tmp_path: Path) -> None:
     hand = WrittenBy("ab", "/writers/one")
     with ChunkIndex(tmp_path, IndexConfig(MODEL, writer=hand)) as index:
         index.add("a.md", "1", [chunk("The index holds this text.")])
@@ -110,7 +110,7 @@ def test_an_index_of_another_kv_writer_is_known_and_noted(tmp_path: Path) -> Non
         assert [each in warning for each, warning in zip(said, mine.warnings, strict=True)] == [True] * len(said)
 
 
-def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_a_damaged_registration_file_is_named_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / REGISTERED_FILE).write_bytes(b"no database at all" * 100)
     with pytest.raises(StoreError, match=r"registered\.sqlite.*delete it"):
         catalogue(tmp_path)
@@ -147,7 +147,7 @@ def test_an_index_that_breaks_under_a_running_server_does_not_stop_it(
         mine.refresh(force=True)
 
 
-def test_chunks_that_prompts_bring_are_forgotten_oldest_first_unless_registered(
+def test_unregistered_chunks_of_prompts_are_forgotten_oldest_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.server.catalogue._MAX_NOTED", 2)
@@ -163,7 +163,7 @@ def test_chunks_that_prompts_bring_are_forgotten_oldest_first_unless_registered(
     assert [c.id for c in catalogue(tmp_path)[1]] == [brought[0].id]
 
 
-def test_a_text_registered_anew_under_its_id_takes_the_place_of_the_old_one_on_every_server(tmp_path: Path) -> None:
+def test_a_text_registered_anew_under_an_id_replaces_the_old_text_on_every_server(tmp_path: Path) -> None:
     one, two, three = (catalogue(tmp_path) for _ in range(3))
     old = Chunk("policy", "Travel above 500 euros needs a signature.", (1, 2))
     new = Chunk("policy", "Travel above 900 euros needs a signature.", (3, 4))
@@ -178,7 +178,7 @@ def test_a_text_registered_anew_under_its_id_takes_the_place_of_the_old_one_on_e
         assert (registry.get("policy"), registry.find(old.text), registry.find(new.text)) == (new, [old.text], [new])
 
 
-def test_a_server_looks_for_what_others_changed_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_polls_for_changes_of_other_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.server.catalogue._REFRESH_S", 0.001)
     (one, _), (two, registry) = catalogue(tmp_path), catalogue(tmp_path)
     looked = threading.Event()
@@ -187,7 +187,7 @@ def test_a_server_looks_for_what_others_changed_by_itself(tmp_path: Path, monkey
     two.watch()
     one.add([text])
     looked.clear()
-    assert looked.wait(60)  # begun before it was added, perhaps
+    assert looked.wait(60)  # this refresh may have begun before the text was added
     looked.clear()
     assert looked.wait(60)
     assert registry.find(text.text) == [text]
@@ -195,7 +195,7 @@ def test_a_server_looks_for_what_others_changed_by_itself(tmp_path: Path, monkey
     assert "cacheblend-registry" not in [thread.name for thread in threading.enumerate()]
 
 
-# 10,000 operations with CACHEBLEND_FAULTS=full, as many as the issue asks for.
+# CACHEBLEND_FAULTS=full runs 10,000 operations.
 OPERATIONS = 10_000 if os.environ.get("CACHEBLEND_FAULTS") == "full" else 200
 
 
@@ -234,7 +234,7 @@ def test_three_servers_converge_after_any_number_of_changes(tmp_path: Path, seed
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 5)), max_size=25))
-def test_two_servers_end_up_with_the_same_chunks(steps: list[tuple[bool, bool, int]]) -> None:
+def test_two_servers_converge_to_equal_chunks(steps: list[tuple[bool, bool, int]]) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as directory:

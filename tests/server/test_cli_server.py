@@ -1,4 +1,4 @@
-"""index and ask on a server: the index is here, the KV there."""
+"""Tests `index` and `ask` with a server: the index lies here, the KV on the server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return invoke
 
 
-def test_documents_are_indexed_asked_and_forgotten_through_the_server(
+def test_documents_are_indexed_asked_about_and_removed_through_a_server(
     run, server: RunningServer, tmp_path: Path
 ) -> None:
     documents = tmp_path / "docs"
@@ -46,7 +46,7 @@ def test_documents_are_indexed_asked_and_forgotten_through_the_server(
     assert [Path(chunk["source"]).name for chunk in left] == ["observatory.md"]
 
 
-def test_options_of_a_local_model_do_not_go_with_a_server(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_a_local_model_are_refused_with_a_server(run, monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, word in [(("--device", "cpu"), "--device"), (("--ram-budget", "1GiB"), "--ram-budget")]:
         result = run("index", ".", *flags)
         assert (result.exit_code, word in result.stderr) == (2, True)

@@ -1,4 +1,4 @@
-"""The Grafana dashboard of the examples asks for nothing that a server does not say."""
+"""Tests that the Grafana dashboard of the examples uses only metrics that a server exports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DASHBOARD = json.loads((Path(__file__).parents[2] / "examples/grafana/cacheblend
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
 NAME = r"(?:cacheblend_|vllm:)[a-z_]+"
-ADDED = {"instance", "le"}  # by Prometheus, and of buckets
+ADDED = {"instance", "le"}  # Prometheus adds instance; buckets have le
 ENDINGS = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 
 
@@ -32,7 +32,7 @@ def labels_of(expression: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_every_metric_and_label_of_the_dashboard_is_one_of_a_running_server(server: RunningServer) -> None:
+def test_a_running_server_exports_every_metric_and_label_of_the_dashboard(server: RunningServer) -> None:
     register(server)
     chat(server, PLAIN, cacheblend={"ratio": 0.4})
     chat(server, "No chunk in here.", cacheblend={"ratio": "auto"})
@@ -50,7 +50,7 @@ def test_every_metric_and_label_of_the_dashboard_is_one_of_a_running_server(serv
             assert labels_of(expression) <= set().union(*known), expression
 
 
-def test_panels_show_a_tenant_that_has_only_asked_and_chunks_of_which_none_was_ever_found() -> None:
+def test_panels_work_for_a_tenant_whose_chunks_were_never_found() -> None:
     registry = CollectorRegistry()
     asked = PromptOutcome("prefill", "no stored KV for any of the 1 chunks", Usage(70, 0, 0, 70), chunks=lacking("a"))
     ReuseMetrics(registry).finished(asked, "acme")
@@ -58,12 +58,12 @@ def test_panels_show_a_tenant_that_has_only_asked_and_chunks_of_which_none_was_e
     for title, legend in (("Tokens computed by tenant", "{{tenant}}: prompts"), ("Where chunks were found", "nowhere")):
         (panel,) = (panel for panel in PANELS if panel["title"] == title)
         (expression,) = (target["expr"] for target in panel["targets"] if target["legendFormat"] == legend)
-        # What one side of an operation has no series of is not in its result.
+        # A division has no result for a series that one of its sides does not have.
         needed = re.sub(rf"\(sum \(rate\({NAME}.*?\) or vector\(0\)\)", "", expression)
         assert set(re.findall(NAME, needed)) <= said, title
 
 
-def test_what_the_legends_show_is_what_is_grouped_by_and_every_expression_is_whole() -> None:
+def test_legends_show_grouping_labels_and_expressions_have_balanced_brackets() -> None:
     assert len(PANELS) > 12
     for panel in PANELS:
         for target in panel["targets"]:
@@ -73,7 +73,7 @@ def test_what_the_legends_show_is_what_is_grouped_by_and_every_expression_is_who
                 assert expression.count(opened) == expression.count(closed), expression
 
 
-def test_all_that_is_counted_of_reuse_and_refusals_is_on_it() -> None:
+def test_the_dashboard_shows_the_metrics_of_reuse_and_refusals() -> None:
     shown = {name for expression in EXPRESSIONS for name in re.findall(NAME, expression)}
     wanted = {"requests_total", "reused_tokens_total", "fallbacks_total", "tier_out", "refused_requests_total"}
     wanted |= {"first_token_seconds_bucket", "load_wait_seconds_bucket", "tier_read_seconds_total"}

@@ -1,4 +1,4 @@
-"""A `cacheblend serve` whose vLLM cannot start says so on one screen."""
+"""Tests that `cacheblend serve` reports a failed start of vLLM on one screen."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A directory for temporary files whose path leaves room for those of sockets."""
+    """A directory for temporary files whose path is short enough for sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         yield Path(name)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command said, and how it ended."""
+    """The output and the exit code of a command."""
 
     returncode: int
     stdout: str
@@ -39,7 +39,7 @@ def serve(tmp_path: Path, model: Path, *flags: str) -> Ended:
     out, errors = tmp_path / "stdout", tmp_path / "stderr"
     settings = {"CACHEBLEND_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
     with pytest.MonkeyPatch.context() as patch:
-        # Other tests of this process set the one, all runs the other, and vLLM lets them decide.
+        # Other tests of this process set VLLM_CPU_KVCACHE_SPACE, every run sets VLLM_RPC_BASE_PATH; vLLM reads both.
         patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
         patch.delenv("VLLM_RPC_BASE_PATH")
         process = forked.start(
@@ -55,7 +55,7 @@ def serve(tmp_path: Path, model: Path, *flags: str) -> Ended:
     return Ended(process.exitcode, out.read_text("utf-8"), errors.read_text("utf-8"))
 
 
-def test_a_kv_cache_too_small_for_a_prompt_is_told_with_what_to_do(short: Path, server_model: Path) -> None:
+def test_a_kv_cache_too_small_for_a_prompt_is_reported_with_a_remedy(short: Path, server_model: Path) -> None:
     done = serve(short, server_model, "--kv-memory", "1MiB", "--enforce-eager")
     said = done.stderr[done.stderr.index("Error: ") :]
     assert done.returncode == 4
@@ -68,7 +68,7 @@ def test_a_kv_cache_too_small_for_a_prompt_is_told_with_what_to_do(short: Path, 
     assert "Traceback (most recent call last)" in Path(log).read_text(encoding="utf-8")
 
 
-def test_a_prompt_longer_than_the_model_takes_is_told_with_what_to_do(tmp_path: Path, server_model: Path) -> None:
+def test_a_context_window_too_long_for_the_model_is_reported_with_a_remedy(tmp_path: Path, server_model: Path) -> None:
     done = serve(tmp_path, server_model, "--max-model-len", "9999999")
     assert done.returncode == 4
     assert "greater than the derived max_model_len" in done.stderr
@@ -77,7 +77,7 @@ def test_a_prompt_longer_than_the_model_takes_is_told_with_what_to_do(tmp_path: 
     assert len(done.stderr[done.stderr.index("Error: ") :].splitlines()) <= 12
 
 
-def test_temporary_files_in_too_deep_a_directory_are_told_with_what_to_do(short: Path, server_model: Path) -> None:
+def test_a_temporary_directory_with_too_long_a_path_is_reported_with_a_remedy(short: Path, server_model: Path) -> None:
     deep = short / ("d" * 90)
     deep.mkdir()
     done = serve(deep, server_model, "--enforce-eager")

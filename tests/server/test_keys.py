@@ -1,4 +1,4 @@
-"""Keys with roles, and the file that they are in."""
+"""Tests keys with roles, and the key file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def written(directory: Path, text: str) -> Path:
     return directory / "keys.toml"
 
 
-def test_keys_are_read_with_their_roles_as_they_are_or_hashed(tmp_path: Path) -> None:
+def test_plain_and_hashed_keys_are_read_with_their_roles(tmp_path: Path) -> None:
     keys = read_keys(written(tmp_path, FILE)).keys
     found = [key_of(value, keys) for value in ("asks", "writes", "runs it")]
     assert [(key.role, key.tenant) for key in found if key] == [(r, "default") for r in ("ask", "write", "admin")]
@@ -40,7 +40,7 @@ def test_keys_are_read_with_their_roles_as_they_are_or_hashed(tmp_path: Path) ->
     assert "asks" not in repr(keys)
 
 
-def test_the_file_of_the_guide_has_the_tenants_that_it_speaks_of(tmp_path: Path) -> None:
+def test_the_key_file_of_the_guide_has_the_tenants_of_its_text(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/howto/tenants.md").read_text("utf-8")
     first, quotas = (block.split("```")[0] for block in page.split("```toml")[1:])
     found = read_keys(written(tmp_path, first))
@@ -75,13 +75,13 @@ def test_the_file_of_the_guide_has_the_tenants_that_it_speaks_of(tmp_path: Path)
         ("value = secret", "TOML"),
     ],
 )
-def test_a_file_that_is_not_right_says_where_and_shows_no_key(tmp_path: Path, text: str, said: str) -> None:
+def test_the_error_for_a_wrong_key_file_names_the_place_and_shows_no_key(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(InputError, match=said) as refused:
         read_keys(written(tmp_path, text))
     assert "secret" not in str(refused.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_key_file_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere\.toml"):
         read_keys(tmp_path / "nowhere.toml")
 
@@ -110,7 +110,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ("POST /invocations", "admin"),
     ],
 )
-def test_a_role_may_what_is_listed_and_what_the_lesser_may_and_a_tenants_admin_nothing_of_the_servers(
+def test_each_role_may_send_its_requests_and_only_the_operator_manages_the_server(
     request_line: str, roles: str
 ) -> None:
     method, _, target = request_line.partition(" ")
@@ -125,7 +125,7 @@ def test_a_role_may_what_is_listed_and_what_the_lesser_may_and_a_tenants_admin_n
     assert allowed("acme") == ([] if servers else roles.split())
 
 
-async def test_a_key_of_too_small_a_role_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+async def test_a_key_of_too_small_a_role_is_refused_before_the_body_is_read(tmp_path: Path) -> None:
     app = App(read_keys(written(tmp_path, FILE)).keys)
     transport = httpx.ASGITransport(app.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
@@ -146,7 +146,7 @@ async def test_a_key_of_too_small_a_role_is_refused_before_anything_is_read(tmp_
     assert len(app.bodies) == 3
 
 
-async def test_what_no_key_can_have_is_not_said_to_take_another_key(tmp_path: Path) -> None:
+async def test_a_missing_route_is_answered_404_without_asking_for_another_key(tmp_path: Path) -> None:
     async with App(read_keys(written(tmp_path, FILE)).keys).client() as client:
         refused = await client.post("/v1/embeddings", headers={"Authorization": "Bearer asks"})
     message = refused.json()["error"]["message"]
@@ -156,7 +156,7 @@ async def test_what_no_key_can_have_is_not_said_to_take_another_key(tmp_path: Pa
     )
 
 
-def test_a_key_that_is_given_alone_is_good_for_everything() -> None:
+def test_a_single_key_has_the_operators_rights() -> None:
     key = key_of("only", [Key.of("only")])
     assert key is not None
     assert key.operator

@@ -1,6 +1,6 @@
-"""Replicas over one store, killed at random under load: no answer is wrong, and nothing that was stored is lost.
+"""Kills replicas of one store at random under load: no answer is wrong, and no stored chunk is lost.
 
-``make faults`` runs it, since two hundred kills take half an hour; `tests/store/test_crash.py` kills writers in every run.
+``make faults`` runs this test, since two hundred kills take half an hour; `tests/store/test_crash.py` kills writers in every run.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ pytestmark = [
 
 REPLICAS, KILLS = 3, int(os.environ.get("CACHEBLEND_KILLS", "200"))
 ORDERS = list(permutations(TEXTS))
-# Their answers rest on stored KV alone, or on none of it.
+# An answer at ratio 0 uses only stored KV, an answer at ratio 1 uses none.
 BLENDS: tuple[dict[str, Any], ...] = ({"ratio": 0.0}, {"ratio": 1.0})
 _numbers = count()
 
 
 def ask(server: RunningServer, order: tuple[str, ...], blend: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """The answer over chunks in some order, which vLLM's prefix cache has nothing of, and its report."""
+    """Return the answer over chunks in an order that vLLM's prefix cache does not hold, and its report."""
     fields = {"prompt": "\n\n".join([*order, "Question: Who?"]), "max_tokens": 6, "temperature": 0}
     fields |= {"return_token_ids": True, "cacheblend": blend, "cache_salt": uuid4().hex}
     answer = server.post("/v1/completions", fields)
@@ -47,7 +47,7 @@ def ask(server: RunningServer, order: tuple[str, ...], blend: dict[str, Any]) ->
 
 
 class Load:
-    """Asks and registers on one replica, whatever happens to it, and keeps what went wrong."""
+    """Asks and registers on one replica, which may be killed at any time, and records wrong answers."""
 
     def __init__(self, server: RunningServer, want: dict[Any, list[int]]):
         self.server, self.want = server, want
@@ -56,9 +56,9 @@ class Load:
 
     def run(self, stop: threading.Event) -> None:
         chance = random.Random(id(self))
-        # Two cores must start a server beside this: without a pause that takes most of a minute.
+        # The pause leaves the two cores time to start a server, which would otherwise take most of a minute.
         while not stop.wait(chance.uniform(0, 0.5)):
-            # It may have been killed, and be starting again.
+            # The replica may be starting again after a kill.
             with suppress(httpx.TransportError):
                 self._step(chance)
 
@@ -76,7 +76,7 @@ class Load:
         self.stored += [chunk["id"] for chunk in answer.json()["data"] if chunk["stored"]]
 
 
-def test_replicas_that_are_killed_give_no_wrong_answer_and_lose_nothing(server_model: Path, tmp_path: Path) -> None:
+def test_killed_replicas_give_no_wrong_answer_and_lose_no_stored_chunk(server_model: Path, tmp_path: Path) -> None:
     store, chance = tmp_path / "store", random.Random(5)
     servers = [RunningServer(server_model, store) for _ in range(REPLICAS)]
     with ThreadPoolExecutor(REPLICAS) as pool, ExitStack() as opened:
@@ -93,7 +93,7 @@ def test_replicas_that_are_killed_give_no_wrong_answer_and_lose_nothing(server_m
             assert load.server.process is not None
             load.server.process.join(timeout=chance.uniform(0, 1.0))
             load.server.kill()
-            # At another address: a client's own end may have taken the port by now.
+            # The new server gets another port: a client's connection may have taken the old port.
             load.server = opened.enter_context(RunningServer(server_model, store))
             print(f"{kill + 1} kills, {sum(load.answered for load in loads)} answers", flush=True)  # noqa: T201
             assert [line for load in loads for line in load.wrong] == []

@@ -1,4 +1,4 @@
-"""Tests how the processes of a server come to be."""
+"""Tests how the processes of a server are started."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def look_at(sock: socket.socket, told: Connection) -> None:
 
 
 class Config:
-    """As much of vLLM's as is looked at."""
+    """The part of vLLM's config that is read."""
 
     def __init__(self, world_size: int = 1, skip: bool = False):
         self.parallel_config = SimpleNamespace(
@@ -67,13 +67,13 @@ def backend(sock: socket.socket, chosen: str | None = None) -> str:
     return str(arguments.create_engine_config().parallel_config.distributed_executor_backend)
 
 
-def test_on_a_cpu_the_engine_is_forked_and_holds_neither_the_address_nor_the_loops_signals(cpu: bool) -> None:
+def test_the_forked_engine_on_a_cpu_holds_neither_the_socket_nor_the_wakeup_descriptor(cpu: bool) -> None:
     here, there = multiprocessing.Pipe(duplex=False)
     loop, waked = socket.socketpair()
     waked.setblocking(False)
     with socket.socket() as sock, loop, waked:
         assert backend(sock) == ("uni" if cpu else "mp")
-        if not cpu:  # what is forked could not use a GPU that is in use
+        if not cpu:  # a forked process could not use a GPU that its parent uses
             assert os.environ[METHOD] == "spawn"
             return
         before = signal.set_wakeup_fd(waked.fileno())
@@ -88,7 +88,7 @@ def test_on_a_cpu_the_engine_is_forked_and_holds_neither_the_address_nor_the_loo
         assert sock.fileno() != -1
 
 
-def test_several_workers_have_processes_of_their_own_and_so_has_one_where_the_user_says_so(
+def test_workers_get_their_own_processes_if_there_are_several_or_the_user_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_a_platform(monkeypatch, True, world_size=2)
@@ -98,7 +98,7 @@ def test_several_workers_have_processes_of_their_own_and_so_has_one_where_the_us
         assert backend(sock, "mp") == "mp"
 
 
-def test_a_worker_is_spawned_where_vllm_preloads_a_library_that_is_not_loaded_here(
+def test_a_worker_is_spawned_if_vllm_preloads_a_library_that_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_a_platform(monkeypatch, True)
@@ -137,11 +137,11 @@ def serve_and_fork(skip: bool, told: Connection) -> None:
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_a_forked_worker_computes_on_as_many_threads_and_cores_as_one_that_is_spawned(
+def test_a_forked_worker_uses_as_many_threads_and_cores_as_a_spawned_worker(
     skip: bool,
 ) -> None:
     here, there = multiprocessing.Pipe(duplex=False)
-    # From the server, because a fork of this process, whose threads may have computed, would wait for these threads for ever.
+    # A fork of this process, whose threads may have computed, would wait for these threads for ever.
     process = multiprocessing.get_context("forkserver").Process(target=serve_and_fork, args=(skip, there))
     process.start()
     assert here.poll(120), "it waits for threads that its parent had"

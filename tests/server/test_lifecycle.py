@@ -1,4 +1,4 @@
-"""Stopping, killing and starting a real server."""
+"""Tests stopping, killing and restarting a real server."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_sigterm_lets_streams_end_and_a_restart_knows_the_chunks(server_model: P
         assert pieces[-1]["usage"]["completion_tokens"] == 200
         assert server.process is not None
         assert server.process.exitcode == 0
-    # Started again on the same store, and killed while it precomputes.
+    # The next server on this store is killed while it precomputes.
     many = [
         f"Entry {i}: the {word} of the harbour was counted again, and found to be {i * 7}."
         for i in range(30)
@@ -82,15 +82,13 @@ def test_sigterm_lets_streams_end_and_a_restart_knows_the_chunks(server_model: P
         assert ask(server, ratio=1.0)["choices"][0]["token_ids"] == want
 
 
-def test_sigterm_in_the_middle_of_a_registration_leaves_no_kv_that_nobody_registered(
-    server_model: Path, tmp_path: Path
-) -> None:
+def test_sigterm_during_a_registration_leaves_no_unregistered_kv(server_model: Path, tmp_path: Path) -> None:
     many = [f"Entry {i}: the ships of the harbour were {i * 7}." for i in range(2500)]
     with RunningServer(server_model, tmp_path / "store", "--shutdown-timeout", "1") as server:
         server.post("/v1/chunks", {"texts": TEXTS}).raise_for_status()
 
         def precompute() -> None:
-            with suppress(httpx.TransportError):  # it may be answered an error, or nothing
+            with suppress(httpx.TransportError):  # the answer may be an error, or the connection may end
                 assert server.post("/v1/chunks", {"texts": many}).is_error
 
         thread = threading.Thread(target=precompute)
@@ -99,10 +97,10 @@ def test_sigterm_in_the_middle_of_a_registration_leaves_no_kv_that_nobody_regist
             pass
         assert server.stop() == 0
         thread.join()
-    assert len(list((tmp_path / "store" / "kv").rglob("*.safetensors"))) == len(TEXTS) + 1  # with the header's
+    assert len(list((tmp_path / "store" / "kv").rglob("*.safetensors"))) == len(TEXTS) + 1  # and the header's entry
 
 
-def test_the_command_starts_says_where_it_serves_and_stops_when_told(server_model: Path, tmp_path: Path) -> None:
+def test_serve_logs_its_address_and_stops_at_sigterm(server_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cacheblend_rag", "serve", "--model", str(server_model), "--port", "0"]
     command += ["--store", str(tmp_path / "store"), "--enforce-eager", "--kv-memory", "64MiB", "--max-model-len", "512"]
     settings = {"CACHEBLEND_HOME": str(tmp_path / "home"), "VLLM_LOGGING_LEVEL": "INFO"}
@@ -116,16 +114,16 @@ def test_the_command_starts_says_where_it_serves_and_stops_when_told(server_mode
                 break
         assert f"Serving {server_model}" in said[-1], "".join(said)
         assert re.search(r"on http://127.0.0.1:\d+: 0 chunks known", said[-1])
-        # It computes itself: a worker beside it would have imported vLLM once more.
+        # The engine computes in its own process: a worker process would import vLLM once more.
         (engine,) = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
         left = process.stdout.read()
     assert process.returncode == 0, left
-    assert "leaked" not in left  # as Triton would say of its own at the interpreter's end
+    assert "leaked" not in left  # Triton reports its own leaks at the interpreter's end
     assert not engine.is_running()
 
 
-def test_two_tensor_parallel_ranks_serve_blend_and_forget(server_model: Path, tmp_path: Path) -> None:
+def test_two_tensor_parallel_ranks_blend_and_delete_chunks(server_model: Path, tmp_path: Path) -> None:
     with RunningServer(server_model, tmp_path / "store", "--tensor-parallel-size", "2") as server:
         assert ask(server)["usage"]["cacheblend"]["reason"] == "no known chunk in the prompt"
         want = ask(server, quality="full")["choices"][0]["token_ids"]
@@ -136,4 +134,4 @@ def test_two_tensor_parallel_ranks_serve_blend_and_forget(server_model: Path, tm
         assert server.get(f"/v1/chunks/{ids[0]}").json()["stored"]
         server.request("DELETE", f"/v1/chunks?id={ids[0]}").raise_for_status()
         entries = server.get("/v1/chunks/stats").json()["kv"]["entries"]
-        assert entries == 2 * (len(ids) - 1 + 1)  # and the header's
+        assert entries == 2 * (len(ids) - 1 + 1)  # and the header's entries

@@ -1,4 +1,4 @@
-"""Tests what is counted, and how reasons become labels."""
+"""Tests the counted metrics, and how reasons become labels."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ def test_finished_prompts_are_counted_by_mode_and_reason() -> None:
     assert (value("computed_tokens_total"), value("computed_tokens_total", "acme")) == (570, 70)
 
 
-def test_what_the_controller_decided_is_counted_and_held_against_what_it_took() -> None:
+def test_the_controllers_decisions_are_counted_with_expected_and_measured_seconds() -> None:
     registry = CollectorRegistry()
     metrics = ReuseMetrics(registry)
     for mode, computed, expected, took in (
         ("blend", (), 0.25, 0.5),
         ("blend", ("a",), 0.25, 0.5),
-        ("blend", ("a", "b"), 0.5, None),  # without statistics nothing is compared
+        ("blend", ("a", "b"), 0.5, None),  # a request without statistics is not compared
         ("prefill", ("a", "b"), 1.0, 1.5),
-        ("prefill", (), None, 9.0),  # nothing was decided
+        ("prefill", (), None, 9.0),  # the controller made no decision
     ):
         report = PromptOutcome(mode, "", Usage(70, 0, 0, 70), chunks=in_place(*computed), expected_s=expected)  # type: ignore[arg-type]
         metrics.finished(report, "acme", took)
@@ -92,7 +92,7 @@ def test_what_the_controller_decided_is_counted_and_held_against_what_it_took() 
     assert value("decided_first_token_seconds_count") == 3
 
 
-def test_labels_do_not_grow_with_what_differs_between_prompts() -> None:
+def test_reason_labels_contain_no_numbers_of_single_prompts() -> None:
     labels = {reason_label(f"no stored KV for any of the {n} chunks: {n} of them") for n in range(50)}
     assert len(labels) == 1
     decided = "stored KV for 4 of 4 chunks; none of it is used (expected in {} s, an ordinary prefill in {} s)"
@@ -101,7 +101,7 @@ def test_labels_do_not_grow_with_what_differs_between_prompts() -> None:
     }
 
 
-def test_first_tokens_are_timed_by_mode_and_tiers_that_are_out_are_shown_until_they_are_back() -> None:
+def test_first_tokens_are_timed_by_mode_and_a_tier_is_shown_as_out_until_it_is_back() -> None:
     registry = CollectorRegistry()
     metrics = ReuseMetrics(registry)
     report = PromptOutcome("blend", "", Usage(2, 1, 0, 1))
@@ -120,7 +120,7 @@ def test_first_tokens_are_timed_by_mode_and_tiers_that_are_out_are_shown_until_t
     assert value("refused_requests_total", tenant="acme", status="429") == 2
 
 
-def test_the_page_names_every_metric_and_says_which_are_told_apart_by_tenant() -> None:
+def test_the_server_page_lists_all_metrics_with_and_without_a_tenant_label() -> None:
     page = (Path(__file__).parents[2] / "docs/server.md").read_text("utf-8")
     by_tenant, _, others = page.partition("## Metrics")[2].partition("\n## ")[0].partition("Without that label")
     labels = {each._name: each._labelnames for each in vars(ReuseMetrics(CollectorRegistry())).values()}

@@ -1,4 +1,4 @@
-"""The API key and the size limit, on a bare ASGI application."""
+"""Tests the API key and the size limit on a bare ASGI application."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class App:
 
 @pytest.mark.parametrize("path", ["/metrics", "/v1/chunks", "/nowhere"])
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", "Basic right", "bearer  right", "right"])
-async def test_requests_without_the_key_are_refused_before_anything_is_read(path: str, header: str | None) -> None:
+async def test_requests_without_the_key_are_refused_before_their_bodies_are_read(path: str, header: str | None) -> None:
     app = App(["right", "other"])
     headers = {} if header is None else {"Authorization": header}
     async with app.client() as client:
@@ -56,7 +56,7 @@ async def test_requests_without_the_key_are_refused_before_anything_is_read(path
     assert app.bodies == []
 
 
-async def test_either_key_opens_and_health_needs_none() -> None:
+async def test_either_key_is_accepted_and_health_needs_no_key() -> None:
     app = App(["right", "other"])
     async with app.client() as client:
         for key in ("right", "other"):
@@ -70,7 +70,7 @@ async def test_either_key_opens_and_health_needs_none() -> None:
 
 @settings(max_examples=40)
 @given(sizes=st.lists(st.integers(0, 60), max_size=5), declared=st.booleans())
-async def test_bodies_up_to_the_limit_arrive_unchanged_and_larger_ones_never_do(
+async def test_bodies_up_to_the_limit_arrive_unchanged_and_larger_bodies_are_refused(
     sizes: list[int], declared: bool
 ) -> None:
     app = App(limit=100)
@@ -90,7 +90,7 @@ async def test_bodies_up_to_the_limit_arrive_unchanged_and_larger_ones_never_do(
 
 
 class Connection:
-    """A client whose body never ends; what is read of it is counted."""
+    """A client whose body never ends; counts the pieces that are read."""
 
     def __init__(self, method: str, path: str, *headers: tuple[bytes, bytes], pieces: int = 10**6):
         self.scope = {"type": "http", "method": method, "path": path, "headers": list(headers), "query_string": b""}
@@ -111,7 +111,7 @@ class Connection:
         return int(self.sent[0]["status"])
 
 
-async def test_of_what_anybody_may_ask_no_body_is_read() -> None:
+async def test_no_body_is_read_for_requests_without_a_key() -> None:
     app = App(["right"])
     health = Connection("GET", "/health")
     assert (await health.ask(app), health.read, app.bodies) == (200, 0, [b""])
@@ -123,21 +123,21 @@ async def test_of_what_anybody_may_ask_no_body_is_read() -> None:
     assert (await other.ask(app), other.read) == (401, 0)
 
 
-async def test_a_body_that_does_not_come_is_given_up() -> None:
+async def test_a_body_that_does_not_arrive_in_time_is_answered_408() -> None:
     app = App(limit=10_000, body_deadline_s=0.01)
     slow = Connection("POST", "/v1/chunks", pieces=3)
     assert (await slow.ask(app), slow.read, app.bodies) == (408, 3, [])
     assert (b"connection", b"close") in slow.sent[0]["headers"]
 
 
-async def test_a_body_beyond_the_limit_is_read_no_further() -> None:
+async def test_reading_a_body_stops_at_the_limit() -> None:
     app = App(limit=100)
     large = Connection("POST", "/v1/chunks")
     assert (await large.ask(app), large.read, app.bodies) == (413, 3, [])
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-async def test_what_is_only_tokenised_may_be_no_longer_than_others_should_wait_for(path: str) -> None:
+async def test_bodies_of_the_tokenize_routes_have_a_smaller_limit(path: str) -> None:
     app = App(limit=100 + middleware.TOKENIZED_LIMIT)
     async with app.client() as client:
         for more, status in ((0, 404), (1, 413)):  # the bare application has no such route
@@ -145,7 +145,7 @@ async def test_what_is_only_tokenised_may_be_no_longer_than_others_should_wait_f
         assert (await client.post("/v1/chunks", content=b"x" * (middleware.TOKENIZED_LIMIT + 1))).status_code == 200
 
 
-async def test_a_tenants_bodies_together_are_limited_and_others_are_still_read() -> None:
+async def test_concurrent_bodies_of_a_tenant_are_limited_without_affecting_other_tenants() -> None:
     keys = [replace(Key.of(name), tenant=name) for name in ("loud", "quiet")]
     admissions = {"loud": Admission(), "quiet": Admission()}
     app = App(keys, limit=1000, held=200, admissions=admissions)
@@ -162,7 +162,7 @@ async def test_a_tenants_bodies_together_are_limited_and_others_are_still_read()
     assert (admissions["loud"].held, admissions["quiet"].held) == (0, 0)
 
 
-async def test_a_client_that_goes_away_in_the_middle_of_its_body_reaches_no_route() -> None:
+async def test_a_client_that_disconnects_within_its_body_reaches_no_route() -> None:
     app = App()
     gone = Connection("POST", "/v1/chunks")
     messages = iter([{"type": "http.request", "body": b"x", "more_body": True}, {"type": "http.disconnect"}])
@@ -189,7 +189,7 @@ async def test_a_client_that_goes_away_in_the_middle_of_its_body_reaches_no_rout
         ("[::1", False),
     ],
 )
-async def test_without_a_key_the_server_answers_to_the_names_of_its_machine_alone(host: str, served: bool) -> None:
+async def test_a_server_without_a_key_answers_only_to_local_host_names(host: str, served: bool) -> None:
     app = App(local=True)
     async with app.client() as client:
         answer = await client.post("/v1/chunks", headers={"Host": host})
@@ -217,7 +217,7 @@ def _separators_outside_of_strings(found: Any) -> int:
 
 @pytest.mark.slow
 @given(value=_JSON, spaced=st.booleans(), ascii_alone=st.booleans())
-def test_values_are_counted_outside_of_strings_alone(value: Any, spaced: bool, ascii_alone: bool) -> None:
+def test_values_are_counted_only_outside_of_strings(value: Any, spaced: bool, ascii_alone: bool) -> None:
     text = json.dumps(value, separators=None if spaced else (",", ":"), ensure_ascii=ascii_alone).encode()
     there = _separators_outside_of_strings(value)
     for most in (there - 1, there):
@@ -231,7 +231,7 @@ def test_values_of_hostile_bodies_are_counted_in_linear_time(part: bytes) -> Non
     assert amounts._has_too_many_values(b"1," * 600_000 + body)
 
 
-async def test_bodies_of_too_many_values_are_refused_before_they_are_parsed_whatever_their_size(
+async def test_bodies_of_too_many_values_are_refused_before_parsing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(amounts, "MOST_VALUES", 1000)

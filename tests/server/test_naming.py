@@ -1,4 +1,4 @@
-"""Chunks named by a request: what stands where afterwards."""
+"""Tests where the chunks named by a request are placed in its prompt."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ messages = st.lists(
 )
 
 
-def test_a_block_marked_for_caching_is_a_chunk_of_its_own() -> None:
+def test_a_block_marked_for_caching_becomes_a_chunk() -> None:
     mark = {"type": "ephemeral"}
     given_text = "A handbook that every question comes with."
     blocks = [
@@ -66,7 +66,7 @@ def test_named_chunks_go_once_and_in_order_before_the_last_user_message(chat: li
     for index, (before, after) in enumerate(zip(chat, found, strict=True)):
         is_last = bool(ids) and index == users[-1]
         assert after["content"] == ("\n\n".join([*texts, before["content"]]) if is_last else before["content"])
-    assert naming()[0].messages(found, ids)[0] == found  # they stand there now
+    assert naming()[0].messages(found, ids)[0] == found  # a second pass changes nothing
 
 
 def test_blocks_lose_their_ids_and_get_their_chunks_text() -> None:
@@ -90,10 +90,10 @@ def test_blocks_lose_their_ids_and_get_their_chunks_text() -> None:
     assert [block.get("id") for block in message["content"]] == [None, None, None, "kept", None]
     assert named == (IDS[1], chunk_id(given_text))
     assert [chunk.text for chunk in noted] == [given_text]
-    assert blocks[0]["id"] == IDS[1]  # the request's own blocks are left alone
+    assert blocks[0]["id"] == IDS[1]  # the request's own blocks stay unchanged
 
 
-def test_a_text_under_an_id_that_is_not_its_own_is_no_chunk() -> None:
+def test_a_text_under_a_foreign_id_is_no_chunk() -> None:
     block = {"type": "text", "text": "A text that nobody has registered.", "id": "nowhere"}
     mine, noted = naming()
     (message,), named = mine.messages([{"role": "user", "content": [block]}], ())
@@ -101,7 +101,7 @@ def test_a_text_under_an_id_that_is_not_its_own_is_no_chunk() -> None:
     assert message["content"] == [{"type": "text", "text": block["text"]}]
 
 
-def test_a_chunk_whose_text_lies_in_two_blocks_stands_in_none() -> None:
+def test_a_named_chunk_split_over_two_blocks_is_inserted_whole() -> None:
     text = CHUNKS[1].text
     halves = [{"type": "text", "text": half} for half in (text[:9], text[9:])]
     (message,), _ = naming()[0].messages([{"role": "user", "content": halves}], [IDS[1]])
@@ -113,7 +113,7 @@ def test_tokens_of_a_text_with_blanks_around_it_match_no_chunk() -> None:
         assert not tokens_match(TOKENIZER, text, tuple(encoder_for(TOKENIZER).document(text)))
 
 
-def test_unknown_ids_are_refused_wherever_they_stand() -> None:
+def test_unknown_ids_are_refused_in_blocks_chat_lists_and_plain_prompts() -> None:
     for content, ids in [("x", ["nowhere"]), ([{"type": "text", "text": "", "id": "nowhere"}], [])]:
         with pytest.raises(UnknownChunkError, match="nowhere"):
             naming()[0].messages([{"role": "user", "content": content}], ids)
@@ -127,7 +127,7 @@ def test_a_block_whose_id_is_no_unicode_is_refused() -> None:
         naming()[0].messages([{"role": "user", "content": [block]}], ())
 
 
-def test_plain_prompts_get_the_chunks_they_lack() -> None:
+def test_missing_named_chunks_are_put_before_plain_prompts() -> None:
     a, b = CHUNKS[:2]
     prompts = [f"{b.text} Who?", "Who?"]
     want = [f"{a.text}\n\n{b.text} Who?", f"{a.text}\n\n{b.text}\n\nWho?"]
@@ -139,7 +139,7 @@ def test_plain_prompts_get_the_chunks_they_lack() -> None:
 
 
 @given(st.text(min_size=1, max_size=40))
-def test_tokens_match_their_own_text_alone(text: str) -> None:
+def test_tokens_match_only_their_own_text(text: str) -> None:
     try:
         chunk = make_chunk(text, TOKENIZER)
     except InputError:

@@ -1,4 +1,4 @@
-"""Tests what a running server tells of a request: a trace that goes on where the client's began, JSON logs, refusals."""
+"""Tests a running server's traces, which continue the client's trace, its JSON logs and its counts of refusals."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_request_is_one_trace_from_the_clients_span_to_vllms(server: RunningSe
 
 
 @pytest.mark.slow
-def test_no_span_and_no_log_line_says_what_a_prompt_says_and_each_line_knows_its_trace(server: RunningServer) -> None:
+def test_spans_and_log_lines_contain_no_prompt_text_and_lines_name_their_trace(server: RunningServer) -> None:
     register(server)
     before = len(server.log())
     _, spans, trace_id = asked(server, cacheblend={"ratio": 0.3, "policy": "hkvd"})
@@ -88,7 +88,7 @@ def test_no_span_and_no_log_line_says_what_a_prompt_says_and_each_line_knows_its
         server.get("/health")
     told = "\n".join(map(str, spans.values()))
     assert not {word for word in WORDS if word in told or word in log}
-    # Other processes write there, too: what they say may stand in front of it.
+    # Other processes write to the same log: their output may precede the JSON on its line.
     (line,) = (line for line in log.splitlines() if trace_id in line)
     answered = json.loads(line[line.index("{") :])
     assert (answered["tenant"], answered["cacheblend.mode"]) == ("default", "blend")
@@ -119,7 +119,7 @@ async def test_refusals_are_counted_by_tenant_and_status_and_their_span_names_no
     async with app.client() as client:
         for content in (b"x" * 11, b"x"):
             await client.post("/v1/chunks?id=secret", headers={"Authorization": "Bearer right"}, content=content)
-        await client.post("/v1/chunks", content=b"x" * 11)  # without the key
+        await client.post("/v1/chunks", content=b"x" * 11)  # a request without the key is not counted
         await client.get("/secret/path", headers={"Authorization": "Bearer right"})
     assert refused == [("default", 413)]
     said = [(span.name, (span.attributes or {})["http.response.status_code"]) for span in kept.get_finished_spans()]
@@ -129,7 +129,7 @@ async def test_refusals_are_counted_by_tenant_and_status_and_their_span_names_no
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What the server writes to its log."""
+    """The text that the server writes to its log."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [handler])
@@ -155,7 +155,7 @@ def failing(logger: str, said: str = "Unsupported type 'secret'") -> None:
     logging.getLogger(logger).error("Error with model %(name)s", {"name": "secret"})
 
 
-def test_what_a_request_says_stands_in_no_line_about_it(log: io.StringIO) -> None:
+def test_log_lines_of_a_request_contain_none_of_its_text(log: io.StringIO) -> None:
     token = calling.set(Caller("acme"))
     try:
         failing("vllm.entrypoints.openai")
@@ -168,7 +168,7 @@ def test_what_a_request_says_stands_in_no_line_about_it(log: io.StringIO) -> Non
     assert said.count("\nValueError\n") == 2
 
 
-def test_what_a_request_says_stands_in_no_line_about_a_fault_of_the_server(log: io.StringIO) -> None:
+def test_the_log_of_a_server_error_contains_no_exception_message(log: io.StringIO) -> None:
     said = "secret"
     try:
         raise ValueError(said)
@@ -177,7 +177,7 @@ def test_what_a_request_says_stands_in_no_line_about_a_fault_of_the_server(log: 
     assert "secret" not in log.getvalue() and "ValueError" in log.getvalue()
 
 
-def test_of_what_is_no_request_every_word_is_logged_but_of_schemas(log: io.StringIO) -> None:
+def test_log_lines_outside_requests_are_complete_except_for_schemas(log: io.StringIO) -> None:
     failing("vllm.v1.engine")
     logging.getLogger("vllm.v1.structured_output").warning("LLMatcher error: %s", "a schema")
     assert log.getvalue().count("secret") == 6
@@ -196,7 +196,7 @@ def test_of_what_is_no_request_every_word_is_logged_but_of_schemas(log: io.Strin
         ("/v1/models?a=b", "/v1/models?a=b"),
     ],
 )
-def test_the_access_log_names_no_chunk(log: io.StringIO, target: str, logged: str) -> None:
+def test_the_access_log_contains_no_chunk_ids(log: io.StringIO, target: str, logged: str) -> None:
     line = '%s - "%s %s HTTP/%s" %d'
     logging.getLogger("uvicorn.access").info(line, "127.0.0.1:5", "GET", target, "1.1", 200)
     assert log.getvalue() == f'127.0.0.1:5 - "GET {logged} HTTP/1.1" 200\n'

@@ -1,4 +1,4 @@
-"""Tests how much a tenant may use: what is refused, what is told the client, and what is given back."""
+"""Tests the quotas of tenants: refusals, their messages to clients, and tokens that are given back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.server.test_tenants import TEXTS, Server
 
 
 class Clock:
-    """A time that passes when it is told to."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -44,7 +44,7 @@ class Clock:
     rate=st.integers(1, 10_000),
     steps=st.lists(st.tuples(st.floats(0, 200), st.integers(0, 20_000)), min_size=1, max_size=40),
 )
-def test_a_bucket_lets_no_more_through_than_flows_in_and_keeps_nobody_waiting_longer(
+def test_a_bucket_admits_no_more_tokens_than_flow_in_and_waits_no_longer_than_needed(
     rate: int, steps: list[tuple[float, int]]
 ) -> None:
     clock = Clock()
@@ -53,7 +53,7 @@ def test_a_bucket_lets_no_more_through_than_flows_in_and_keeps_nobody_waiting_lo
     for pause, tokens in steps:
         clock.now += pause
         wait = bucket.wait_s()
-        # All but the last request, which may leave a debt, is within a minute's worth and what has flowed in since the start.
+        # All requests but the last, which may leave a debt, stay within a minute's tokens and the inflow since the start.
         allowed = rate + (clock.now - 1000.0) * rate / 60
         if wait == 0:
             assert taken <= allowed + 1e-6 * allowed
@@ -65,7 +65,7 @@ def test_a_bucket_lets_no_more_through_than_flows_in_and_keeps_nobody_waiting_lo
             assert taken - last <= allowed + 1e-6 * allowed
 
 
-def test_a_bucket_is_never_fuller_than_a_minute() -> None:
+def test_a_bucket_holds_at_most_one_minute_of_tokens() -> None:
     clock = Clock()
     bucket = TokenBucket(60, clock)
     clock.now += 3600
@@ -86,12 +86,12 @@ async def ask(app: App, tenant: str, method: str = "POST") -> httpx.Response:
         return await client.request(method, "/v1/chunks", headers={"Authorization": f"Bearer {tenant}"})
 
 
-async def test_requests_beyond_those_allowed_at_a_time_are_told_to_come_again_and_other_tenants_are_served() -> None:
+async def test_concurrent_requests_beyond_the_quota_get_retry_after_and_other_tenants_are_served() -> None:
     begun, go_on, calls = asyncio.Semaphore(0), asyncio.Event(), count()
 
     async def slowly(_: Any) -> PlainTextResponse:
         begun.release()
-        if next(calls) < 2:  # one that is let in wrongly is answered, too
+        if next(calls) < 2:  # a request that is let in wrongly is answered as well
             await go_on.wait()
         return PlainTextResponse("served")
 
@@ -110,19 +110,19 @@ async def test_requests_beyond_those_allowed_at_a_time_are_told_to_come_again_an
 
 
 def with_route(app: App, endpoint: Any) -> App:
-    """The same application with another ``/v1/chunks``."""
+    """Replace ``/v1/chunks`` of an application."""
     app.app.router.routes[:] = [Route("/v1/chunks", endpoint, methods=["GET", "POST"])]
     return app
 
 
-async def test_a_client_that_goes_away_in_the_middle_of_a_stream_makes_room_for_the_next() -> None:
+async def test_a_client_that_leaves_its_stream_frees_its_place_in_the_quota() -> None:
     begun, calls = asyncio.Event(), count()
 
     async def endless(_: Any) -> StreamingResponse:
         first = next(calls) == 0
 
         async def pieces() -> Any:
-            while first:  # one that is let in wrongly gets an end
+            while first:  # the stream of a request that is let in wrongly ends
                 yield b"piece"
                 begun.set()
                 await asyncio.sleep(0)
@@ -153,7 +153,7 @@ async def test_a_client_that_goes_away_in_the_middle_of_a_stream_makes_room_for_
     assert admission.refusal() is None
 
 
-async def test_who_has_used_its_tokens_is_told_when_there_will_be_more() -> None:
+async def test_a_tenant_without_tokens_gets_the_seconds_until_it_has_more() -> None:
     clock = Clock()
     app = limited(Quota(tokens_per_minute=600), clock)
     admission = app.app.state.limits.admissions["acme"]
@@ -171,7 +171,7 @@ async def test_who_has_used_its_tokens_is_told_when_there_will_be_more() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "pieces"), [("DELTA", [[1], [2, 3]]), ("CUMULATIVE", [[1], [1, 2, 3]])])
 @pytest.mark.parametrize("until", [0, 1, 2])
-async def test_what_is_charged_is_the_prompt_and_what_was_answered_even_if_the_client_leaves(
+async def test_the_prompt_and_the_answered_tokens_are_charged_even_if_the_client_leaves(
     kind: str, pieces: list[list[int]], until: int
 ) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
@@ -209,11 +209,11 @@ async def test_what_is_charged_is_the_prompt_and_what_was_answered_even_if_the_c
     for _ in range(until):
         await anext(stream)
     await stream.aclose()
-    # A request that was never begun has cost nothing.
+    # A request that never began costs nothing.
     assert sum(charged) == [0, 10 + 1, 10 + 3][until]
 
 
-async def test_no_more_chunks_are_registered_than_the_tenant_may_have(tmp_path: Path) -> None:
+async def test_registrations_beyond_max_chunks_are_refused(tmp_path: Path) -> None:
     server = Server(tmp_path, quotas={"acme": Quota(max_chunks=1)})
     assert (await server.register("acme", TEXTS[0])).status_code == 200
     refused = await server.register("acme", TEXTS[1])
@@ -224,7 +224,7 @@ async def test_no_more_chunks_are_registered_than_the_tenant_may_have(tmp_path: 
         assert (await server.register("globex", text)).status_code == 200
 
 
-async def test_no_more_kv_is_kept_than_the_tenant_may_have_and_what_is_refused_leaves_none(tmp_path: Path) -> None:
+async def test_registrations_beyond_max_kv_are_refused_and_leave_no_kv(tmp_path: Path) -> None:
     probe = Server(tmp_path / "probe")
     await probe.register("acme", TEXTS[0])
     size = (await probe("acme", "GET", f"/{chunk_id(TEXTS[0])}")).json()["bytes"]
@@ -234,21 +234,21 @@ async def test_no_more_kv_is_kept_than_the_tenant_may_have_and_what_is_refused_l
     refused = await server.register("acme", TEXTS[2])
     assert (refused.status_code, server.stored("acme", TEXTS[2]), server.found("acme", TEXTS[2])) == (507, False, [])
     assert "max_kv" in refused.json()["error"]["message"]
-    assert (await server.register("acme", TEXTS[1])).status_code == 200  # what it has takes no more room
+    assert (await server.register("acme", TEXTS[1])).status_code == 200  # a registered text takes no more room
     assert server.stored("acme", TEXTS[1])
     assert (await server("acme", "DELETE", f"/{chunk_id(TEXTS[0])}")).status_code == 200
     assert (await server.register("acme", TEXTS[2])).status_code == 200
 
 
-async def test_what_is_refused_leaves_no_kv_where_another_tenant_lends_the_same_text(tmp_path: Path) -> None:
+async def test_a_refused_text_leaves_no_kv_even_if_a_readable_tenant_stores_it(tmp_path: Path) -> None:
     server = Server(tmp_path, quotas={"acme": Quota(max_kv=1)})
     assert (await server.register("public", TEXTS[0])).status_code == 200
     assert (await server.register("acme", TEXTS[0])).status_code == 507
     assert [server.stored(tenant, TEXTS[0]) for tenant in ("acme", "public")] == [False, True]
 
 
-async def test_registrations_count_before_they_are_computed_and_no_more_than_was(tmp_path: Path) -> None:
-    server, quota = Server(tmp_path), Quota(tokens_per_minute=20)  # a text has more
+async def test_registrations_are_charged_in_advance_and_settled_to_the_computed_tokens(tmp_path: Path) -> None:
+    server, quota = Server(tmp_path), Quota(tokens_per_minute=20)  # a text has more tokens
     admission, begun, go_on = Admission(quota, Clock()), list[Any](), asyncio.Event()
     client: Any = server.tenants.each["acme"].client
     server.app.state.limits = replace(server.app.state.limits, admissions={"acme": admission})
@@ -307,7 +307,7 @@ async def test_registrations_expire_with_their_kv_on_every_server_unless_they_ar
     assert one.stored("globex", TEXTS[0])
 
 
-async def test_what_expires_but_is_the_indexs_too_keeps_its_kv(tmp_path: Path) -> None:
+async def test_an_expired_registration_that_the_index_holds_too_keeps_its_kv(tmp_path: Path) -> None:
     server = Server(tmp_path, (DEFAULT,), quotas={"default": Quota(expire_after_s=100)})
     own, clock = server.tenants.each["default"], Clock()
     own.catalogue._clock = clock
@@ -323,7 +323,9 @@ async def test_what_expires_but_is_the_indexs_too_keeps_its_kv(tmp_path: Path) -
         server.tenants.close()
 
 
-async def test_a_server_lets_what_has_expired_go_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_removes_expired_registrations_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cacheblend_rag.server.catalogue._REFRESH_S", 0.001)
     server = Server(tmp_path, (DEFAULT, Namespace("acme")), quotas={"acme": Quota(expire_after_s=100)})
     acme, clock = server.tenants.each["acme"], Clock()
@@ -370,14 +372,14 @@ def test_quotas_are_read_with_their_units(tmp_path: Path) -> None:
         ("tokens_per_second = 1", "tenant.0.tokens_per_second"),
     ],
 )
-def test_a_quota_that_cannot_be_meant_is_refused_by_its_name(tmp_path: Path, line: str, said: str) -> None:
+def test_an_invalid_quota_is_refused_by_name(tmp_path: Path, line: str, said: str) -> None:
     name = line.split(" ", maxsplit=1)[0]
     text = "\n".join(each for each in TABLE.splitlines() if not each.startswith(name)) + f"\n{line}\n"
     with pytest.raises(InputError, match=said):
         read_keys(written(tmp_path, text))
 
 
-async def test_what_is_beyond_the_quota_is_refused_before_it_is_tokenised(
+async def test_a_registration_beyond_the_quota_is_refused_before_tokenising(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Server(tmp_path, quotas={"acme": Quota(max_chunks=1)})

@@ -1,4 +1,4 @@
-"""Tests what the server makes of prompts, between vLLM's renderer and its engine: the same as the engines in process do."""
+"""Tests how the server changes prompts between vLLM's renderer and its engine: as the in-process engines do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cacheblend_rag.server.renderer import BlendRenderer
 from cacheblend_rag.server.tenants import Caller, calling
 from tests.conftest import CHATML, byte_level
 
-# Strict about roles, as many are: the system message comes first.
+# Many templates are strict about roles: the system message comes first.
 TOKENIZER = byte_level(
     "{% if messages[1:] | selectattr('role', 'equalto', 'system') | list %}{{ raise_exception('no') }}{% endif %}"
     + CHATML
@@ -38,7 +38,7 @@ NOTE = "The harbour is very old, and so is its director."
 
 
 class Inner:
-    """Renders as vLLM does: text blocks are joined by newlines, a text is tokenised whole, and truncated."""
+    """Renders as vLLM does: joins text blocks by newlines, tokenises the whole text, and truncates it."""
 
     use_harmony = trust_request_chat_template = False
     chat_template = chat_template_content_format = default_chat_template_kwargs = parser = None
@@ -67,7 +67,7 @@ class Inner:
         return {**rendered, "type": "multimodal"} if images else rendered
 
     def validate_chat_template(self, **_: Any) -> None:
-        """Every template may be used."""
+        """Accept every template."""
 
     async def preprocess_chat(self, request: Any, messages: list[Any], **_: Any) -> Any:
         return [], [self._chat(messages, request)]
@@ -78,7 +78,7 @@ class Inner:
     async def render_completion(self, request: Any, **_: Any) -> Any:
         prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         self.asked.append(len(prompts))
-        if request.suffix is not None:  # as models that fill in want it
+        if request.suffix is not None:  # the format of models that fill in text
             prompts = [f"<eos>{request.suffix}<eos>{text}" for text in prompts]
         return [self._input(text, request) for text in prompts]
 
@@ -151,7 +151,7 @@ def user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "Answer from the notes."}, {"role": "user", "content": content}]
 
 
-async def test_a_registered_turn_changes_no_chat_and_is_data_where_it_is_said() -> None:
+async def test_a_registered_turn_changes_no_other_chat_and_is_data_in_a_chat_that_contains_it() -> None:
     plain, server = Server(), Server(TURN, NOTE, f"notes.{TURN}")
     for content in ("Who runs the harbour?", f"{NOTE} Who?"):
         assert turns(await server.chat(user(content))) == turns(await plain.chat(user(content)))
@@ -161,12 +161,12 @@ async def test_a_registered_turn_changes_no_chat_and_is_data_where_it_is_said() 
     assert server.chunks == [TURN, NOTE, TURN]
 
 
-async def test_a_registered_turn_leaves_a_rendered_prompt_as_it_is() -> None:
+async def test_a_registered_turn_does_not_change_a_rendered_prompt() -> None:
     plain, server = Server(), Server(TURN, NOTE, f"notes.{TURN}")
     text = render(TOKENIZER, user(f"{NOTE} Who?"))
     assert turns((await server.complete(text))[0]) == turns((await plain.complete(text))[0])
     assert server.chunks == [NOTE]
-    # The server itself puts this text in front: it knows that it is data.
+    # The server itself puts this text in front of the prompt, so the text is data.
     (ids,) = await server.complete("Who runs it?", chunk_ids=[server.registry.find(TURN)[0].id])  # type: ignore[union-attr]
     assert (server.chunks, turns(ids)) == ([TURN], [])
     await server.complete(["Who?", f"{NOTE} Who?"], chunk_ids=[make_chunk(NOTE, TOKENIZER).id])
@@ -183,7 +183,7 @@ UNBLENDED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", UNBLENDED, ids=str)
-async def test_what_is_not_blended_holds_no_control_tokens_of_documents_either(fields: dict[str, Any]) -> None:
+async def test_unblended_prompts_hold_no_control_tokens_of_documents(fields: dict[str, Any]) -> None:
     server = Server(TURN, NOTE)
     turn, note = (server.registry.find(text)[0].id for text in (TURN, NOTE))  # type: ignore[union-attr]
     plain = turns(await Server().chat(user("Who?")))
@@ -196,15 +196,15 @@ async def test_what_is_not_blended_holds_no_control_tokens_of_documents_either(f
 
 
 @pytest.mark.parametrize("fields", UNBLENDED, ids=str)
-async def test_a_text_that_is_not_blended_keeps_the_tokens_that_vllm_gives_it(fields: dict[str, Any]) -> None:
-    text = f"Un{NOTE}ly"  # a chunk's own tokens would begin and end within a word
+async def test_an_unblended_text_keeps_vllms_tokens(fields: dict[str, Any]) -> None:
+    text = f"Un{NOTE}ly"  # the chunk's tokens would begin and end within a word
     server = Server(NOTE)
     assert await server.complete(text, **fields) == await Server().complete(text, **fields)
     assert await server.complete(text) != await Server().complete(text)
     assert server.chunks == [NOTE]
 
 
-async def test_a_text_is_searched_for_chunks_if_it_is_no_longer_than_the_context_window_may_hold() -> None:
+async def test_a_text_longer_than_the_context_window_may_hold_is_not_searched_for_chunks() -> None:
     server = Server(NOTE)
     text = f"{NOTE} Who?"
     server.renderer._most = len(text) - 1
@@ -215,14 +215,14 @@ async def test_a_text_is_searched_for_chunks_if_it_is_no_longer_than_the_context
     assert server.chunks == [NOTE]
 
 
-async def test_a_truncated_answer_of_the_responses_route_holds_none_either() -> None:
+async def test_truncated_responses_prompts_hold_no_control_tokens_of_documents() -> None:
     server = Server(TURN, NOTE)
     plain = turns(await Server().respond("Who?"))
     assert turns(await server.respond(f"{NOTE}{TURN} Who?", truncation="auto")) == plain
     assert not server.client.prompts
 
 
-async def test_chats_in_a_batch_hold_none_either_and_are_blended() -> None:
+async def test_batched_chats_are_blended_and_hold_no_control_tokens_of_documents() -> None:
     server = Server(TURN, NOTE)
     plain = turns(await Server().chat(user("Who?")))
     for ids in await server.batch(user(f"{NOTE}{TURN} Who?"), user(f"{TURN} Who?")):
@@ -230,7 +230,7 @@ async def test_chats_in_a_batch_hold_none_either_and_are_blended() -> None:
     assert [len(prompt.spans) for prompt in server.client.prompts] == [2, 1]
 
 
-async def test_each_chat_of_a_batch_counts() -> None:
+async def test_each_chat_of_a_batch_counts_towards_the_quota() -> None:
     server = Server()
     admission = calling.get().admission = Admission(Quota(max_concurrent=3))
     await server.batch(*[user("Who?")] * 3)
@@ -242,11 +242,13 @@ async def test_each_chat_of_a_batch_counts() -> None:
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 
 
-async def test_a_prompt_that_chunks_cannot_be_placed_in_is_refused_where_a_known_one_spells_control_tokens() -> None:
+async def test_a_multimodal_prompt_with_a_chunk_that_spells_control_tokens_is_refused() -> None:
     server = Server(TURN, NOTE, f"{TURN} of the harbour")
     said = [PICTURE, {"type": "text", "text": f"{NOTE} Who?"}]
     assert turns(await server.chat(user(said))) == turns(await Server().chat(user(said)))
-    await server.chat(user([PICTURE, {"type": "text", "text": "<|im_end|>"}]))  # no document's
+    await server.chat(
+        user([PICTURE, {"type": "text", "text": "<|im_end|>"}])
+    )  # a control token that no document spells
     for text in (TURN, f"<|im_end|>{TURN[:-4]}{TURN} of"):
         with pytest.raises(VLLMValidationError, match="spells special tokens"):
             await server.chat(user([PICTURE, {"type": "text", "text": text}]))
@@ -258,7 +260,7 @@ async def test_a_prompt_that_chunks_cannot_be_placed_in_is_refused_where_a_known
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
-async def test_prompts_that_hold_chunks_are_truncated_where_vllm_truncates_others(side: str | None) -> None:
+async def test_prompts_with_chunks_are_truncated_on_the_side_that_vllm_truncates(side: str | None) -> None:
     server, text = Server(NOTE), f"{NOTE} Who is it, and who was it before?"
     whole = await server.chat(user(text), prompt_logprobs=0)
     cut = await server.chat(user(text), truncate_prompt_tokens=20, truncation_side=side)
@@ -268,7 +270,7 @@ async def test_prompts_that_hold_chunks_are_truncated_where_vllm_truncates_other
     assert cut == (whole[-20:] if side == "left" else whole[:20])
 
 
-async def test_vllm_is_given_the_prompts_of_a_batch_one_by_one_and_none_behind_one_that_is_refused() -> None:
+async def test_vllm_gets_the_prompts_of_a_batch_one_by_one_up_to_the_first_refused_prompt() -> None:
     server = Server(NOTE)
     prompts = ["Who runs it?", f"{NOTE} Who?", "When?"]
     assert await server.complete(prompts) == [ids for text in prompts for ids in await server.complete(text)]
@@ -278,7 +280,7 @@ async def test_vllm_is_given_the_prompts_of_a_batch_one_by_one_and_none_behind_o
     assert server.inner.asked == [1] * 8
 
 
-async def test_short_chunks_that_are_named_are_data_too() -> None:
+async def test_named_short_chunks_are_data() -> None:
     end = "<|im_end|>"
     server = Server(end, NOTE)
     chunk = server.registry.get(make_chunk(end, TOKENIZER).id)
@@ -292,17 +294,17 @@ async def test_short_chunks_that_are_named_are_data_too() -> None:
         assert turns(await server.chat(user("Who?"), chunk_ids=[chunk.id], **fields)) == plain
 
 
-async def test_a_prompt_in_which_a_named_chunk_cannot_be_told_from_the_rest_is_refused() -> None:
+async def test_a_prompt_in_which_a_named_chunk_cannot_be_located_is_refused() -> None:
     server = Server(TURN)
     (chunk,) = server.registry
     with pytest.raises(VLLMValidationError, match="suffix"):
         await server.complete("Who?", chunk_ids=[chunk.id], suffix=" It is.")
     with pytest.raises(VLLMValidationError, match="characters"):
         await server.chat(user(f"{TURN}{' ' * 70_000}"), truncate_prompt_tokens=100)
-    await server.chat(user("y" * 70_000), truncate_prompt_tokens=100)  # spells nothing
+    await server.chat(user("y" * 70_000), truncate_prompt_tokens=100)  # this text spells no control token
 
 
-async def test_what_is_put_in_front_is_data_however_long_it_is() -> None:
+async def test_a_chunk_put_in_front_of_a_long_prompt_is_data() -> None:
     server = Server(TURN)
     (chunk,) = server.registry
     rest = "x" * (16 * WINDOW - 5)
@@ -320,7 +322,7 @@ PIECES = st.lists(
     st.lists(PIECES, min_size=1, max_size=3),
     st.lists(st.sampled_from([TURN, NOTE, f"{NOTE} {TURN}", f"{TURN}\nThe harb"]), unique=True),
 )
-async def test_a_chat_is_the_same_prompt_on_the_server_and_in_process(
+async def test_a_chat_becomes_an_equal_prompt_on_the_server_and_in_process(
     contents: list[list[str]], known: list[str]
 ) -> None:
     server = Server(*known)
@@ -334,7 +336,7 @@ async def test_a_chat_is_the_same_prompt_on_the_server_and_in_process(
         assert not server.client.prompts
 
 
-async def test_a_prompt_is_rendered_once_and_again_only_where_its_text_does_not_show_the_places_of_its_chunks() -> None:
+async def test_a_prompt_is_rendered_again_only_if_its_text_does_not_show_its_chunks_places() -> None:
     server = Server(NOTE, TURN)
     for said, chunks in [("Who?", []), (f"{NOTE} Who?", [NOTE]), (f"{NOTE}\n\nAnd {NOTE}", [NOTE, NOTE])]:
         before = len(server.inner.rendered)
@@ -347,7 +349,7 @@ async def test_a_prompt_is_rendered_once_and_again_only_where_its_text_does_not_
     assert server.chunks == [NOTE, TURN]
 
 
-async def test_a_chat_is_answered_where_the_template_reads_what_is_said_and_refuses_what_stands_in_for_it() -> None:
+async def test_a_chat_is_rendered_even_if_its_template_refuses_the_placeholders() -> None:
     server = Server(NOTE)
     said = [{"role": "user", "content": f"{NOTE} Who?"}]
     want, chat = await server.chat(said), server.inner._chat
@@ -361,7 +363,7 @@ async def test_a_chat_is_answered_where_the_template_reads_what_is_said_and_refu
     assert await server.chat(said) == want
 
 
-async def test_the_responses_route_finds_what_is_said_in_every_kind_of_item() -> None:
+async def test_the_responses_route_finds_chunks_in_every_kind_of_item() -> None:
     server = Server(NOTE, TURN)
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": f"{NOTE} Who?"}]},
@@ -376,7 +378,7 @@ async def test_the_responses_route_finds_what_is_said_in_every_kind_of_item() ->
         assert request.instructions == "Be brief."
 
 
-async def test_what_a_tool_has_found_is_found_in_its_message() -> None:
+async def test_a_chunk_in_a_tools_message_is_found() -> None:
     server = Server(NOTE)
     call = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"query": "harbour"}'}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -384,7 +386,7 @@ async def test_what_a_tool_has_found_is_found_in_its_message() -> None:
     assert server.chunks == [NOTE]
 
 
-async def test_ids_named_again_and_again_are_one_and_too_many_are_refused() -> None:
+async def test_repeated_ids_count_once_and_chunks_longer_than_the_window_are_refused() -> None:
     server = Server(NOTE)
     (chunk,) = server.registry
     await server.chat(user("Who?"), chunk_ids=[chunk.id] * 4000)
@@ -395,11 +397,13 @@ async def test_ids_named_again_and_again_are_one_and_too_many_are_refused() -> N
             await call
     with pytest.raises(VLLMValidationError, match="characters"):
         await server.chat(user("x" * 70_000), chunk_ids=[chunk.id])
-    assert len(await server.chat(user(f"{NOTE} " + "x" * 70_000), truncate_prompt_tokens=2000)) == 2000  # not searched
+    assert (
+        len(await server.chat(user(f"{NOTE} " + "x" * 70_000), truncate_prompt_tokens=2000)) == 2000
+    )  # so long a text is not searched
     assert len(server.client.prompts) == 1
 
 
-async def test_what_searching_and_rendering_cost_is_paid_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_searching_and_rendering_run_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
     from cacheblend_rag.server import naming, renderer

@@ -1,4 +1,4 @@
-"""The routes of /v1/chunks over HTTP, on a client without a model."""
+"""Tests the routes of /v1/chunks over HTTP, on a client without a model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TEXTS = [f"Entry number {i} of the harbour log." for i in range(4)]
 
 
 class Client:
-    """Stores KV of zeros, and fails to for the texts in :attr:`fails`."""
+    """Stores KV of zeros, and fails for the texts in :attr:`fails`."""
 
     def __init__(self) -> None:
         self.tokenizer, self.fingerprint, self.header_ids = tokenizer_named("byte_level"), MODEL, (1, 2)
@@ -64,7 +64,7 @@ class Client:
         return other
 
     async def drain(self) -> None:
-        """Nothing is done in the background."""
+        """Do nothing: there is no background work."""
 
     async def store_kv(self, chunks: list[Chunk]) -> PrecomputeReport:
         for chunk in chunks:
@@ -142,14 +142,14 @@ async def test_chunks_whose_kv_could_not_be_stored_are_not_registered(server: Se
     assert (len(server.registry), server.found(TEXTS[1])) == (3, [])
 
 
-async def test_a_model_that_is_not_blended_knows_what_is_registered(server: Server) -> None:
+async def test_an_unblended_model_registers_chunks_without_kv(server: Server) -> None:
     server.client.gate.passed, server.client.fails = False, set(TEXTS)
     assert (await server.register(*TEXTS)).status_code == 200
     assert len(server.registry) == 4
 
 
 def held_up(server: Server, requests: int) -> asyncio.Barrier:
-    """Have registrations wait, once their KV is stored, for that many of them."""
+    """Let registrations with stored KV wait until ``requests`` of them have come."""
     barrier, store = asyncio.Barrier(requests), server.client.store_kv
 
     async def store_kv(chunks: list[Chunk]) -> PrecomputeReport:
@@ -161,7 +161,7 @@ def held_up(server: Server, requests: int) -> asyncio.Barrier:
     return barrier
 
 
-async def test_of_ten_texts_that_want_one_id_at_a_time_one_gets_it_and_the_others_leave_no_kv(server: Server) -> None:
+async def test_one_of_ten_concurrent_texts_gets_an_id_and_the_other_nine_leave_no_kv(server: Server) -> None:
     held_up(server, 10)
     texts = [f"Berth {number} of the harbour." for number in range(10)]
     answers = await asyncio.gather(*(server.register({"id": "berth", "text": text}) for text in texts))
@@ -200,7 +200,7 @@ async def test_a_deletion_leaves_the_kv_of_a_text_that_is_being_registered_under
     if taken:
         server.catalogue.add([Chunk("new", TEXTS[1], make_chunk(TEXTS[1], server.client.tokenizer).token_ids)])
     await barrier.wait()
-    # Else it would be registered with no KV, and what a prompt stores of it later were in no quota.
+    # A chunk registered without KV would let a later prompt store KV that counts in no quota.
     assert ((await coming).status_code, server.stored(TEXTS[0])) == ((409, False) if taken else (200, True))
     if not taken:
         assert server.catalogue._registered.kv_bytes() > 0
@@ -218,7 +218,7 @@ async def test_a_registration_that_fails_leaves_no_kv(server: Server, monkeypatc
     assert not server.stored(TEXTS[0])
 
 
-async def test_the_servers_end_waits_until_a_registration_that_it_cuts_short_has_left_no_kv(server: Server) -> None:
+async def test_a_stopping_server_waits_until_an_interrupted_registration_has_left_no_kv(server: Server) -> None:
     store, begun, ended = server.client.store_kv, asyncio.Event(), asyncio.Event()
 
     async def dies(chunks: list[Chunk]) -> PrecomputeReport:
@@ -239,7 +239,7 @@ async def test_the_servers_end_waits_until_a_registration_that_it_cuts_short_has
     assert (await request).status_code == 507
 
 
-async def test_kv_that_a_worker_writes_behind_a_registration_that_was_cut_short_is_deleted(server: Server) -> None:
+async def test_kv_written_by_a_worker_after_its_registration_was_interrupted_is_deleted(server: Server) -> None:
     store, chunks = server.client.store_kv, list[Chunk]()
 
     async def dies(wanted: list[Chunk]) -> PrecomputeReport:
@@ -248,7 +248,7 @@ async def test_kv_that_a_worker_writes_behind_a_registration_that_was_cut_short_
         raise StoreError("the engine has died")
 
     server.client.store_kv = dies  # type: ignore[method-assign]
-    # In a task of its own, as on a server: `settle` waits for the tasks of registrations.
+    # The server runs a registration in a task: `settle` waits for these tasks.
     await asyncio.ensure_future(server.register(TEXTS[0]))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
         settled = asyncio.ensure_future(server.tenants.settle([psutil.Process(worker.pid)], 60))
@@ -260,7 +260,7 @@ async def test_kv_that_a_worker_writes_behind_a_registration_that_was_cut_short_
 
 
 @pytest.mark.parametrize("chunk_id", ["a\nb", "a\n", "\n", "a\r\n", "a/b\n/c"])
-async def test_an_id_with_line_breaks_names_its_own_chunk_and_no_other(server: Server, chunk_id: str) -> None:
+async def test_an_id_with_line_breaks_names_only_its_own_chunk(server: Server, chunk_id: str) -> None:
     await server.register({"id": chunk_id, "text": TEXTS[0]}, {"id": "a", "text": TEXTS[1]})
     path = "/" + quote(chunk_id, safe="")
     assert (await server("GET", path)).json()["text"] == TEXTS[0]
@@ -270,14 +270,14 @@ async def test_an_id_with_line_breaks_names_its_own_chunk_and_no_other(server: S
 
 
 @pytest.mark.parametrize("number", ["NaN", "1e999", '{"deep": [0, -Infinity]}'])
-async def test_metadata_that_no_answer_can_hold_are_refused(server: Server, number: str) -> None:
+async def test_metadata_with_numbers_outside_json_are_refused(server: Server, number: str) -> None:
     body = b'{"chunks": [{"text": "A text.", "metadata": {"n": %s}}]}' % number.encode()
     refused = await server("POST", "", content=body, headers={"Content-Type": "application/json"})
     assert (refused.status_code, len(server.registry)) == (422, 0)
     assert "chunks.0: the metadata" in refused.json()["error"]["message"]
 
 
-async def test_metadata_that_would_fill_disk_and_memory_are_refused(server: Server) -> None:
+async def test_metadata_beyond_the_size_limit_are_refused(server: Server) -> None:
     refused = await server.register({"text": TEXTS[0], "metadata": {"source": "x" * 70_000}})
     assert (refused.status_code, server.stored(TEXTS[0])) == (422, False)
     assert "chunks.0: its metadata have 70014 bytes" in refused.json()["error"]["message"]
@@ -285,7 +285,7 @@ async def test_metadata_that_would_fill_disk_and_memory_are_refused(server: Serv
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "?limit=1000"), ("DELETE", "?id=unknown")])
-async def test_a_client_that_lists_or_deletes_without_end_takes_one_thread(
+async def test_concurrent_listings_or_deletions_take_one_thread(
     server: Server, monkeypatch: pytest.MonkeyPatch, method: str, path: str
 ) -> None:
     running = most = 0
@@ -294,7 +294,7 @@ async def test_a_client_that_lists_or_deletes_without_end_takes_one_thread(
         nonlocal running, most
         running += 1
         most = max(most, running)
-        for _ in range(100):  # all the others could begin meanwhile
+        for _ in range(100):  # all other requests could begin meanwhile
             await asyncio.sleep(0)
         running -= 1
         return function(*arguments)
@@ -304,7 +304,9 @@ async def test_a_client_that_lists_or_deletes_without_end_takes_one_thread(
     assert ([answer.status_code for answer in answers], most) == ([200] * 8, 1)
 
 
-async def test_a_page_of_chunks_is_not_read_all_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_page_of_chunks_is_read_in_parts_of_at_most_256(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await server.register(*({"id": f"{number:03}", "text": f"Berth {number}."} for number in range(600)))
     read = server.catalogue._registered.named_after
     counts: list[int] = []
@@ -318,7 +320,7 @@ async def test_a_page_of_chunks_is_not_read_all_at_once(server: Server, monkeypa
     assert page["has_more"] and page["last_id"] == "499" and max(counts) <= 256
 
 
-async def test_everything_is_deleted_a_few_chunks_at_a_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_chunks_are_deleted_in_parts_of_at_most_256(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     await server.register(*(f"Berth {number}." for number in range(600)))
     remove, counts = server.catalogue.remove, []
     monkeypatch.setattr(server.catalogue, "remove", lambda names: counts.append(len(names)) or remove(names))
@@ -326,7 +328,7 @@ async def test_everything_is_deleted_a_few_chunks_at_a_time(server: Server, monk
     assert max(counts) <= 256 and (len(server.registry), list(server.client.store.entries())) == (0, [])
 
 
-async def test_a_deletion_that_names_some_and_asks_for_all_is_refused(server: Server) -> None:
+async def test_a_deletion_of_named_chunks_and_of_all_chunks_is_refused(server: Server) -> None:
     await server.register({"id": "a", "text": TEXTS[0]}, {"id": "b", "text": TEXTS[1]})
     refused = await server("DELETE", "?id=a&all=true")
     assert (refused.status_code, len(server.registry)) == (422, 2)
@@ -348,20 +350,20 @@ async def test_an_id_with_a_nul_is_refused_and_finds_no_other_chunk(server: Serv
     assert (await server("GET", "/a")).status_code == 200
 
 
-async def test_more_chunks_than_may_be_registered_are_refused_before_anything_is_computed(tmp_path: Path) -> None:
+async def test_registrations_beyond_max_chunks_are_refused_before_computing(tmp_path: Path) -> None:
     server = Server(tmp_path, most=3)
     assert (await server.register(*TEXTS[:2])).status_code == 200
     refused = await server.register(*TEXTS)
     assert refused.status_code == 507
     assert "--max-chunks" in refused.json()["error"]["message"] and "the 3 that" in refused.json()["error"]["message"]
     assert (len(server.registry), server.stored(TEXTS[2])) == (2, False)
-    assert (await server.register(*TEXTS[:3])).status_code == 200  # those it has already take no room
+    assert (await server.register(*TEXTS[:3])).status_code == 200  # registered chunks take no more room
     assert (await server("DELETE", f"?id={server.found(TEXTS[0])[0]}")).status_code == 200
     assert (await server.register(TEXTS[3])).status_code == 200
 
 
 @pytest.mark.parametrize("counts", ["count", "kv_bytes"])
-async def test_two_servers_of_one_store_together_go_past_no_limit(
+async def test_two_servers_of_one_store_together_exceed_no_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: str
 ) -> None:
     monkeypatch.setattr(RegisteredChunks, "busy_timeout_s", 0.0)
@@ -373,7 +375,7 @@ async def test_two_servers_of_one_store_together_go_past_no_limit(
 
     def meanwhile(*arguments: Any) -> int:
         found = looked(*arguments)
-        with contextlib.suppress(StoreError):  # it must wait
+        with contextlib.suppress(StoreError):  # the second server must wait
             two.add([second], {second.id: 10})
         return found
 
@@ -384,7 +386,7 @@ async def test_two_servers_of_one_store_together_go_past_no_limit(
         two.add([second], {second.id: 10})
 
 
-async def test_deleting_one_of_two_ids_with_one_text_leaves_the_other_its_kv_and_its_place_in_prompts(
+async def test_deleting_one_of_two_ids_of_a_text_keeps_the_kv_and_matches_of_the_other_id(
     server: Server,
 ) -> None:
     text = TEXTS[0]
@@ -403,7 +405,7 @@ async def test_deleting_one_of_two_ids_with_one_text_leaves_the_other_its_kv_and
 
 
 @pytest.mark.parametrize("name", ["docs/a.md#1", "/begins", "ends/", "a//b", "ünï côde?&#", "stats/x", "100%"])
-async def test_any_id_can_be_asked_for_and_deleted(server: Server, name: str) -> None:
+async def test_any_id_can_be_fetched_and_deleted(server: Server, name: str) -> None:
     assert (await server.register({"text": TEXTS[0], "id": name})).status_code == 200
     path = "/" + quote(name, safe="")
     assert (await server("GET", path)).json()["id"] == name
@@ -411,7 +413,7 @@ async def test_any_id_can_be_asked_for_and_deleted(server: Server, name: str) ->
     assert (await server("GET", path)).status_code == 404
 
 
-async def test_refusals_for_want_of_room_are_given_one_after_another(
+async def test_refusals_for_lack_of_room_are_answered_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full, paused, most = Server(tmp_path, most=1), 0, 0
@@ -420,7 +422,7 @@ async def test_refusals_for_want_of_room_are_given_one_after_another(
         nonlocal paused, most
         paused += 1
         most = max(most, paused)
-        for _ in range(100):  # all the others could be refused meanwhile
+        for _ in range(100):  # all other requests could be refused meanwhile
             await original(0)
         paused -= 1
 
@@ -447,12 +449,12 @@ async def test_bodies_of_other_types_than_json_are_refused(server: Server, kind:
 
 
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"])
-async def test_bodies_of_json_are_read_whatever_it_is_called(server: Server, kind: str) -> None:
+async def test_json_bodies_are_read_under_every_json_media_type(server: Server, kind: str) -> None:
     body = b'{"texts": ["A text from a client of this server."]}'
     assert (await server("POST", "", content=body, headers={"Content-Type": kind})).status_code == 200
 
 
-async def test_two_texts_under_one_id_are_refused_and_one_text_twice_is_not(server: Server) -> None:
+async def test_two_texts_under_one_id_are_refused_and_a_repeated_text_is_accepted(server: Server) -> None:
     refused = await server.register({"text": TEXTS[0], "id": "policy"}, TEXTS[2], {"text": TEXTS[1], "id": "policy"})
     assert refused.status_code == 422
     assert "chunks.2" in refused.json()["error"]["message"] and "policy" in refused.json()["error"]["message"]
@@ -462,7 +464,7 @@ async def test_two_texts_under_one_id_are_refused_and_one_text_twice_is_not(serv
     assert len(server.registry) == 1
 
 
-async def test_a_prompt_gives_no_text_an_id_that_others_may_name(server: Server) -> None:
+async def test_a_chunk_of_a_prompt_takes_no_id_that_a_client_may_register(server: Server) -> None:
     brought = make_chunk(TEXTS[0], server.client.tokenizer)
     server.catalogue.note(Chunk("policy", brought.text, brought.token_ids))
     assert (await server("GET", "/policy")).status_code == 404
@@ -474,7 +476,7 @@ async def test_a_prompt_gives_no_text_an_id_that_others_may_name(server: Server)
 
 
 def blend_client(server: Server, store_kv: Callable[[Any], Any]) -> Any:
-    """A real client but for its vLLM."""
+    """Return a real client without a vLLM."""
     from cacheblend_rag.engines.vllm.client import BlendClient
 
     client: Any = BlendClient.__new__(BlendClient)
@@ -500,7 +502,7 @@ def test_a_client_is_refused_within_a_namespace_without_a_key() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["kv", "own_kv"])
-async def test_what_is_deleted_while_it_is_written_back_stays_deleted(server: Server, what: Lack) -> None:
+async def test_a_chunk_deleted_during_write_back_stays_deleted(server: Server, what: Lack) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     await server.register({"text": TEXTS[0], "id": "gone"}, {"text": TEXTS[1], "id": "kept"})
     server.client.entries.delete(server.registry.get("kept").token_ids)  # type: ignore[union-attr]
@@ -520,7 +522,7 @@ async def test_what_is_deleted_while_it_is_written_back_stays_deleted(server: Se
     assert (server.stored(TEXTS[0]), server.stored(TEXTS[1])) == (False, True)
 
 
-async def test_chunks_that_prompts_bring_are_bounded_in_characters_too(
+async def test_unregistered_chunks_of_prompts_are_bounded_in_characters(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.server.catalogue._MAX_NOTED_CHARACTERS", 100)

@@ -1,4 +1,4 @@
-"""Tests what one request may have computed: each answer to each prompt counts as its tokens come; others are served."""
+"""Tests the limits of one request's computation: each answer counts as its tokens are generated; other tenants are served."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tests.server.test_renderer import WINDOW, Server
 from tests.server.test_served import Client
 
 PATIENCE_S = 60
-"""For what comes at once, on a machine however busy."""
+"""The longest wait for an event that comes at once, on however busy a machine."""
 
 
 class Engine:
-    """Computes a token of all its sequences when it is told to, and counts them by tenant."""
+    """Computes a token of all its sequences at each permitted step, and counts sequences by tenant."""
 
     def __init__(self) -> None:
         self.running: Counter[str] = Counter()
@@ -76,7 +76,7 @@ class Engine:
 
 
 class House:
-    """The server's own parts before an engine that waits, for a tenant with a quota and one without."""
+    """The server's own parts in front of an engine that waits, for a tenant with a quota and a tenant without."""
 
     def __init__(self, quota: Quota):
         self.engine, self.clock, self.rendering = Engine(), Clock(), Server()
@@ -131,11 +131,11 @@ class House:
         return asyncio.create_task(self.ask("loud", body))
 
     async def until(self, sequences: int, tenant: str = "loud") -> None:
-        """Wait until the engine computes that many for a tenant."""
+        """Wait until the engine computes that many sequences for a tenant."""
         await soon(lambda: self.engine.running[tenant] == sequences)
 
     def used(self, rate: int) -> int:
-        """Return how many tokens of a full bucket are gone."""
+        """Return how many tokens have been taken from a full bucket."""
         assert self.admission._bucket is not None
         return rate - round(self.admission._bucket._level)
 
@@ -166,7 +166,7 @@ TOO_MANY = [
 
 
 @pytest.mark.parametrize("body", TOO_MANY, ids=str)
-async def test_more_answers_than_may_be_at_a_time_are_refused_for_good(body: dict[str, Any]) -> None:
+async def test_a_request_for_more_answers_than_max_concurrent_is_answered_400(body: dict[str, Any]) -> None:
     house = House(Quota(max_concurrent=4))
     refused = await house.ask("loud", body)
     assert refused.status_code == 400
@@ -177,7 +177,7 @@ async def test_more_answers_than_may_be_at_a_time_are_refused_for_good(body: dic
 
 
 @pytest.mark.parametrize("fields", [{"n": 3}, {"prompt": ["Who?"] * 3}, {"n": 3, "use_beam_search": True}], ids=str)
-async def test_answers_are_counted_until_they_have_come_and_another_tenant_is_served_meanwhile(
+async def test_answers_count_until_they_are_complete_and_another_tenant_is_served_meanwhile(
     fields: dict[str, Any],
 ) -> None:
     house = House(Quota(max_concurrent=4))
@@ -218,7 +218,7 @@ LONG = "a " * 300
     ],
     ids=lambda body: str(body)[:60],
 )
-async def test_what_can_take_more_tokens_than_a_minute_has_is_refused_for_good(body: dict[str, Any]) -> None:
+async def test_a_request_for_more_tokens_than_a_minute_has_is_answered_400(body: dict[str, Any]) -> None:
     house = House(Quota(tokens_per_minute=200))
     refused = await house.ask("loud", body)
     assert refused.status_code == 400
@@ -231,7 +231,7 @@ async def test_what_can_take_more_tokens_than_a_minute_has_is_refused_for_good(b
 @pytest.mark.parametrize(
     "fields", [{"prompt_logprobs": 1}, {"prompt_logprobs": -1}, {"echo": True, "logprobs": 1}], ids=str
 )
-async def test_more_logprobs_of_its_prompts_than_others_should_wait_for_are_refused(
+async def test_too_many_prompt_logprobs_are_refused_for_a_tenant_with_a_quota(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.server.keys.MOST_LOGPROBS", 100)
@@ -276,7 +276,7 @@ DEAR = '{"type": "object", "properties": {"a": {"type": "string", "\\u0070attern
     ],
     ids=lambda body: str(body)[-60:],
 )
-async def test_what_an_answer_is_to_follow_is_refused_where_others_would_wait_for_it(body: dict[str, Any]) -> None:
+async def test_an_expensive_output_schema_is_refused_for_a_tenant_with_a_quota(body: dict[str, Any]) -> None:
     house = House(Quota(max_concurrent=8))
     await house.engine.compute(1000)
     refused = await house.ask("loud", body)
@@ -296,7 +296,7 @@ async def test_what_an_answer_is_to_follow_is_refused_where_others_would_wait_fo
     ],
     ids=lambda body: str(body)[-60:],
 )
-async def test_a_schema_or_choices_of_the_usual_size_are_followed(body: dict[str, Any]) -> None:
+async def test_schemas_and_choices_of_the_usual_size_are_accepted(body: dict[str, Any]) -> None:
     house = House(Quota(max_concurrent=8))
     await house.engine.compute(1000)
     assert (await house.ask("loud", body)).status_code == 200
@@ -313,7 +313,7 @@ async def test_an_answer_without_a_limit_is_as_long_as_a_minutes_tokens_allow() 
     assert house.used(200) == 200
 
 
-async def test_tokens_count_as_they_come_and_prompts_before_they_are_computed() -> None:
+async def test_answer_tokens_count_as_they_are_generated_and_prompts_before_they_are_computed() -> None:
     house = House(Quota(tokens_per_minute=300))
     two = [house.asking(prompt(prompt="a " * 90, max_tokens=60)) for _ in range(2)]
     await house.until(2)
@@ -321,7 +321,7 @@ async def test_tokens_count_as_they_come_and_prompts_before_they_are_computed() 
     assert at_first > 2 * 90
     await house.engine.compute(50)
     await soon(lambda: house.used(300) == at_first + 50)
-    third = house.asking(prompt(prompt="a " * 90, max_tokens=60))  # a token is left
+    third = house.asking(prompt(prompt="a " * 90, max_tokens=60))  # the bucket has a token left
     await house.until(3)
     refused = await house.ask("loud", prompt())
     assert (refused.status_code, int(refused.headers["retry-after"]) > 1) == (429, True)
@@ -330,7 +330,7 @@ async def test_tokens_count_as_they_come_and_prompts_before_they_are_computed() 
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"prompt": ["Who?", "Who?"]}], ids=str)
-async def test_an_answer_that_is_given_up_costs_what_was_computed(fields: dict[str, Any]) -> None:
+async def test_an_aborted_answer_costs_its_computed_tokens(fields: dict[str, Any]) -> None:
     house = House(Quota(tokens_per_minute=1000))
     asked = house.asking(prompt(max_tokens=300, **fields))
     await house.until(2 if fields else 1)
@@ -346,7 +346,7 @@ async def test_an_answer_that_is_given_up_costs_what_was_computed(fields: dict[s
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"prompt": ["Who?", "Who?"]}], ids=str)
-async def test_a_whole_answer_is_the_same_where_its_tokens_are_counted(fields: dict[str, Any]) -> None:
+async def test_a_token_quota_does_not_change_a_whole_answer(fields: dict[str, Any]) -> None:
     answers = []
     for quota in (Quota(tokens_per_minute=1000), Quota()):
         house = House(quota)
@@ -355,7 +355,7 @@ async def test_a_whole_answer_is_the_same_where_its_tokens_are_counted(fields: d
     assert answers[0] == answers[1]
 
 
-async def test_beams_read_their_prompt_once_and_prompts_whose_logprobs_are_asked_for_count_for_each_answer() -> None:
+async def test_a_prompt_counts_once_for_all_beams_and_again_per_answer_with_prompt_logprobs() -> None:
     house = House(Quota(tokens_per_minute=10_000))
     await house.engine.compute(10_000)
     text = "a " * 50
@@ -367,12 +367,12 @@ async def test_beams_read_their_prompt_once_and_prompts_whose_logprobs_are_asked
 
     plain = await used()
     assert await used(n=3) == plain + 20
-    assert await used(n=3, use_beam_search=True) == plain + 18  # of the first token there is one beam
+    assert await used(n=3, use_beam_search=True) == plain + 18  # the first token has one beam
     assert await used(prompt_logprobs=0) == plain + plain - 10
     assert await used(n=3, prompt_logprobs=0) == plain + 20 + 3 * (plain - 10)
 
 
-def test_a_request_is_counted_once_however_often_it_is_rendered() -> None:
+def test_a_request_rendered_repeatedly_is_counted_once() -> None:
     caller = Caller("loud", False, Admission(Quota(max_concurrent=4)))
     for sequences in (1, 3, 3, 1):
         assert caller.count(sequences) is None

@@ -1,4 +1,4 @@
-"""Tests what reaches the engine, whatever a client sends and whichever route it came by."""
+"""Tests the requests that reach the engine, for every client and every route."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ATTACK = {"kv_transfer_params": {"cacheblend": {"start": 0}}, "session_id": "s"}
 
 
 class Engine:
-    """Answers two tokens, and keeps what it was given."""
+    """Answers two tokens, and records its prompt and parameters."""
 
     def __init__(self) -> None:
         self.prompt: Any = None
@@ -57,7 +57,7 @@ class Engine:
 
 
 class Client:
-    """Reports a blend if one was asked for."""
+    """Reports a blend if the request asks for a blend."""
 
     def __init__(self) -> None:
         self.done: list[PromptOutcome] = []
@@ -100,7 +100,7 @@ def tokens(**fields: Any) -> dict[str, Any]:
     return {"type": "token", "prompt_token_ids": [7] * 10, **fields}
 
 
-async def test_kv_transfer_params_of_clients_are_dropped_and_the_rest_is_kept(parts) -> None:
+async def test_kv_transfer_params_of_clients_are_dropped_and_other_arguments_are_kept(parts) -> None:
     served, engine, _ = parts
     await outputs(served, tokens(), **ATTACK)
     assert engine.params.extra_args == {"session_id": "s"}
@@ -108,7 +108,7 @@ async def test_kv_transfer_params_of_clients_are_dropped_and_the_rest_is_kept(pa
     assert engine.params.extra_args is None
 
 
-async def test_a_ticket_decides_what_is_blended_and_does_not_reach_vllm(parts) -> None:
+async def test_a_ticket_sets_the_blend_and_does_not_reach_vllm(parts) -> None:
     served, engine, client = parts
     ticket = Ticket(params={"cacheblend": {"spans": []}})
     first, last = await outputs(served, with_ticket(tokens(cache_salt="cacheblend-1"), ticket), **ATTACK)
@@ -131,7 +131,7 @@ async def test_all_tokens_of_a_streamed_answer_are_reported(parts, kind: str, to
     assert ticket.outcome.usage.completion_tokens == tokens_of_it
 
 
-def test_usage_tells_every_fact_of_each_prompt() -> None:
+def test_usage_reports_every_field_of_each_prompts_outcome() -> None:
     request = SimpleNamespace(cacheblend_tickets=[Ticket(outcome=filled()), Ticket(outcome=filled())])
     answer = SimpleNamespace(usage=CompletionUsage(prompt_tokens=9, completion_tokens=2, total_tokens=11))
     told = json.loads(reported(request, answer).usage.model_dump_json())
@@ -139,7 +139,7 @@ def test_usage_tells_every_fact_of_each_prompt() -> None:
     assert told["prompt_tokens_details"]["cached_tokens"] == 2 * filled().usage.reused_tokens
 
 
-async def test_a_clients_salt_is_never_that_of_a_blended_prompt(parts) -> None:
+async def test_a_clients_salt_never_equals_the_salt_of_a_blended_prompt(parts) -> None:
     served, engine, _ = parts
     for prompt in (tokens(cache_salt="cacheblend-1"), with_ticket(tokens(cache_salt="cacheblend-1"), Ticket())):
         await outputs(served, prompt)
@@ -148,7 +148,7 @@ async def test_a_clients_salt_is_never_that_of_a_blended_prompt(parts) -> None:
     assert "cache_salt" not in engine.prompt
 
 
-async def test_an_exact_prompt_does_not_even_read_the_prefix_cache(parts) -> None:
+async def test_an_exact_prompt_does_not_read_the_prefix_cache(parts) -> None:
     served, engine, _ = parts
     ticket = Ticket(exact=True, reason="reuse was switched off")
     await outputs(served, with_ticket(tokens(), ticket))
@@ -159,7 +159,7 @@ async def test_an_exact_prompt_does_not_even_read_the_prefix_cache(parts) -> Non
     assert not engine.params.skip_reading_prefix_cache
 
 
-async def test_vllms_span_is_a_part_of_ours_whatever_a_client_sends(parts) -> None:
+async def test_vllms_span_is_a_child_of_ours_despite_a_clients_trace_header(parts) -> None:
     served, engine, _ = parts
     async for _ in served.generate(tokens(), SamplingParams(), "r", trace_headers={"traceparent": "a client's"}):
         pass
@@ -175,7 +175,7 @@ async def test_a_reader_that_stops_ends_the_request(parts) -> None:
     assert client.done == []
 
 
-def test_an_engine_that_is_stopped_is_not_reported_as_one_that_died(parts) -> None:
+def test_a_stopped_engine_is_not_logged_as_dead(parts) -> None:
     served, engine, _ = parts
     log, told = logging.getLogger("vllm.v1.engine.async_llm"), list[logging.LogRecord]()
     handler = logging.Handler()
@@ -185,7 +185,7 @@ def test_an_engine_that_is_stopped_is_not_reported_as_one_that_died(parts) -> No
         for error in (
             EngineDeadError(),
             ValueError(f"a failure within {timeout} s"),
-        ):  # as its task does that takes outputs
+        ):  # as the task that takes outputs does
             log.error("output_handler failed", exc_info=error)
 
     engine.shutdown = shutdown
@@ -197,5 +197,5 @@ def test_an_engine_that_is_stopped_is_not_reported_as_one_that_died(parts) -> No
     assert [str(record.exc_info[1]) for record in told] == ["a failure within 7 s"]
 
 
-def test_everything_else_is_vllms(parts) -> None:
+def test_other_attributes_are_taken_from_vllms_engine(parts) -> None:
     assert parts[0].model_config == "the model's"

@@ -1,4 +1,4 @@
-"""Tenants of a real server: what one stores and asks is neither found, deleted nor noticed by another."""
+"""Tests tenants of a real server: no tenant finds, deletes or notices another tenant's chunks and requests."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ PRIVATE = "What Acme pays its director is known to nobody else, and stands in th
 
 
 class Tenants:
-    """Requests with the key of a tenant."""
+    """Sends requests with the key of a tenant."""
 
     def __init__(self, server: RunningServer):
         self.server = server
@@ -123,7 +123,7 @@ class Tenants:
         return answer.json()
 
     def reuse(self, tenant: str, prompt: str, **fields: Any) -> dict[str, Any]:
-        """What the answer's usage says, without times."""
+        """Return the reuse report of an answer, without times."""
         usage = self.ask(tenant, prompt, **fields)["usage"]
         timed = ("load_s", "blend_s", "header", "reads", "prefill_s", "expected_s")
         told = {name: value for name, value in usage["cacheblend"].items() if name not in timed}
@@ -157,7 +157,7 @@ def tenants(running: Tenants) -> Tenants:
     return running
 
 
-def test_a_text_that_another_tenant_stored_is_new_to_a_tenant(tenants: Tenants) -> None:
+def test_a_text_stored_by_one_tenant_is_new_to_another_tenant(tenants: Tenants) -> None:
     never = tenants.reuse("globex", PLAIN)
     assert (never["mode"], never["reason"], never["reused_tokens"]) == ("prefill", "no known chunk in the prompt", 0)
     first = tenants.register("acme", *TEXTS)
@@ -171,7 +171,7 @@ def test_a_text_that_another_tenant_stored_is_new_to_a_tenant(tenants: Tenants) 
     assert tenants.reuse("globex", PLAIN) == blended
 
 
-def test_the_prefix_cache_of_one_tenant_is_not_anothers_whatever_salt_they_give(tenants: Tenants) -> None:
+def test_no_salt_gives_a_tenant_access_to_the_prefix_cache_of_another_tenant(tenants: Tenants) -> None:
     prompt = "A long question that knows no chunk, and that two of them ask word for word. " * 3
     assert tenants.cached("acme", prompt) == 0
     assert tenants.cached("acme", prompt) > 0
@@ -188,13 +188,13 @@ def test_the_prefix_cache_of_one_tenant_is_not_anothers_whatever_salt_they_give(
 def test_blended_prompts_of_two_tenants_share_no_blocks(tenants: Tenants) -> None:
     for tenant in ("acme", "globex"):
         tenants.register(tenant, *TEXTS)
-    prompt = f"{PLAIN} " + "Who was it before, and who before that? " * 8  # behind which a block of vLLM's ends
+    prompt = f"{PLAIN} " + "Who was it before, and who before that? " * 8  # fills a block of vLLM's
     first = tenants.reuse("acme", prompt, cacheblend={"ratio": 0.3})
     assert tenants.reuse("globex", prompt, cacheblend={"ratio": 0.3}) == first
     assert tenants.reuse("acme", prompt, cacheblend={"ratio": 0.3})["computed_tokens"] < first["computed_tokens"]
 
 
-def test_an_id_of_another_tenant_is_unknown_wherever_it_is_named(tenants: Tenants) -> None:
+def test_an_id_of_another_tenant_is_unknown_on_every_route(tenants: Tenants) -> None:
     secret = tenants.register("acme", PRIVATE)["data"][0]["id"]
 
     def said(tenant: str, name: str) -> list[tuple[int, str]]:
@@ -217,7 +217,7 @@ def test_an_id_of_another_tenant_is_unknown_wherever_it_is_named(tenants: Tenant
     assert tenants.request("operator", "GET", "/v1/chunks").json()["data"] == []
 
 
-def test_deleting_ones_own_copy_of_a_text_leaves_the_others_kv(tenants: Tenants) -> None:
+def test_deleting_a_tenants_copy_of_a_text_keeps_the_kv_of_another_tenant(tenants: Tenants) -> None:
     for tenant in ("acme", "globex"):
         tenants.register(tenant, *TEXTS)
     want = tenants.reuse("acme", PLAIN)
@@ -229,7 +229,7 @@ def test_deleting_ones_own_copy_of_a_text_leaves_the_others_kv(tenants: Tenants)
     assert tenants.request("acme", "DELETE", "/v1/chunks?all=true").status_code == 200
 
 
-def test_a_shared_tenants_chunks_are_blended_for_those_who_read_it_and_changed_by_nobody_else(tenants: Tenants) -> None:
+def test_chunks_of_a_shared_tenant_are_blended_for_its_readers_and_not_deleted_by_them(tenants: Tenants) -> None:
     ids = [chunk["id"] for chunk in tenants.register("public", *TEXTS)["data"]]
     for reader in ("acme", "initech"):
         report = tenants.reuse(reader, PLAIN, cacheblend={"ratio": 0.3})
@@ -245,7 +245,7 @@ def test_a_shared_tenants_chunks_are_blended_for_those_who_read_it_and_changed_b
     assert (both["reason"], missing_in(both)) == (f"stored KV for {len(TEXTS) + 1} of {len(TEXTS) + 1} chunks", [])
 
 
-def test_ratio_1_over_own_and_shared_chunks_is_the_full_prefill(tenants: Tenants) -> None:
+def test_ratio_1_over_own_and_shared_chunks_equals_the_full_prefill(tenants: Tenants) -> None:
     tenants.register("public", *TEXTS)
     tenants.register("acme", PRIVATE)
     prompt, fields = f"{PRIVATE}\n\n{PLAIN}", {"max_tokens": 8, "return_token_ids": True}
@@ -255,7 +255,7 @@ def test_ratio_1_over_own_and_shared_chunks_is_the_full_prefill(tenants: Tenants
     assert blended["choices"][0]["token_ids"] == full["choices"][0]["token_ids"]
 
 
-def test_chunks_are_ranked_for_their_own_tenant_and_used_by_those_who_read_it(tenants: Tenants) -> None:
+def test_chunks_are_ranked_for_their_own_tenant_and_used_by_its_readers(tenants: Tenants) -> None:
     for tenant in ("public", "globex"):
         tenants.register(tenant, *TEXTS)
 
@@ -265,14 +265,14 @@ def test_chunks_are_ranked_for_their_own_tenant_and_used_by_those_who_read_it(te
         assert tenants.request("operator", "POST", "/reset_prefix_cache").json()["success"]
         return str(found["policy"])
 
-    # At once, since the default policy wants it.
+    # Chunks are ranked at once, since the default policy needs ranks.
     assert [policy("acme"), policy("public"), policy("globex")] == ["static"] * 3
     entries = tenants.request("operator", "GET", "/v1/chunks/stats").json()["kv"]["entries"]
     assert [policy("acme"), policy("public"), policy("globex")] == ["static"] * 3
     assert tenants.request("operator", "GET", "/v1/chunks/stats").json()["kv"]["entries"] == entries
 
 
-def test_what_prompts_bring_is_written_back_for_their_tenant_alone(tenants: Tenants) -> None:
+def test_chunks_of_prompts_are_written_back_only_for_their_tenant(tenants: Tenants) -> None:
     block = {"type": "text", "text": PRIVATE, "cache_control": {"type": "ephemeral"}}
     body = {"messages": [{"role": "user", "content": [block, {"type": "text", "text": "Who?"}]}], "max_tokens": 2}
 
@@ -285,14 +285,14 @@ def test_what_prompts_bring_is_written_back_for_their_tenant_alone(tenants: Tena
     assert [mode("globex"), mode("globex")] == ["prefill", "blend"]
 
 
-def test_where_the_models_files_lie_is_listed_for_the_operator_alone(tenants: Tenants, server_model: Path) -> None:
+def test_the_model_list_shows_the_models_path_only_to_the_operator(tenants: Tenants, server_model: Path) -> None:
     def root(tenant: str) -> str:
         return str(tenants.request(tenant, "GET", "/v1/models").json()["data"][0]["root"])
 
     assert [root("operator"), root("acme"), root("initech")] == [str(server_model), "harbour", "harbour"]
 
 
-def test_a_remote_engine_needs_nothing_but_its_tenants_key(tenants: Tenants) -> None:
+def test_a_remote_engine_needs_only_its_tenants_key(tenants: Tenants) -> None:
     url = f"{tenants.server.url}/v1"
     with RemoteEngine(url, api_key="acme-key") as acme, RemoteEngine(url, api_key="globex-key") as globex:
         chunks = [make_chunk(text, acme.tokenizer) for text in TEXTS]
@@ -306,7 +306,7 @@ def test_a_remote_engine_needs_nothing_but_its_tenants_key(tenants: Tenants) -> 
             globex.generate(named)
 
 
-def test_a_tenant_that_has_used_its_tokens_is_told_when_to_come_again(tenants: Tenants) -> None:
+def test_a_tenant_that_has_used_its_tokens_gets_the_seconds_to_wait(tenants: Tenants) -> None:
     body = {"prompt": "Who?", "max_tokens": 2}
     for more in ({"prompt": "far more tokens than a minute has " * 9}, {"max_tokens": 70}, {"n": 30}):
         refused = tenants.request("small", "POST", "/v1/completions", json={**body, **more})
@@ -340,7 +340,7 @@ def test_a_tenant_that_has_used_its_tokens_is_told_when_to_come_again(tenants: T
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Who?"}], "n": 2}),
     ],
 )
-def test_answers_beyond_those_a_tenant_may_have_at_a_time_are_refused_before_any_is_begun(
+def test_answers_beyond_max_concurrent_are_refused_before_any_begins(
     tenants: Tenants, path: str, body: dict[str, Any]
 ) -> None:
     refused = tenants.request("single", "POST", path, json={"max_tokens": 2, **body})
@@ -351,7 +351,7 @@ def test_answers_beyond_those_a_tenant_may_have_at_a_time_are_refused_before_any
     assert (refused.status_code, "at most 128" in refused.json()["error"]["message"]) == (400, True)
 
 
-def test_requests_of_each_kind_are_served_within_quotas_and_as_long_as_a_minutes_tokens_allow(tenants: Tenants) -> None:
+def test_requests_of_each_kind_are_served_within_quotas_up_to_a_minutes_tokens(tenants: Tenants) -> None:
     said = [{"role": "user", "content": "Who?"}]
     model = tenants.request("single", "GET", "/v1/models").json()["data"][0]["id"]
     for path, body in [
@@ -369,7 +369,7 @@ def test_requests_of_each_kind_are_served_within_quotas_and_as_long_as_a_minutes
     assert (answer.status_code, answer.json()["usage"]["total_tokens"]) == (200, 120)
 
 
-def test_what_is_held_back_for_another_tenant_is_answered_as_if_there_were_none(tenants: Tenants) -> None:
+def test_answers_delayed_for_another_tenant_equal_answers_given_alone(tenants: Tenants) -> None:
     blended, long = PLAIN, "The keeper of the harbour wrote down what he saw. " * 12
     tenants.register("acme", *TEXTS)
     with ThreadPoolExecutor(3) as asking:
@@ -385,7 +385,7 @@ def test_what_is_held_back_for_another_tenant_is_answered_as_if_there_were_none(
     assert short.result() == [tenants.ask("globex", f"Question {n}: who?")["choices"] for n in range(12)]
 
 
-def test_an_answer_that_is_not_streamed_and_given_up_costs_what_was_computed(tenants: Tenants) -> None:
+def test_an_aborted_answer_without_streaming_costs_its_computed_tokens(tenants: Tenants) -> None:
     def generated() -> float:
         text = tenants.request("operator", "GET", "/metrics").text
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_t"))
@@ -407,10 +407,10 @@ def test_an_answer_that_is_not_streamed_and_given_up_costs_what_was_computed(ten
     assert "300 tokens a minute" in refused.json()["error"]["message"]
 
 
-def test_a_stream_that_is_broken_off_makes_room_for_the_next_request(tenants: Tenants) -> None:
+def test_an_aborted_stream_frees_its_place_in_the_quota(tenants: Tenants) -> None:
     body = {"prompt": "Who?", "max_tokens": 900, "ignore_eos": True, "stream": True}
     headers, url = {"Authorization": "Bearer single-key"}, f"{tenants.server.url}/v1/completions"
-    for _ in range(20):  # on a busy machine a whole stream may be over before the other request is looked at
+    for _ in range(20):  # on a busy machine the stream may end before the other request is checked
         with httpx.stream("POST", url, json=body, headers=headers, timeout=600) as answer:
             arriving = answer.iter_lines()
             next(arriving)
@@ -425,7 +425,7 @@ def test_a_stream_that_is_broken_off_makes_room_for_the_next_request(tenants: Te
         assert time.monotonic() < deadline
 
 
-def test_metrics_are_counted_by_tenant_and_are_the_operators(tenants: Tenants) -> None:
+def test_metrics_are_counted_by_tenant_and_shown_only_to_the_operator(tenants: Tenants) -> None:
     def counted(tenant: str) -> float:
         text = tenants.request("operator", "GET", "/metrics").text
         found = re.findall(rf'^cacheblend_requests_total{{[^}}]*tenant="{tenant}"[^}}]*}} (\S+)$', text, re.MULTILINE)

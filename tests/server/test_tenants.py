@@ -1,4 +1,4 @@
-"""Tests what each tenant of one server may see, over the routes of /v1/chunks, on a client without a model."""
+"""Tests the chunks that each tenant of a server may see, over the routes of /v1/chunks, on a client without a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cacheblend_rag.server.tenants import ServedTenants, calling
 from cacheblend_rag.store.files import DEFAULT, Namespace
 from tests.server.test_routes import INFO, MODEL, Client
 
-# Acme and Globex have customers who compete; both read what the operator's corpus says, and only Acme the public one.
+# Acme and Globex are competing tenants; only Acme reads the chunks of the tenant public.
 TENANTS = (DEFAULT, Namespace("public"), Namespace("acme", ("public",)), Namespace("globex"))
 NAMES_OF = [tenant.name for tenant in TENANTS]
 TEXTS = [f"Page {number} of the harbour log, as both of them may have it." for number in range(5)]
@@ -62,12 +62,12 @@ class Server:
         return await self(tenant, "POST", "", json={"chunks": [body]})
 
     def stored(self, tenant: str, text: str) -> bool:
-        """Whether a tenant's own key has KV of a text."""
+        """Return whether a tenant's own key has KV of a text."""
         tokens = make_chunk(text, self.client.tokenizer).token_ids
         return any(map(self.client.store.contains, self.client.entries.within(Namespace(tenant)).keys(tokens)))
 
     def found(self, tenant: str, text: str) -> list[str]:
-        """The texts of the chunks that are found in a prompt."""
+        """Return the texts of the chunks that are found in a prompt."""
         registry = self.tenants.each[tenant].client.registry
         return [piece.text for piece in registry.find(f"Before. {text} Behind.") if isinstance(piece, Chunk)]
 
@@ -79,7 +79,7 @@ def server(tmp_path: Path) -> Server:
 
 @dataclass
 class Model:
-    """What each tenant has registered: ids to texts."""
+    """The registered texts of each tenant by id."""
 
     own: dict[str, dict[str, str]] = field(default_factory=lambda: {name: {} for name in NAMES_OF})
 
@@ -151,7 +151,7 @@ def expect(model: Model, act: Act) -> int:
 
 
 @pytest.mark.slow
-async def test_after_any_requests_each_tenant_sees_its_own_and_what_it_reads(tmp_path: Path) -> None:
+async def test_each_tenant_sees_its_own_and_its_readable_chunks_after_any_requests(tmp_path: Path) -> None:
     server, model, dice = Server(tmp_path), Model(), random.Random(0)
     for act in acts(dice, 160, NAMES_OF):
         status = expect(model, act)
@@ -159,7 +159,7 @@ async def test_after_any_requests_each_tenant_sees_its_own_and_what_it_reads(tmp
         assert answer.status_code == status, (act, answer.text)
         for tenant in TENANTS:
             own, readable = model.own[tenant.name], model.texts(tenant)
-            for text in TEXTS:  # first, since looking at the list would take up what others have registered
+            for text in TEXTS:  # before the list is read, which would load registrations of other tenants
                 assert server.found(tenant.name, text) == [text] * (text in readable)
                 assert server.stored(tenant.name, text) == (text in own.values())
             listed = (await server(tenant.name, "GET", "?limit=50")).json()["data"]
@@ -168,7 +168,7 @@ async def test_after_any_requests_each_tenant_sees_its_own_and_what_it_reads(tmp
 
 
 def comparable(answer: httpx.Response) -> Any:
-    """An answer without what tells the time."""
+    """Return an answer without its times."""
     body = answer.json()
     for chunk in [body, *body.get("data", [])]:
         chunk.pop("last_used", None)
@@ -177,7 +177,7 @@ def comparable(answer: httpx.Response) -> Any:
 
 
 @pytest.mark.slow
-async def test_a_tenants_answers_are_the_same_whatever_another_one_did(tmp_path: Path) -> None:
+async def test_requests_of_other_tenants_do_not_change_a_tenants_answers(tmp_path: Path) -> None:
     dice = random.Random(0)
     alone, shared = Server(tmp_path / "alone"), Server(tmp_path / "shared")
     for act in acts(dice, 80, ["globex"]):
@@ -187,7 +187,7 @@ async def test_a_tenants_answers_are_the_same_whatever_another_one_did(tmp_path:
         assert [shared.found("globex", text) for text in TEXTS] == [alone.found("globex", text) for text in TEXTS]
 
 
-async def test_what_is_registered_is_known_to_its_tenant_after_a_restart(tmp_path: Path) -> None:
+async def test_registered_chunks_are_known_to_their_tenant_after_a_restart(tmp_path: Path) -> None:
     server = Server(tmp_path)
     await server.register("acme", TEXTS[0], "policy")
     await server.register("public", TEXTS[1])
@@ -200,7 +200,7 @@ async def test_what_is_registered_is_known_to_its_tenant_after_a_restart(tmp_pat
     assert (shared["origin"], shared["text"]) == ("shared", TEXTS[1])
 
 
-async def test_an_own_id_stands_before_the_same_id_of_a_tenant_that_is_read(server: Server) -> None:
+async def test_an_own_id_takes_precedence_over_the_same_id_of_a_readable_tenant(server: Server) -> None:
     await server.register("public", TEXTS[0], "policy")
     assert (await server.register("acme", TEXTS[1], "policy")).status_code == 200
     assert (await server("acme", "GET", "/policy")).json()["text"] == TEXTS[1]
@@ -208,8 +208,8 @@ async def test_an_own_id_stands_before_the_same_id_of_a_tenant_that_is_read(serv
     assert (await server("acme", "GET", "/policy")).json()["text"] == TEXTS[0]
 
 
-async def test_with_a_chunk_goes_what_prompts_of_its_readers_have_left_of_it(tmp_path: Path) -> None:
-    """As the model's own KV of a chunk that came first, where a KV writer has written what is shared."""
+async def test_deleting_a_chunk_deletes_the_kv_that_prompts_of_its_readers_stored(tmp_path: Path) -> None:
+    """Readers store the model's own KV of a first chunk beside the shared KV of a KV writer."""
     server = Server(tmp_path, (DEFAULT, Namespace("public", ("acme",)), Namespace("acme", ("public",))))
     for tenant, text in (("public", TEXTS[0]), ("public", TEXTS[1]), ("acme", TEXTS[1])):
         await server.register(tenant, text)
@@ -219,7 +219,7 @@ async def test_with_a_chunk_goes_what_prompts_of_its_readers_have_left_of_it(tmp
     assert [server.stored("acme", text) for text in TEXTS[:2]] == [False, True], "what it has registered itself stays"
 
 
-async def test_an_index_is_the_default_tenants_and_is_read_by_who_reads_that(tmp_path: Path) -> None:
+async def test_an_index_belongs_to_the_default_tenant_and_is_read_by_its_readers(tmp_path: Path) -> None:
     tenants = (DEFAULT, Namespace("acme", ("default",)), Namespace("globex"))
     text = make_chunk(TEXTS[0], Client().tokenizer)
     with ChunkIndex(tmp_path, IndexConfig(MODEL)) as index:
@@ -248,19 +248,19 @@ async def test_a_chunk_lives_as_long_as_one_client_of_its_tenant_holds_it(tmp_pa
     assert await release("acme", "app") == await release("acme", "nobody") == []
     assert server.stored("acme", text)
     server.tenants.close()
-    server = Server(tmp_path)  # as after a restart; its store is a new one
+    server = Server(tmp_path)  # a restart with a new store
     assert server.found("acme", text) == [text]
     assert await release("acme", "other") == [name]
     assert (server.found("acme", text), server.stored("acme", text)) == ([], False)
-    assert server.found("globex", text) == [text]  # another tenant's is another chunk
-    # Without a name it is the operator's decision, whoever holds it.
+    assert server.found("globex", text) == [text]  # another tenant's chunk is a different chunk
+    # A deletion without a holder deletes the chunk for every holder.
     await server("globex", "POST", "", json={"chunks": [{"text": text}], "holder": "app"})
     assert (await server("globex", "DELETE", f"?id={name}")).json()["data"]
     assert not server.found("globex", text)
     assert (await server("globex", "DELETE", "?all=true&holder=app")).status_code == 422
 
 
-async def test_only_the_operator_sees_what_the_store_holds_of_all(server: Server) -> None:
+async def test_only_the_operator_sees_the_statistics_of_the_whole_store(server: Server) -> None:
     await server.register("acme", TEXTS[0])
     assert (await server("default", "GET", "/stats")).json()["kv"]["entries"] == 1
     for name in NAMES_OF[1:]:
@@ -270,7 +270,7 @@ async def test_only_the_operator_sees_what_the_store_holds_of_all(server: Server
 def test_code_that_serves_no_request_has_no_tenant(server: Server) -> None:
     for ask in (calling.get, lambda: server.tenants.current):
         with pytest.raises(LookupError):
-            Context().run(ask)  # nothing that other tests have set is in it
+            Context().run(ask)  # an empty context holds nothing from other tests
 
 
 @pytest.mark.parametrize("name", ["", "Acme", "a b", "a:b", "../a", "-a", "a.", "a" * 64, "ä", 7, None])
@@ -280,19 +280,19 @@ def test_an_invalid_tenant_name_is_refused(name: Any) -> None:
 
 
 @pytest.mark.parametrize("reads", [("acme",), ("public", "public"), tuple(f"t{number}" for number in range(7))])
-def test_a_tenant_reads_others_each_once_and_not_too_many(reads: tuple[str, ...]) -> None:
+def test_reading_itself_duplicates_or_too_many_tenants_is_refused(reads: tuple[str, ...]) -> None:
     with pytest.raises(InputError, match="each once"):
         Namespace("acme", reads)
 
 
-def test_no_two_prompts_of_different_tenants_have_one_salt() -> None:
+def test_prompts_of_different_tenants_never_share_a_salt() -> None:
     own = [None, "client:", "client:x", "client:tenant:acme", "cacheblend-1", "a1b2"]
     salts = [tenant.salt(salt) for tenant in TENANTS for salt in own]
     assert len(set(salts)) == len(salts)
     assert [Namespace.salted(salt) for salt in salts] == [tenant.name for tenant in TENANTS for _ in own]
 
 
-async def test_where_the_servers_files_lie_is_told_the_operator_alone(
+async def test_errors_show_the_servers_paths_only_to_the_operator(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = f"cannot write to the KV store {tmp_path}: the disk is full; free some space"

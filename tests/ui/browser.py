@@ -1,4 +1,4 @@
-"""Does what a test does with a page, in words: by the names that people and screen readers see."""
+"""Acts on a page for the tests, by the names that people and screen readers see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from playwright.sync_api import Locator, Page, expect
 SHOTS = os.environ.get("CACHEBLEND_SCREENSHOTS")
 LONG_MS = 300_000
 _ANSWERS = ".bot.message, .message.bot"
-expect.set_options(timeout=90_000)  # a busy machine is no fault
+expect.set_options(timeout=90_000)  # a test may not fail on a busy machine
 
 
 class Tab:
@@ -48,7 +48,7 @@ class Tab:
         return self
 
     def fewest_answers(self) -> Callable[[], int]:
-        """Watch the conversation from now on; what is returned tells the fewest answers it has shown."""
+        """Watch the conversation from now on; the returned function gives the fewest answers shown so far."""
         self.page.evaluate(
             """answers => {
                 const chat = document.querySelector("#cb-chat"), count = () => chat.querySelectorAll(answers).length;
@@ -61,7 +61,7 @@ class Tab:
         return lambda: int(self.page.evaluate("window.fewestAnswers"))
 
     def begin(self, question: str) -> Tab:
-        """Ask, and do not wait for the answer."""
+        """Ask without waiting for the answer."""
         self.question.fill(question)
         self.question.press("Enter")
         return self
@@ -75,7 +75,7 @@ class Tab:
         return self.answers.last.inner_text().strip()
 
     def idle(self) -> Tab:
-        """Wait until nothing is being answered."""
+        """Wait until no question is being answered."""
         expect(self.page.locator("#cb-question .submit-button")).to_be_visible(timeout=LONG_MS)
         return self
 
@@ -95,7 +95,7 @@ class Tab:
         return self.page.locator("#cb-documents label")
 
     def shot(self, name: str) -> Tab:
-        """Keep a picture for the documentation, where one is asked for."""
+        """Save a screenshot for the documentation if CACHEBLEND_SCREENSHOTS is set."""
         if SHOTS:
             picture = Image.open(BytesIO(self.page.screenshot(animations="disabled")))
             picture.save(Path(SHOTS) / f"{name}.webp", quality=80, method=6)

@@ -1,4 +1,4 @@
-"""A real Chromium, and pages served by a scripted engine or the bundled model."""
+"""Starts a real Chromium, and pages served by a scripted engine or the bundled model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.ui.browser import Tab
 
 NEEDED = bool(os.environ.get("CACHEBLEND_NEEDS_BROWSER"))
-if NEEDED:  # fails where the modules here would skip themselves
+if NEEDED:  # a missing package fails here instead of skipping the modules
     import gradio  # noqa: F401
     import playwright  # noqa: F401
 
@@ -29,7 +29,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One browser for all tests of a file; closed behind them, since its loop would be in the way of async tests."""
+    """One browser for all tests of a file; it is closed after them, since its event loop would disturb async tests."""
     if CHROMIUM is None:
         reason = "the tests of the page need Chromium; make browser installs it"
         pytest.fail(reason) if NEEDED else pytest.skip(reason)
@@ -43,7 +43,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_tab(browser: Browser) -> Iterator[Callable[..., Tab]]:
-    """Open a page in a window of its own, or beside another tab in the same one (``beside=tab``)."""
+    """Open a page in a new window, or in the window of another tab (``beside=tab``)."""
     from tests.ui.browser import Tab
 
     contexts = []
@@ -61,11 +61,11 @@ def open_tab(browser: Browser) -> Iterator[Callable[..., Tab]]:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[str, Workspace]]]:
-    """Serve a page; closed behind the test, which fails if the page has raised anything."""
+    """Serve a page until the end of the test, which fails if the page has raised an exception."""
     from cacheblend_rag.ui.launch import serve as launch
 
     served: list[Workspace] = []
-    raised: list[str] = []  # Gradio prints it, and tells the browser of no more than an error
+    raised: list[str] = []  # Gradio prints tracebacks, and the browser shows only an error
     monkeypatch.setattr("traceback.print_exc", lambda *_, **__: raised.append(traceback.format_exc()))
 
     def serve_it(choices: Choices) -> tuple[str, Workspace]:

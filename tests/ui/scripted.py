@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, word by word, when the test lets it."""
+"""Provides an engine that answers word by word, as a test permits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fake_engine import FakeEngine
 
 
 class ScriptedEngine(FakeEngine):
-    """Answers with "word1 word2 ..." and what was asked; each word waits for :meth:`let`, unless it is ``free``."""
+    """Answers with the question and "word1 word2 ..."; each word waits for :meth:`let`, unless the engine is ``free``."""
 
     def __init__(self, words: int = 6, free: bool = True, **options: Any):
         super().__init__(**options)
@@ -30,7 +30,7 @@ class ScriptedEngine(FakeEngine):
         self._turnstile = threading.Semaphore(0)
 
     def let(self, words: int) -> None:
-        """Let so many words pass."""
+        """Release the next ``words`` words."""
         self._turnstile.release(words)
 
     def stream(

@@ -1,4 +1,4 @@
-"""The page on the bundled model and documents: numbers that must be true."""
+"""Tests the numbers of the page on the bundled model and documents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CROSS = next(question for question in reversed(bundled_questions()) if question.
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A page as `cacheblend ui` opens it without options, with one of the bundled documents; indexed once for all tests here."""
+    """A page as `cacheblend ui` opens it without options, with one bundled document, indexed once for all tests here."""
     home, seed = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("seed")
     shutil.copy(bundled_corpus() / CROSS.source, seed / CROSS.source)
     choices = Choices(
@@ -53,9 +53,9 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def test_an_answer_says_where_it_comes_from_and_every_panel_what_was_computed(url: str, open_tab: Any) -> None:
+def test_an_answer_cites_its_source_and_every_panel_shows_the_computed_tokens(url: str, open_tab: Any) -> None:
     tab: Tab = open_tab(url)
-    tab.page.get_by_text(CROSS.question, exact=True).wait_for()  # offered as an example
+    tab.page.get_by_text(CROSS.question, exact=True).wait_for()  # the page offers this question as an example
     tab.ready("bundled")
     said, mark = re.fullmatch(r"(.*?)\.? \[(\d)\]", tab.ask(CROSS.question), re.DOTALL).groups()  # type: ignore[union-attr]
     assert said == CROSS.answer
@@ -102,13 +102,13 @@ def as_many_tokens_are_marked_as_were_recomputed(tab: Tab, recomputed: int) -> N
     expect(reasons.locator(".cb-key")).to_be_visible(timeout=LONG_MS)
     marked = number(re.search(r"recomputed ([\d,]+) tokens", reasons.locator(".cb-key").inner_text()).group(1))  # type: ignore[union-attr]
     assert marked == recomputed
-    assert len("".join(reasons.locator(".cb-tokens .cb-marked").all_inner_texts())) > marked  # marks are on words
+    assert len("".join(reasons.locator(".cb-tokens .cb-marked").all_inner_texts())) > marked  # whole words are marked
     reasons.locator(".cb-key").evaluate("element => element.scrollIntoView()")
     tab.shot("ui-why")
 
 
 def all_panels_fit(tab: Tab, name: str, scheme: Literal["light", "dark"]) -> None:
-    """With what was asked, compared and explained in them."""
+    """Check the width of all panels with their answers, comparisons and explanations."""
     tab.page.emulate_media(color_scheme=scheme)
     for panel, shown in (("Sources", "#cb-sources .cb-gain"), ("Compare", ".cb-methods"), ("Why", ".cb-key")):
         tab.panel(panel)
@@ -129,7 +129,7 @@ def test_all_panels_fit_phones(url: str, open_tab: Any) -> None:
     all_panels_fit(tab, "phone", "light")
 
 
-def test_a_document_without_stored_kv_is_missing_once_and_reused_then(url: str, open_tab: Any, tmp_path: Path) -> None:
+def test_dropped_documents_are_reused_by_the_first_question(url: str, open_tab: Any, tmp_path: Path) -> None:
     tab: Tab = open_tab(url).ready()
     documents = [tmp_path / f"{topic}.md" for topic in ("tower", "bridge", "mill")]
     for document in documents:

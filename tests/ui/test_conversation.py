@@ -1,4 +1,4 @@
-"""Conversations and rendering without a browser."""
+"""Tests conversations and rendering without a browser."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ask(conversation: Conversation, question: str, collection: Collection, choic
     return conversation.answer(exchange, collection, choices)
 
 
-def test_a_failed_answer_is_no_turn_and_a_stopped_one_is(collection: Collection, choices: Choices) -> None:
+def test_a_stopped_answer_becomes_a_turn_and_a_failed_answer_does_not(collection: Collection, choices: Choices) -> None:
     conversation = Conversation()
     engine = collection.pipeline.engine
     assert isinstance(engine, ScriptedEngine)
@@ -67,7 +67,7 @@ def test_a_failed_answer_is_no_turn_and_a_stopped_one_is(collection: Collection,
     assert [turn.question for turn in conversation.turns()] == ["Two?", "Three?"]
 
 
-def test_a_new_question_ends_the_answer_before_it(collection: Collection, choices: Choices) -> None:
+def test_a_new_question_stops_the_previous_answer(collection: Collection, choices: Choices) -> None:
     conversation = Conversation()
     first = ask(conversation, "One?", collection, choices)
     next(first), next(first)
@@ -76,7 +76,7 @@ def test_a_new_question_ends_the_answer_before_it(collection: Collection, choice
     assert [each.outcome for each in conversation.exchanges] == ["stopped", "done"]
 
 
-def test_what_a_model_thinks_first_is_not_shown_as_its_answer(tmp_path: Path, choices: Choices) -> None:
+def test_a_models_thoughts_are_not_shown_as_its_answer(tmp_path: Path, choices: Choices) -> None:
     engine, conversation = FakeEngine(tokenizer=thinking()), Conversation()
     (tmp_path / "notes.md").write_text("The harbour lies below.")
     collection = Collection(tmp_path / "store", RagPipeline(engine, tmp_path / "store"))
@@ -93,13 +93,13 @@ def test_what_a_model_thinks_first_is_not_shown_as_its_answer(tmp_path: Path, ch
     assert cut.text == "" and "still thinking after 2 tokens" in render.answer(cut)
 
 
-def test_a_question_asked_twice_is_asked_once_from_the_moment_it_is_noted(
+def test_a_repeated_question_is_ignored_until_its_answer_is_stopped_or_done(
     collection: Collection, choices: Choices
 ) -> None:
     conversation = Conversation()
     exchange = conversation.begin("One? ")
     assert exchange is not None
-    assert conversation.begin("One?") is None  # before anything of its answer is there
+    assert conversation.begin("One?") is None  # no part of the answer exists yet
     conversation.stop()
     again = conversation.begin("One?")
     assert again is not None and again is not exchange
@@ -108,7 +108,7 @@ def test_a_question_asked_twice_is_asked_once_from_the_moment_it_is_noted(
     assert conversation.begin("One?") is not None
 
 
-def test_enter_pressed_twice_asks_once_though_no_model_is_loaded_yet(choices: Choices) -> None:
+def test_enter_pressed_twice_before_the_model_is_loaded_asks_once(choices: Choices) -> None:
     gr = pytest.importorskip("gradio")
     from cacheblend_rag.ui.chat import ChatPanel
 
@@ -117,11 +117,11 @@ def test_enter_pressed_twice_asks_once_though_no_model_is_loaded_yet(choices: Ch
     first = panel.ask("Who?", "tab")
     assert "Waiting for the model" in str(next(first))
     again = [list(updates) for updates in panel.ask("Who?", "tab")]
-    assert again == [[panel.question]]  # nothing at all would empty the page
+    assert again == [[panel.question]]  # an answer without updates would empty the page
     first.close()
 
 
-def test_nothing_from_documents_models_or_files_is_html_of_its_own(collection: Collection, choices: Choices) -> None:
+def test_html_in_documents_questions_and_file_names_is_escaped(collection: Collection, choices: Choices) -> None:
     conversation = Conversation()
     done = list(ask(conversation, "<i>Who?", collection, choices))[-1]
     assert done.generation is not None
@@ -136,7 +136,7 @@ def test_nothing_from_documents_models_or_files_is_html_of_its_own(collection: C
     assert "&lt;script&gt;alert(1)" in shown
 
 
-def test_a_sentence_of_the_answer_names_its_source_and_the_sentence_nearest_to_the_question_is_marked(
+def test_an_answer_cites_its_source_and_the_sentence_nearest_to_the_question_is_marked(
     tmp_path: Path, choices: Choices
 ) -> None:
     pytest.importorskip("gradio")
@@ -156,8 +156,8 @@ def test_a_sentence_of_the_answer_names_its_source_and_the_sentence_nearest_to_t
     assert all("<mark>The director of the &lt;b&gt;observatory is Ada Brenmoor.</mark>" in html for html in shown)
     assert [m["content"] for m in messages(conversation)][1] == "She is Ada Brenmoor. [1] I like tea."
     assert "names the source that shares most words" in shown[-1]
-    assert shown[-1].count("<mark>") == 1  # the answer's words stand in the sentence that is marked already
-    # The model is not shown marks that are not its own.
+    assert shown[-1].count("<mark>") == 1  # the answer's words stand in the marked sentence
+    # The history for the model holds no added citation marks.
     assert conversation.turns()[0].answer == engine.says_first
     engine.says_first = "Nobody."
     for each in ask(conversation, "Who swims there in the observatory?", collection, choices):
@@ -174,7 +174,7 @@ def test_a_sentence_of_the_answer_names_its_source_and_the_sentence_nearest_to_t
         ("prefill", 0.23, "Computed whole</b>, in 100 ms: nothing is stored."),
     ],
 )
-def test_the_gain_is_said_where_it_was_measured_and_never_guessed(
+def test_the_gain_is_shown_only_if_it_was_measured(
     collection: Collection, choices: Choices, mode: Mode, prefill_s: float | None, said: str
 ) -> None:
     done = list(ask(Conversation(), "Who?", collection, choices))[-1]
@@ -186,7 +186,7 @@ def test_the_gain_is_said_where_it_was_measured_and_never_guessed(
     assert shown.index('<details class="cb-more">') < shown.index("not calibrated")
 
 
-def test_a_file_whose_kv_has_no_room_is_refused_in_words_for_the_page(
+def test_a_file_whose_kv_exceeds_the_store_fails_with_a_remedy(
     tmp_path: Path, collection: Collection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> NoReturn:
@@ -199,7 +199,7 @@ def test_a_file_whose_kv_has_no_room_is_refused_in_words_for_the_page(
     assert "beyond_budget" not in state.note
 
 
-def test_tabs_forget_those_not_seen_for_longest_and_keep_none_without_a_name() -> None:
+def test_the_least_recently_used_tabs_are_forgotten_and_unnamed_tabs_are_not_kept() -> None:
     tabs = Tabs()
     first = tabs.get("first")
     first.exchanges.append(Exchange("Who?"))
@@ -215,7 +215,7 @@ def test_tabs_forget_those_not_seen_for_longest_and_keep_none_without_a_name() -
     assert tabs.get("") is not tabs.get("")
 
 
-def test_the_pieces_of_a_chunks_tokens_are_its_text(any_tokenizer: object) -> None:
+def test_the_texts_of_a_chunks_tokens_join_to_its_text(any_tokenizer: object) -> None:
     engine = ScriptedEngine(tokenizer=any_tokenizer)
     text = "Ships' logs: naïve café — 東京 🙂\n\n| a | b |"
     chunk = make_chunk(text, engine.tokenizer)
@@ -223,7 +223,7 @@ def test_the_pieces_of_a_chunks_tokens_are_its_text(any_tokenizer: object) -> No
     assert len(token_texts(engine, chunk)) == len(chunk.token_ids)
 
 
-def test_copies_are_kept_until_their_documents_are_removed_however_the_store_is_named(
+def test_a_copy_in_a_store_with_a_relative_path_is_deleted_with_its_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -237,7 +237,7 @@ def test_copies_are_kept_until_their_documents_are_removed_however_the_store_is_
     assert not copy.exists() and not collection.documents()
 
 
-def test_files_indexed_twice_at_once_are_all_there(collection: Collection, tmp_path: Path) -> None:
+def test_files_added_by_two_runs_at_once_are_all_indexed(collection: Collection, tmp_path: Path) -> None:
     files = [tmp_path / f"{n}.txt" for n in range(4)]
     for file in files:
         file.write_text(f"Note of {file.stem}.")
@@ -248,7 +248,7 @@ def test_files_indexed_twice_at_once_are_all_there(collection: Collection, tmp_p
     assert len(collection.documents()) == 5
 
 
-def test_a_file_of_which_no_copy_can_be_kept_is_said_and_leaves_the_one_before_it(
+def test_a_file_that_cannot_be_copied_fails_and_keeps_its_previous_copy(
     tmp_path: Path, collection: Collection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [tmp_path / "one.txt", tmp_path / "two.txt"]
@@ -274,7 +274,9 @@ def test_a_file_of_which_no_copy_can_be_kept_is_said_and_leaves_the_one_before_i
     assert kept == {"one.txt": "The harbour lies below.", "two.txt": "The harbour lies above."}
 
 
-def test_what_another_tab_has_removed_keeps_nothing_chosen_beside_it(tmp_path: Path, collection: Collection) -> None:
+def test_chosen_documents_are_removed_although_another_tab_has_removed_some_of_them(
+    tmp_path: Path, collection: Collection
+) -> None:
     files = [tmp_path / "one.txt", tmp_path / "two.txt"]
     for file in files:
         file.write_text(f"Note {file.stem}.")

@@ -1,4 +1,4 @@
-"""The chatbot that users start their own from, in a real browser."""
+"""Tests the example chatbot, a starting point for users' own chatbots, in a real browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks of the page what browsers and attackers ask: who is answered, and what the browser is told."""
+"""Tests which requests of browsers and attackers the page answers, and its security headers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(**headers: str) -> httpx.AsyncClient:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:7860", "localhost.evil.example", "10.0.0.1", ""])
-async def test_a_name_of_another_machine_is_answered_nowhere(host: str) -> None:
+async def test_requests_to_another_machines_name_are_refused_on_every_route(host: str) -> None:
     async with client() as page:
         await page.get("/")
         for method, path in (("GET", "/"), ("GET", "/config"), ("POST", UPLOAD)):
@@ -45,7 +45,7 @@ async def test_a_name_of_another_machine_is_answered_nowhere(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost:7860", "127.0.0.1:7860", "[::1]:7860", "localhost:9000"])
-async def test_a_page_that_was_opened_may_ask_and_upload_by_every_name_of_this_machine(host: str) -> None:
+async def test_an_opened_page_may_read_and_upload_under_every_local_host_name(host: str) -> None:
     async with client(Host=host) as page:
         assert (await page.get("/")).status_code == 200
         for told in ({}, {"Origin": f"http://{host}", "Sec-Fetch-Site": "same-origin"}):
@@ -63,7 +63,7 @@ async def test_a_page_that_was_opened_may_ask_and_upload_by_every_name_of_this_m
         {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"},
     ],
 )
-async def test_what_another_sites_page_asks_is_refused_though_the_browser_has_the_token(told: dict[str, str]) -> None:
+async def test_requests_of_another_sites_page_are_refused_despite_the_token(told: dict[str, str]) -> None:
     async with client() as page:
         await page.get("/")
         assert (await page.post(UPLOAD, headers=told)).status_code == 403
@@ -79,7 +79,7 @@ async def test_a_link_on_another_site_opens_the_page_and_no_frame_may_hold_it() 
         assert (await page.get("/config", headers=followed)).status_code == 403
 
 
-async def test_without_the_pages_own_token_nothing_is_uploaded_asked_or_read() -> None:
+async def test_requests_without_the_pages_token_upload_and_read_nothing() -> None:
     async with client() as stranger, client() as other:
         cookie = (await other.get("/")).headers["Set-Cookie"]
         assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
@@ -90,7 +90,7 @@ async def test_without_the_pages_own_token_nothing_is_uploaded_asked_or_read() -
             assert (await stranger.get("/assets/index.js", headers=given)).status_code == 200
 
 
-async def test_the_browser_is_told_to_load_and_to_ask_nothing_elsewhere() -> None:
+async def test_the_content_security_policy_allows_the_page_no_other_origin() -> None:
     async with client() as page:
         policy = (await page.get("/")).headers["Content-Security-Policy"]
         rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split("; ")}
@@ -101,7 +101,7 @@ async def test_the_browser_is_told_to_load_and_to_ask_nothing_elsewhere() -> Non
 @pytest.mark.slow
 def test_a_served_page_refuses_strangers_and_keeps_uploads_from_other_users(serve: Any, tmp_path: Path) -> None:
     store, engine = tmp_path / "store", ScriptedEngine()
-    (store / "documents").mkdir(mode=0o755, parents=True)  # as earlier versions have made it
+    (store / "documents").mkdir(mode=0o755, parents=True)  # the permissions that earlier versions gave it
     url, workspace = serve(Choices(lambda _: engine, lambda: store, lambda *_: ""))
     sent = {"files": ("note.txt", b"The harbour lies below.")}
     with httpx.Client(base_url=url, timeout=60) as page:

@@ -1,4 +1,4 @@
-"""Starts the page, leaves it alone, and ends it."""
+"""Tests the start, the idle time and the end of the page."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ import cacheblend_rag.ui.page
 print("torch" in sys.modules, flush=True)
 cacheblend_rag.cli.main()
 """
-"""What `cacheblend` does, and first what the page and the command line import."""
+"""Runs `cacheblend`, and prints beforehand whether gradio and torch are imported."""
 
 
-def test_a_page_waits_for_no_torch_and_ctrl_c_ends_it_with_the_exit_code_that_the_help_names(tmp_path: Path) -> None:
+def test_the_page_starts_without_torch_and_ctrl_c_ends_it_with_exit_code_130(tmp_path: Path) -> None:
     port = free_port()
     options = [
         "--no-browser",
@@ -43,7 +43,7 @@ def test_a_page_waits_for_no_torch_and_ctrl_c_ends_it_with_the_exit_code_that_th
         "--server",
         "http://127.0.0.1:1",
     ]
-    # A shell's background jobs ignore the signal, and so would a page that such a test run starts.
+    # Background jobs of a shell ignore SIGINT, and a page started by a test run in the background would ignore it too.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     page = subprocess.Popen(
         [sys.executable, "-c", COMMAND, "ui", *options],
@@ -67,10 +67,10 @@ def test_a_page_waits_for_no_torch_and_ctrl_c_ends_it_with_the_exit_code_that_th
     assert page.returncode == 130, said
     assert imported.startswith("False False\nFalse\n")
     assert "Stopped." in said and "Traceback" not in said
-    assert not list(tmp_path.glob("cacheblend-ui-*"))  # what was uploaded is no longer there
+    assert not list(tmp_path.glob("cacheblend-ui-*"))  # uploaded files are deleted
 
 
-def test_a_page_that_nobody_asks_looks_a_few_times_a_second_for_questions(
+def test_an_idle_page_polls_its_queue_at_most_20_times_a_second(
     serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []

@@ -1,4 +1,4 @@
-"""The page in a real browser, with an engine that does what each test tells it to."""
+"""Tests the page in a real browser, with an engine that each test controls."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def choices_for(engine: BlendEngine, store: Path, load: Callable[[Path], BlendEn
     return Choices(load or (lambda _: engine), lambda: store, shown_deviations, sampling=SamplingParams(32))
 
 
-def test_the_page_is_there_before_the_model_is_and_a_question_waits_for_it(
+def test_the_page_opens_before_the_model_is_loaded_and_a_question_waits(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     loaded = threading.Event()
@@ -73,11 +73,11 @@ def test_the_page_is_there_before_the_model_is_and_a_question_waits_for_it(
     loaded.set()
     expect(tab.answers.last).to_contain_text("About Who is the director?")
     tab.ready("fake").idle()
-    assert tab.elsewhere == []  # fonts, scripts and counters included
+    assert tab.elsewhere == []  # this includes fonts, scripts and counters
 
 
 def answering(serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices, word: int) -> Tab:
-    """Return a page on which the answer to "Who?" has come to a word, and waits."""
+    """Return a page on which the answer to "Who?" has reached a word and waits."""
     engine.free = False
     url, _ = serve(choices)
     tab: Tab = open_tab(url).ready().begin("Who?")
@@ -86,39 +86,39 @@ def answering(serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choice
     return tab
 
 
-def test_an_answer_is_streamed_and_stop_ends_it_where_it_is(
+def test_an_answer_is_streamed_and_stop_ends_it_at_once(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     tab = answering(serve, open_tab, engine, choices, 2)
     expect(tab.answers.last).not_to_contain_text("word3")
-    expect(tab.page.locator("#cb-sources")).to_contain_text("notes.md")  # the sources are there before the answer is
+    expect(tab.page.locator("#cb-sources")).to_contain_text("notes.md")  # the sources are shown before the answer
     tab.stop()
     tab.idle()
     engine.let(10)
     expect(tab.answers.last).to_contain_text("word2 (stopped)")
     expect(tab.page.locator("#cb-sources")).to_contain_text("Stopped before its end")
-    assert "word4" in tab.ask("And then?")  # what was let through serves the next question
+    assert "word4" in tab.ask("And then?")  # the released words serve the next question
     assert engine.closed_streams == 2
 
 
-def test_a_question_after_stop_is_asked_though_the_stopped_answer_has_not_ended(
+def test_a_question_after_stop_is_asked_before_the_stopped_answer_has_ended(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     tab = answering(serve, open_tab, engine, choices, 1)
-    tab.stop().idle().begin("And then?")  # the stream has not come to its next word
+    tab.stop().idle().begin("And then?")  # the stream has not reached its next word
     expect(tab.answers).to_have_count(2)
     fewest = tab.fewest_answers()
-    tab.begin("And then?")  # pressed twice
+    tab.begin("And then?")  # the second press of Enter
     expect(tab.question).to_have_value("")
     engine.let(9)
     expect(tab.answers.last).to_contain_text("word6")
     tab.idle()
     expect(tab.answers.first).to_contain_text("word1 (stopped)")
     assert engine.closed_streams == 2
-    assert fewest() == 2  # neither the stopped answer's end nor the second press takes the page back
+    assert fewest() == 2  # neither the stopped answer's end nor the second press removes an answer
 
 
-def test_escape_stops_and_a_slash_goes_to_the_question(
+def test_escape_stops_the_answer_and_a_slash_focuses_the_question(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     engine.free = False
@@ -141,7 +141,7 @@ def test_escape_stops_and_a_slash_goes_to_the_question(
     expect(tab.page.locator("#cb-sources .cb-text").first).to_be_visible()
 
 
-def test_a_tab_keeps_its_conversation_when_it_is_loaded_again_and_shares_it_with_no_other(
+def test_a_reloaded_tab_keeps_its_conversation_and_shares_it_with_no_other_tab(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     url, _ = serve(choices)
@@ -198,7 +198,7 @@ def test_documents_are_added_with_progress_skipped_with_a_reason_and_deleted(
     assert list(kept.iterdir()) == []
 
 
-def test_a_broken_file_and_one_too_large_are_said_where_the_person_sees_it(
+def test_broken_and_oversized_files_are_reported_visibly(
     serve: Any, open_tab: Any, tmp_path: Path, choices: Choices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.ui.launch._LARGEST_FILE", "2kb")
@@ -216,7 +216,7 @@ def test_a_broken_file_and_one_too_large_are_said_where_the_person_sees_it(
     expect(tab.page.get_by_text("Choose the documents to delete first.")).to_be_visible()
 
 
-def test_an_image_on_another_machine_is_not_fetched_whoever_names_it(
+def test_an_image_on_another_machine_is_not_fetched(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     asked: list[str] = []
@@ -239,7 +239,7 @@ def test_an_image_on_another_machine_is_not_fetched_whoever_names_it(
     assert asked == []
 
 
-def test_the_reuse_that_is_chosen_is_that_of_the_answer(
+def test_the_chosen_reuse_is_used_for_the_next_answer(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     url, _ = serve(choices)
@@ -256,7 +256,7 @@ def test_the_reuse_that_is_chosen_is_that_of_the_answer(
     expect(numbers).to_be_visible()
 
 
-def test_a_server_that_is_down_is_named_and_tried_again(
+def test_a_server_that_is_down_is_reported_and_can_be_retried(
     serve: Any, open_tab: Any, engine: ScriptedEngine, choices: Choices
 ) -> None:
     down = [True]
@@ -274,13 +274,13 @@ def test_a_server_that_is_down_is_named_and_tried_again(
     tab.page.locator("#cb-try-again").click()
     tab.ready()
     expect(tab.page.locator("#cb-try-again")).to_be_hidden()
-    engine.failure = ServerError("The server went away.")  # and while it answers
+    engine.failure = ServerError("The server went away.")  # the server also fails during an answer
     assert tab.ask("Who?") == "Not answered. The server went away."
     engine.failure = None
     assert tab.ask("Who?").startswith("About Who?")
 
 
-def test_a_store_of_another_model_says_which_model_it_wants_and_an_empty_one_that_it_is(
+def test_a_store_of_another_model_and_an_empty_store_are_reported(
     serve: Any, open_tab: Any, engine: ScriptedEngine, tmp_path: Path, notes: Path
 ) -> None:
     with RagPipeline(ScriptedEngine(name="other"), tmp_path / "theirs", chunk_tokens=24) as pipeline:
@@ -294,7 +294,7 @@ def test_a_store_of_another_model_says_which_model_it_wants_and_an_empty_one_tha
 def test_the_page_fits_a_phone_and_follows_the_systems_colours(serve: Any, open_tab: Any, choices: Choices) -> None:
     url, _ = serve(choices)
     tab: Tab = open_tab(url, viewport={"width": 360, "height": 800}, color_scheme="dark").ready()
-    # Documents would cover the conversation.
+    # An open panel of documents would cover the conversation.
     expect(tab.page.locator("#cb-side")).not_to_be_in_viewport(ratio=0.5)
     tab.ask("Who is the director of the observatory, whose name is long enough to be broken into lines?")
     tab.page.locator("#cb-sources .cb-card summary").first.click()
