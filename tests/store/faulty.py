@@ -15,16 +15,9 @@ Mode = Literal["well", "503", "silent", "stalls", "moody"]
 
 
 class FaultyS3:
-    """Objects by path, and how to answer: ``silent`` never does, ``stalls`` stops in the middle of an object's bytes.
-
-    ``moody`` is any of them, another one for each request.
-
-    Attributes:
-        mode: See above.
-        objects: What is stored.
-        requests: Methods asked for so far.
-        endpoint: Its address while it serves.
-    """
+    """Stores objects by path, and fails by mode: ``silent`` never answers, ``stalls`` stops in the middle of an
+    object's bytes. ``moody`` picks one of these modes for each request. Attributes: mode, how requests are answered;
+    objects, the stored objects; requests, the methods received so far; endpoint, the address while it serves."""
 
     def __init__(self) -> None:
         self.mode: Mode = "well"
@@ -35,7 +28,7 @@ class FaultyS3:
         self.chance = random.Random(3)
 
     def mood(self) -> Mode:
-        """How to answer the next request."""
+        """Return the mode for the next request."""
         moods: tuple[Mode, ...] = ("well", "503", "silent", "stalls")
         return self.chance.choices(moods, (90, 6, 2, 2))[0] if self.mode == "moody" else self.mode
 
@@ -120,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def _etag(data: bytes) -> str:
