@@ -15,9 +15,16 @@ Mode = Literal["well", "503", "silent", "stalls", "moody"]
 
 
 class FaultyS3:
-    """Stores objects by path, and fails by mode: ``silent`` never answers, ``stalls`` stops in the middle of an
-    object's bytes. ``moody`` picks one of these modes for each request. Attributes: mode, how requests are answered;
-    objects, the stored objects; requests, the methods received so far; endpoint, the address while it serves."""
+    """Stores objects by path, and answers by mode: ``silent`` never, ``stalls`` stops in the middle of an object's bytes.
+
+    ``moody`` picks a mode for each request.
+
+    Attributes:
+        mode: See above.
+        objects: The stored objects.
+        requests: The methods received so far.
+        endpoint: The address while it serves.
+    """
 
     def __init__(self) -> None:
         self.mode: Mode = "well"
