@@ -28,7 +28,7 @@ RATIOS = (0.05, 0.3)
 
 
 WATCHED = set(BLENDED) - {"gemma2", "gpt_oss"}
-"""Families whose attention the transformers engine can watch: not those that need eager attention."""
+"""Families whose attention the transformers engine can watch, which excludes families with eager attention."""
 
 
 def ranking_engine(model: Any, scene: Scene, **options: Any) -> Any:

@@ -150,7 +150,7 @@ def test_no_candidate_is_chosen_if_none_passes_and_few_prompts_are_measured() ->
 
     chosen, search = run(STATIC, world, 40)
     assert chosen is None
-    assert calls == 3 * LOOK  # of eleven ratios: the middle one, the one between it and the last, the last
+    assert calls == 3 * LOOK  # the middle of eleven ratios, one between it and the last, the last
     assert all(trial.given_up for trial in search.trials)
 
 

@@ -23,7 +23,7 @@ from examples.third_party_tier.cacheblend_sqlite_tier import SQLiteStore
 from tests.store.samples import key_of, kv_of, memory_directory, numbers, ranked, same, sample_keys
 
 Open = Callable[[int | None], KVStore]
-"""Opens a store with room for so many sample entries, in each of its tiers; None for no limit."""
+"""Opens a store with room for a number of sample entries in each of its tiers; None for no limit."""
 
 
 class Settled(TieredStore):
@@ -37,7 +37,7 @@ class Settled(TieredStore):
 
 PLAIN = ["memory", "disk", "tiered", "tiered_disk_only", "tiered_behind", "redis", "objects", "s3", "tiered_redis"]
 SIX = ["sqlite", "tiered_sqlite"]
-"""Of these every test runs that asks for no more than what any tier must do."""
+"""Stores with only the required methods; they run every test of these methods."""
 ENCODED = ["memory:int8", "disk:int8", "redis:int8", "objects:int8"]
 ENCRYPTED = [f"{kind}@keys" for kind in ("disk", "disk:int8", "redis", "objects", "sqlite")]
 
