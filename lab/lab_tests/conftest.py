@@ -1,4 +1,4 @@
-"""Brings the fixtures and hooks of the root's tests to those of the lab."""
+"""Brings the fixtures and hooks of the root's tests to the lab's tests."""
 
 from __future__ import annotations
 

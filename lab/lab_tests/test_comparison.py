@@ -1,4 +1,4 @@
-"""Tests which of the demo's questions are looked at one by one."""
+"""Tests the selection of the demo's questions that are shown one by one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from cacheblend_rag.demo.methods import METHODS
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch):
-    """Return a function: of questions, each a kind and the methods that get it right, the numbers of those shown and of all."""
+    """Return a function from questions, each a kind and the methods that answer correctly, to the numbers of the shown
+    and of all."""
 
     def run(*asked: tuple[str, set[str]]) -> tuple[list[int], list[int]]:
         questions = [DemoQuestion(str(number), "yes", kind, "a.md") for number, (kind, _) in enumerate(asked)]
@@ -34,15 +35,15 @@ def shown(monkeypatch: pytest.MonkeyPatch):
 ALL, FULL, BOTH = set(METHODS), {"full recompute", "prefix caching", "blend"}, {"full recompute", "prefix caching"}
 
 
-def test_the_first_question_that_full_reuse_gets_wrong_is_shown_whatever_the_blend_makes_of_it(shown) -> None:
+def test_the_first_question_that_full_reuse_answers_wrongly_is_shown_whatever_the_blend_does(shown) -> None:
     told, asked = shown(("cross", set()), ("cross", ALL), ("cross", BOTH), ("cross", FULL), ("two_hop", FULL))
     assert told == [2]
     assert sorted(asked) == [0, 1, 2, 3, 4], "each is asked once"
 
 
-def test_a_question_that_full_recompute_gets_wrong_is_not_shown_whoever_gets_it_right(shown) -> None:
+def test_a_question_that_full_recompute_answers_wrongly_is_never_shown(shown) -> None:
     assert shown(("cross", {"full KV reuse"}), ("single", {"blend"}), ("two_hop_cross", {"blend"}))[0] == []
 
 
-def test_where_full_reuse_gets_all_right_or_one_chunk_is_enough_the_first_right_one_is_shown(shown) -> None:
+def test_the_first_right_question_is_shown_if_full_reuse_is_right_or_one_chunk_is_enough(shown) -> None:
     assert shown(("single", set()), ("single", ALL), ("single", BOTH), ("cross", ALL), ("cross", ALL))[0] == [3, 1]

@@ -1,4 +1,4 @@
-"""Chunks in an order that a prefix cache hits: the order, and the simulated cache."""
+"""Tests the order of chunks for prefix cache hits, and the simulated cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names(found):
     return "".join(one.id for one in found)
 
 
-def test_what_was_served_goes_first_and_the_rest_stays_in_retrieval_order():
+def test_cached_chunks_go_first_and_the_rest_stays_in_retrieval_order():
     prompts = ReorderedPrompts()
     assert names(prompts.order(chunks("abc"))) == "abc"
     prompts.serve(chunks("abc"))
@@ -40,7 +40,7 @@ def test_exact_duplicates_are_dropped():
     assert names(ReorderedPrompts().order(chunks("abacb"))) == "abc"
 
 
-def test_the_sequence_of_most_tokens_wins_over_the_one_of_most_chunks():
+def test_the_cached_sequence_with_most_tokens_wins_over_the_one_with_most_chunks():
     prompts = ReorderedPrompts()
     big, a, b = chunk("big", 100), chunk("a"), chunk("b")
     prompts.serve([a, b])
@@ -58,7 +58,7 @@ def test_the_least_recently_used_sequence_loses_its_end_first():
     assert [prompts.count_cached(chunks(text)) for text in ("ab", "ae", "cd")] == [2, 2, 1]
 
 
-def test_a_cache_without_room_holds_nothing():
+def test_a_cache_without_room_stores_nothing():
     prompts = ReorderedPrompts(budget=0)
     prompts.serve(chunks("ab"))
     assert prompts.cached_tokens == prompts.count_cached(chunks("ab")) == 0
@@ -67,7 +67,7 @@ def test_a_cache_without_room_holds_nothing():
 
 
 @given(st.lists(st.lists(st.sampled_from("abcde"), max_size=4), max_size=12), st.sampled_from([30, 1000]))
-def test_every_order_holds_each_chunk_once_and_no_other_order_has_a_longer_cached_prefix(requests, budget):
+def test_every_order_has_each_chunk_once_and_the_longest_cached_prefix(requests, budget):
     prompts = ReorderedPrompts(budget)
     for request in requests:
         wanted = chunks(request)

@@ -56,7 +56,7 @@ _EXPERTS: dict[str, Any] = {
 
 
 def llama4(base: dict[str, Any], head_dim: int, attention_chunk_size: int = 512) -> hf.Llama4TextConfig:
-    """Attention cut into pieces, longer than the tests' prompts; every fourth layer whole, without positions."""
+    """Cut attention into pieces longer than the tests' prompts; every fourth layer attends to all, without positions."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
     return hf.Llama4TextConfig(**base, **experts, head_dim=head_dim, attention_chunk_size=attention_chunk_size)
 

@@ -50,7 +50,8 @@ class Scene:
         return TokenizedPrompt((*ids, *self.question), tuple(spans))
 
     def parts(self, missing: Sequence[int] = (), *, first: str = "exact") -> list[Part]:
-        """The same prompt for the reference: header and ``first`` chunk are exact, the others stale or missing."""
+        """Describe the same prompt for the reference: header and ``first`` chunk are exact, the others stale or
+        missing."""
         out: list[Part] = [Part(self.header, "exact")]
         for index, (chunk, gap) in enumerate(zip(self.chunks, self.gaps, strict=True)):
             kind = "missing" if index in missing else first if index == 0 else "stale"
@@ -59,14 +60,14 @@ class Scene:
 
 
 def engine_for(model: Any, scene: Scene, **options: Any) -> Any:
-    """A transformers engine without a tokenizer or a prefix cache whose header is the scene's."""
+    """Make a transformers engine with the scene's header and without a tokenizer or a prefix cache."""
     from cacheblend_rag.engines.transformers import TransformersEngine
 
     return TransformersEngine(model, device="cpu", header=scene.header, **{"prefix_cache": 0, **options})
 
 
 def entries_of(engine: Any, store: Any, scene: Scene) -> list[Any]:
-    """What a store, one of the engine's tiers say, has of the scene's header and chunks."""
+    """Read the entries of the scene's header and chunks from a store, such as one of the engine's tiers."""
     entries = Entries(store, engine.fingerprint, scene.header)
     return [entries.get(ids, engine.num_layers) for ids in ((), *(chunk.token_ids for chunk in scene.chunks))]
 

@@ -34,7 +34,7 @@ class _Run:
     checks: dict[int, int] = field(default_factory=dict)  # layer -> how many tokens to keep
     fresh_below: int = 0
     captured: dict[int, tuple[torch.Tensor, ...]] | None = None
-    weights: list[torch.Tensor] = field(default_factory=list)  # of each layer, [heads, tokens, tokens]
+    weights: list[torch.Tensor] = field(default_factory=list)  # per layer, [heads, tokens, tokens]
     deviation: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -89,7 +89,8 @@ AttentionInterface.register("reference_blend", _attention)
 
 
 def _cached(module: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the model keeps of a layer: keys and values, or with MLA the rotary end of every head's key, and the latent."""
+    """Return the parts of a layer that the model caches: keys and values, or with MLA every head's rotary key, and the
+    latent."""
     latent = getattr(module, "reference_latent", None)
     return (k, v) if latent is None else (k[:1, :, -module.qk_rope_head_dim :], latent)
 
@@ -226,7 +227,7 @@ def question_attention(
 
 
 def int8(x: torch.Tensor) -> torch.Tensor:
-    """What is read back of numbers stored as int8, each row along the last dimension with a scale that is a power of two."""
+    """Return the numbers as they are read back from int8, each row of the last dimension scaled by a power of two."""
     largest = x.double().abs().amax(-1, keepdim=True).clamp_min(1e-300)
     scale = 2.0 ** (largest / 127).log2().ceil()
     return ((x.double() / scale).round() * scale).to(x.dtype)

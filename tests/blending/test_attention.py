@@ -43,7 +43,7 @@ def masked_attention(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """The definition, ``[queries, heads, head_dim]``: all scores, one mask."""
+    """Compute attention by its definition, ``[queries, heads, head_dim]``: all scores, one mask."""
     groups = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
     scores = query.double() @ key.double().mT * (scale or query.shape[-1] ** -0.5)
@@ -116,7 +116,9 @@ def test_other_devices_and_values_wider_than_keys_are_masked_block_by_block(monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 40])
-def test_where_the_kernel_serves_it_gives_the_same(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+def test_the_kernel_and_masked_attention_give_the_same_values(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
     interpret(monkeypatch)
     where = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:90].sort().values
     given_inputs = inputs(2, 2, 2, 90, 300, 16)
@@ -130,7 +132,7 @@ def test_where_the_kernel_serves_it_gives_the_same(monkeypatch: pytest.MonkeyPat
     assert len(launched) == 2
 
 
-def test_the_window_is_known_where_the_model_does_not_tell_its_attention() -> None:
+def test_the_window_is_applied_although_the_model_does_not_report_its_attention() -> None:
     config = hf.Qwen2MoeConfig(**_WITH_WINDOW, moe_intermediate_size=32, num_experts=2, num_experts_per_tok=1)
     model, scene = make_model(config), Scene()
     engine = engine_for(model, scene)
@@ -148,7 +150,7 @@ def test_the_window_is_known_where_the_model_does_not_tell_its_attention() -> No
 
 
 class _Largest(TorchDispatchMode):
-    """Notes the most elements of any tensor that an operation made anew."""
+    """Notes the largest number of elements in any tensor that an operation allocated."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The loading controller in the transformers engine: the numbers stay right. What all engines share is in its contract."""
+"""The loading controller in the transformers engine leaves logits right. The contract of engines tests the rest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chunk_bytes(engine) -> int:
     return sum(engine.entries.get(chunk.token_ids, engine.num_layers).nbytes for chunk in SCENE.chunks)
 
 
-def test_from_fast_storage_it_blends_and_says_what_it_expected() -> None:
+def test_a_prompt_on_fast_storage_is_blended_and_the_answer_reports_the_expected_time() -> None:
     engine, seen = controlled_engine(1e12)
     done = engine.generate(SCENE.prompt, ONE, AUTO)
     assert done.mode == "blend"
@@ -42,12 +42,12 @@ def test_from_fast_storage_it_blends_and_says_what_it_expected() -> None:
     assert (seen[0] - want.logits).abs().max() < 1e-4
 
 
-def test_from_a_device_slower_than_computing_nothing_is_loaded() -> None:
+def test_nothing_is_loaded_from_a_device_slower_than_computing() -> None:
     engine, seen = controlled_engine(1.0)
     done = engine.generate(SCENE.prompt, ONE, AUTO)
     assert (done.mode, done.usage.reused_tokens, done.policy) == ("prefill", 0, None)
     assert "none of it is used (expected in" in done.reason
-    assert done.missing == ()  # it is stored: nothing is to be written back
+    assert done.missing == ()  # nothing is to be written back: all is stored
     assert done.in_place == tuple(chunk.id for chunk in SCENE.chunks)
     full = engine.generate(SCENE.prompt, ONE, BlendSettings(quality="full"))
     assert done.token_ids == full.token_ids
@@ -67,9 +67,9 @@ def test_in_between_some_chunks_are_computed_in_place_as_if_they_were_not_stored
     assert (seen[0] - want.logits).abs().max() < 1e-4
 
 
-def test_what_reads_take_corrects_the_costs_of_their_tier() -> None:
+def test_the_times_of_reads_correct_the_costs_of_their_tier() -> None:
     engine, _ = controlled_engine(1e15)
-    engine.store.bytes_per_s = chunk_bytes(engine) / 0.05  # what is thought to take no time takes 50 ms
+    engine.store.bytes_per_s = chunk_bytes(engine) / 0.05  # reads that are expected to take no time take 50 ms
     for _ in range(12):
         engine.generate(SCENE.prompt, ONE, AUTO)
     assert chunk_bytes(engine) / engine.costs.tiers["device"].bytes_per_s > 1e-8  # at most 4 times as slow, each time

@@ -1,4 +1,4 @@
-"""The fusor and its loader over a model that computes nothing: what is placed where, what is measured, chosen and run."""
+"""The fusor and its loader over a model that computes nothing: placed KV, measurements, chosen tokens and passes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bare(seed: int, tokens: int) -> list[LayerKV]:
 
 
 def at(layer: LayerKV, first: int) -> LayerKV:
-    """The same tokens from position ``first`` on."""
+    """Move the same tokens' keys to position ``first`` and the following."""
     tokens = torch.arange(layer.k.shape[1])
     return LayerKV(ROPE.rotate(0, layer.k, ROPE.rotations(torch.zeros_like(tokens), tokens + first)), layer.v)
 
@@ -67,7 +67,8 @@ def plan(static: torch.Tensor | None = STATIC, **changes: Any) -> BlendPlan:
 
 
 class Target:
-    """Notes what it is given; fresh KV is the stored KV, at its positions, but for the tokens that ``moves`` names."""
+    """Notes the KV that it receives; fresh KV is the stored KV, at its positions, except for the tokens that ``moves``
+    names."""
 
     num_layers, rope, device, shows_attention = LAYERS, ROPE, HERE, True
 
@@ -122,7 +123,7 @@ def blended(
 
 
 class Spy(SelectionPolicy):
-    """Chooses all, and notes what it is shown."""
+    """Chooses all tokens, and notes the candidates."""
 
     name = "spy"
 
@@ -138,7 +139,7 @@ class Spy(SelectionPolicy):
 
 
 @pytest.mark.parametrize(("ratio", "count"), [(0.28, 3), (0.22, 2), (0.06, 1), (0.04, 0)])
-def test_as_many_tokens_are_recomputed_as_the_ratio_says_rounded(ratio: float, count: int) -> None:
+def test_the_number_of_recomputed_tokens_is_the_rounded_ratio(ratio: float, count: int) -> None:
     best = (STATIC.argsort(descending=True)[:count] + SECOND.start).sort().values
     assert torch.equal(blended(Target(), "static", ratio).recomputed, best)
     deviating = tuple(best.tolist())
@@ -146,7 +147,7 @@ def test_as_many_tokens_are_recomputed_as_the_ratio_says_rounded(ratio: float, c
 
 
 @pytest.mark.parametrize("layers", [(1,), (1, 2), (1, 2, 3)])
-def test_the_tokens_whose_keys_or_values_are_others_at_their_positions_are_recomputed(layers: tuple[int, ...]) -> None:
+def test_tokens_with_deviating_keys_or_values_are_recomputed(layers: tuple[int, ...]) -> None:
     target = Target(keys=(11, 16), values=(13,))
     assert blended(target, "hkvd", 0.3, *layers).recomputed.tolist() == [11, 13, 16]
     assert target.ran[1] == [*SECOND], "all behind the front, up to the last candidate"
@@ -171,7 +172,7 @@ def test_a_policy_that_measures_nothing_takes_one_pass() -> None:
     assert target.ran == [[*TEXT, 9, 12, 14, *QUESTION]]
 
 
-def test_every_layer_is_placed_once_at_the_prompts_positions_and_what_is_exact_keeps_its_bits() -> None:
+def test_every_layer_is_placed_once_at_the_prompts_positions_and_exact_kv_keeps_its_bits() -> None:
     target = Target()
     blended(target, "static", 0.3)
     assert list(target.placed) == list(range(LAYERS))
@@ -183,7 +184,7 @@ def test_every_layer_is_placed_once_at_the_prompts_positions_and_what_is_exact_k
         assert torch.equal(kv.v[:, 6:], bare(3, 10)[layer].v)
 
 
-def test_below_the_check_layer_nothing_stale_is_read_unless_the_question_is_asked_first() -> None:
+def test_layers_below_the_check_layer_read_no_stale_kv_unless_the_question_runs_first() -> None:
     asked, measured = Target(), Target()
     blended(measured, "hkvd", 0.3, 2)
     assert [len(measured.placed[layer][1]) for layer in range(LAYERS)] == [6, 6, 16, 16]
@@ -191,7 +192,7 @@ def test_below_the_check_layer_nothing_stale_is_read_unless_the_question_is_aske
     assert [len(asked.placed[layer][1]) for layer in range(LAYERS)] == [16] * LAYERS
 
 
-def test_a_policy_is_shown_the_attention_to_its_candidates() -> None:
+def test_a_policy_receives_the_attention_to_its_candidates() -> None:
     class Asking(Spy):
         needs_attention = True
 
@@ -202,19 +203,19 @@ def test_a_policy_is_shown_the_attention_to_its_candidates() -> None:
     assert torch.equal(spy.shown.attention, target.seen[list(SECOND)])
 
 
-def test_what_is_placed_is_placed_where_nothing_is_computed_too() -> None:
+def test_stored_kv_is_placed_even_if_no_token_is_computed() -> None:
     target = Target()
     blended(target, "full-reuse", 0.0, of=plan().within(0, 6))
     assert (list(target.placed), target.ran) == (list(range(LAYERS)), [])
 
 
 @pytest.mark.parametrize("wrong", [torch.ones(10), torch.ones(9) > 0, torch.ones(10, 1) > 0])
-def test_a_mask_that_is_no_boolean_for_each_candidate_is_refused(wrong: torch.Tensor) -> None:
+def test_a_mask_without_one_boolean_per_candidate_is_refused(wrong: torch.Tensor) -> None:
     with pytest.raises(InputError, match="'spy' returned"):
         blended(Target(), Spy(lambda _: wrong), 0.3)
 
 
-def test_where_another_rank_has_no_ranking_none_uses_its_own() -> None:
+def test_no_rank_uses_its_ranking_if_another_rank_has_none() -> None:
     votes = iter([False, *[True] * 20])
     done = blended(Target(votes=votes), "static", 0.3)
     assert done.outcome.policy != "static"
@@ -226,12 +227,12 @@ def test_where_another_rank_has_no_ranking_none_uses_its_own() -> None:
     assert done.outcome.lacking("static") == ("b",)
 
 
-def test_where_another_rank_cannot_place_a_layer_none_goes_on() -> None:
+def test_no_rank_continues_if_another_rank_cannot_place_a_layer() -> None:
     with pytest.raises(OtherRankError):
         blended(Target(votes=iter([False] * 20)), "hkvd", 0.3)
 
 
-def test_a_blend_that_is_given_up_lets_what_comes_next_wait_for_the_kv_on_its_way(
+def test_the_pass_after_an_abandoned_blend_waits_for_kv_still_being_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(LayerLoader, "rest", lambda self, first: StoredLayers(first, (), (), torch.empty(0)))
@@ -243,12 +244,12 @@ def test_a_blend_that_is_given_up_lets_what_comes_next_wait_for_the_kv_on_its_wa
 
 
 def loader(spans: tuple[StoredSpan, ...] = (), **options: Any) -> LayerLoader:
-    """A loader of the plan's spans, or of others that are stale."""
+    """Make a loader of the plan's spans, or of other, stale spans."""
     of = plan()
     return LayerLoader(() if spans else of.exact, spans or of.stale, ROPE, LAYERS, HERE, **options)
 
 
-def test_a_part_of_an_entry_is_moved_from_where_its_own_tokens_were_computed() -> None:
+def test_part_of_an_entry_is_moved_from_the_position_at_which_it_was_computed() -> None:
     (part,) = plan().within(11, 15).stale
     with loader((part,)) as loading:
         placed = loading.layer(2)
@@ -256,12 +257,12 @@ def test_a_part_of_an_entry_is_moved_from_where_its_own_tokens_were_computed() -
         torch.testing.assert_close(placed.moved().kv.k, at(bare(3, 10)[2], SECOND.start).k[:, 3:7])
 
 
-def test_stale_spans_come_from_their_first_layer_on() -> None:
+def test_stale_spans_are_loaded_from_the_first_stale_layer_on() -> None:
     with loader(stale_from_layer=2) as loading:
         assert [len(placed.positions) for layer in range(LAYERS) if (placed := loading.layer(layer))] == [6, 6, 16, 16]
 
 
-def test_what_is_in_ram_is_never_overdue_nor_late() -> None:
+def test_entries_in_ram_are_never_overdue_or_late() -> None:
     far = StoredSpan(18, 28, stored(4, 10, 2, tier="disk"))
     with loader((*plan().stale, far), most_wait_s=0.0) as loading:
         assert loading.too_late().spans == (far,)
@@ -269,7 +270,7 @@ def test_what_is_in_ram_is_never_overdue_nor_late() -> None:
         assert loading.ready and not loading.overdue
 
 
-def test_the_time_that_was_waited_is_taken_off_what_is_left() -> None:
+def test_time_already_waited_is_subtracted_from_the_remaining_wait() -> None:
     left: list[float | None] = []
 
     def late(index: int, seconds: float | None) -> Any:
@@ -283,7 +284,7 @@ def test_the_time_that_was_waited_is_taken_off_what_is_left() -> None:
     assert left == [1.0]
 
 
-def test_a_blend_that_has_failed_does_not_wait_for_reads_that_have_begun() -> None:
+def test_a_failed_blend_does_not_wait_for_reads_already_begun() -> None:
     go_on, ended = threading.Event(), threading.Event()
 
     class Slow(ChunkKV):

@@ -1,4 +1,4 @@
-"""Tests what the parity gate must see."""
+"""Tests the errors that the parity gate must detect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gate(window: int | None, subject: type[TransformersSubject] = TransformersSu
     return run_gate(subject(ModelRunner(make_model(hf.MistralConfig(**_BASE, sliding_window=window)))))[0]
 
 
-def test_a_window_that_a_blend_forgets_fails_the_gate_although_its_other_prompts_are_shorter(
+def test_a_window_ignored_by_the_blend_fails_the_gate_although_its_other_prompts_are_shorter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     attend = Queries.attend
@@ -62,13 +62,13 @@ def test_keys_at_the_wrong_place_fail_the_gate_in_every_precision(
 
 
 @pytest.mark.parametrize(("window", "looked"), [(None, False), (20, False), (30, True), (512, True), (513, False)])
-def test_the_gate_looks_past_windows_that_cost_little(window: int | None, looked: bool) -> None:
+def test_the_gate_checks_positions_past_a_window_if_the_window_is_cheap(window: int | None, looked: bool) -> None:
     report = gate(window)
     assert report.passed, report.reason
     assert (PAST in report.errors) is looked
 
 
-def test_where_there_is_no_room_the_gate_does_not_look_past_a_window() -> None:
+def test_the_gate_does_not_check_past_a_window_without_room_for_the_prompt() -> None:
     class Small(TransformersSubject):
         def fits(self, tokens: int) -> bool:
             return tokens <= 150
@@ -89,7 +89,7 @@ def test_codecs_of_tiers_pass_the_gate_with_a_model(family: str, dtype: torch.dt
     assert all(0 < kl < CODEC_LIMIT for kl in report.codecs.values())
 
 
-def test_a_codec_that_gives_no_numbers_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_that_returns_nan_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str, layer: LayerKV) -> LayerKV:
         return LayerKV(layer.k, layer.v * float("nan"))
 
@@ -100,7 +100,7 @@ def test_a_codec_that_gives_no_numbers_fails_the_gate(monkeypatch: pytest.Monkey
 
 
 class NoNumbers(TransformersSubject):
-    """Says of one layer's KV, or of the logits that a blend leaves, that they are no numbers."""
+    """Makes one layer's KV, or the logits behind a blend, NaN."""
 
     layer: int | None = None
 
@@ -116,13 +116,13 @@ class NoNumbers(TransformersSubject):
 
 
 @pytest.mark.parametrize("layer", [0, 2, _BASE["num_hidden_layers"] - 1, None])
-def test_what_is_no_number_fails_the_gate(layer: int | None) -> None:
+def test_nan_in_kv_or_logits_fails_the_gate(layer: int | None) -> None:
     subject = NoNumbers(ModelRunner(make_model(BLENDED["llama"]())))
     subject.layer = layer
     report = run_gate(subject)[0]
     assert not report.passed
     said = "off by nan standard deviations" if layer is None else f"keys of layer {layer} off by nan of their norm"
-    assert report.reason.count(said) == 3  # of each blend
+    assert report.reason.count(said) == 3  # once for each blend
 
 
 @pytest.mark.parametrize("stalled", [(), (0,), (3, 4)])  # 0 to 2 are chunks, 3 and 4 prefills of the whole prompt
@@ -142,7 +142,7 @@ def test_stalls_of_the_machine_do_not_change_the_costs_that_the_gate_measures(
     assert (report.pass_s, report.token_s) == pytest.approx((0.01, 0.001))
 
 
-def test_a_codec_that_changes_what_a_model_predicts_fails_its_gate_and_is_named(
+def test_a_codec_that_changes_predictions_fails_the_gate_and_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(codec, "_LARGEST", 3.0)  # numbers of three bits

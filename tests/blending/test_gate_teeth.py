@@ -1,4 +1,4 @@
-"""The parity gate in bfloat16 bites: it fails whatever blends wrongly, in whichever layer, and passes what does not."""
+"""The parity gate in bfloat16 fails every wrong blend, in each layer, and passes right ones."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: hf.Qwen3Config(**_BASE, head_dim=16),
     "mixtral": lambda: hf.MixtralConfig(**_BASE, **_MOE, num_local_experts=4),
     "qwen3-moe": lambda: hf.Qwen3MoeConfig(**_BASE, **_MOE, head_dim=16, num_experts=8, moe_intermediate_size=48),
-    # Sinks, windows, and biases in every projection.
+    # This model has sinks, windows, and biases in every projection.
     "gpt-oss": lambda: hf.GptOssConfig(**_BASE, **_MOE, head_dim=16, num_local_experts=4, sliding_window=24),
 }
-# Every layer of the first, and one of each of the others.
+# PLACES has every layer of the first model, and one layer of each further model.
 PLACES = [
     *(("llama", layer) for layer in range(LAYERS)),
     *((name, at % LAYERS) for at, name in enumerate(MODELS) if at),
@@ -45,7 +45,7 @@ def gate(name: str, mutated: type[TransformersTarget] = TransformersTarget, seed
 
 
 def placing(change: Place) -> type[TransformersTarget]:
-    """A target that places what ``change`` makes of a layer's KV, or nothing where that is None."""
+    """Return a target that places the KV that ``change`` returns for a layer, or nothing where that is None."""
 
     class Placing(TransformersTarget):
         def place(self, layer: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> None:
@@ -57,13 +57,13 @@ def placing(change: Place) -> type[TransformersTarget]:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", MODELS)
-def test_what_blends_rightly_passes(name: str, seed: int) -> None:
+def test_a_right_blend_passes_the_gate(name: str, seed: int) -> None:
     report = gate(name, seed=seed)
     assert report.passed, report.reason
 
 
 @pytest.mark.parametrize(("name", "chunk"), [(name, at % 3) for at, name in enumerate(MODELS)])
-def test_the_kv_of_another_chunk_fails(name: str, chunk: int) -> None:
+def test_kv_of_another_chunk_fails_the_gate(name: str, chunk: int) -> None:
     def swap(_: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> Any:
         mine, others = slice(chunk * CHUNK, (chunk + 1) * CHUNK), (chunk + 1) % 3 * CHUNK
         if kv.k.shape[1] < 3 * CHUNK:
@@ -77,7 +77,7 @@ def test_the_kv_of_another_chunk_fails(name: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "layer"), PLACES)
-def test_keys_that_are_turned_by_one_position_more_fail(name: str, layer: int) -> None:
+def test_keys_rotated_by_one_position_too_many_fail_the_gate(name: str, layer: int) -> None:
     def turned(at: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> Any:
         if move is None or layer != at:
             return kv, positions, move
@@ -96,7 +96,7 @@ def replace_rotation(move: Move, cos: torch.Tensor, sin: torch.Tensor) -> Move:
 
 
 @pytest.mark.parametrize(("name", "layer"), PLACES)
-def test_kv_that_is_placed_one_position_off_fails(name: str, layer: int) -> None:
+def test_kv_placed_one_position_off_fails_the_gate(name: str, layer: int) -> None:
     def shifted(at: int, kv: LayerKV, positions: torch.Tensor, move: Move | None) -> Any:
         return kv, positions + (layer == at), move
 
@@ -104,11 +104,11 @@ def test_kv_that_is_placed_one_position_off_fails(name: str, layer: int) -> None
 
 
 @pytest.mark.parametrize(("name", "layer"), PLACES)
-def test_a_layer_that_is_not_placed_fails(name: str, layer: int) -> None:
+def test_an_unplaced_layer_fails_the_gate(name: str, layer: int) -> None:
     class Zeros(placing(lambda at, kv, positions, move: None if at == layer else (kv, positions, move))):  # type: ignore[misc]
         def __init__(self, runner: ModelRunner, rope: Rope, token_ids: Any):
             super().__init__(runner, rope, token_ids)
-            # What lies there is another prompt's, as in a paged cache: numbers, and none too large.
+            # Another prompt's KV lies there, as in a paged cache: finite numbers of ordinary size.
             runner.append(torch.tensor([token_ids[::-1]]), self.cache)
             self.cache.filled(0)
 
@@ -116,7 +116,7 @@ def test_a_layer_that_is_not_placed_fails(name: str, layer: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_that_are_computed_one_position_off_fail(name: str) -> None:
+def test_tokens_computed_one_position_off_fail_the_gate(name: str) -> None:
     class Late(TransformersTarget):
         def forward(self, positions: torch.Tensor, *more: Any) -> Any:
             ids, self._ids = self._ids, torch.cat([self._ids[:1], self._ids])

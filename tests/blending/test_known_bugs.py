@@ -35,7 +35,7 @@ broken = pytest.mark.parametrize("bug", [False, True], ids=["right", "with the b
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan() -> Iterator[None]:
-    """A bug that leaves KV unwritten must not find there what the same blend without the bug had written."""
+    """Fill unwritten memory with NaN, so that a bug cannot find there the KV of the same blend without the bug."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -60,7 +60,7 @@ def assert_equals_reference(engine: Any, scene: Scene, ratio: float = 0.3) -> No
 
 
 @broken
-def test_1_a_selected_token_sees_no_key_behind_its_position(bug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_1_a_selected_token_attends_to_no_key_behind_its_position(bug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     _, engine, scene = ready_engine()
 
     def bottom_right_aligned(positions: torch.Tensor, *_: Any) -> Any:
@@ -158,7 +158,7 @@ def test_4_bf16_keys_are_rotated_once_in_fp32_and_never_chained(bug: bool) -> No
     start = torch.arange(256)
     if bug:
         got = stored
-        for step in range(8):  # eight moves of one copy instead of one move of the canonical one
+        for step in range(8):  # eight moves of one copy take the place of one move of the canonical copy
             here = start + step * offset // 8
             got = rope.rotate(0, got, rope.rotations(here, here + offset // 8))
     else:
@@ -199,7 +199,7 @@ def test_5_the_store_holds_only_kv_computed_behind_the_header(bug: bool, monkeyp
                 assert torch.allclose(got.layer(layer).v, want.layer(layer).v, atol=1e-5)
 
 
-def test_5_blending_leaves_the_stored_kv_as_it_was() -> None:
+def test_5_blending_leaves_the_stored_kv_unchanged() -> None:
     _, engine, scene = ready_engine()
     keys = [engine.entries.own_key(c.token_ids) for c in scene.chunks]
     before = [[t.clone() for layer in range(5) for t in engine.store.get(key).layer(layer)] for key in keys]
@@ -300,7 +300,7 @@ def test_8_a_model_that_blends_wrongly_fails_the_gate_and_is_served_by_ordinary_
     assert "gate" in answer.reason or "standard deviations" in answer.reason
 
 
-def test_8_the_key_tells_models_headers_and_chunks_apart() -> None:
+def test_8_the_key_differs_between_models_headers_and_chunks() -> None:
     model, scene = model_of("llama"), Scene()
     engine = engine_for(model, scene)
     other = engine_for(make_model(BLENDED["llama"](), seed=1), scene)

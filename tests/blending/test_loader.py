@@ -1,4 +1,4 @@
-"""Tests what the loader says of KV that comes too late."""
+"""Tests the loader's error for KV that comes too late."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_ROPE: Any = SimpleNamespace(rotations=lambda *_: None, move=lambda *_, **__: 
 
 
 class HeldUp(StoredKV):
-    """An entry that is read once it may be."""
+    """An entry whose reads wait for an event."""
 
     tier = "disk"
 
@@ -41,7 +41,7 @@ class HeldUp(StoredKV):
 
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUp]:
-    ticks = count()  # a second from one look at the clock to the next
+    ticks = count()  # the clock advances a second with each look
     monkeypatch.setattr(loader, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     made = HeldUp()
     yield made
@@ -53,7 +53,7 @@ def loading(kv: StoredKV, most_wait_s: float | None) -> LayerLoader:
     return LayerLoader((), (in_ram, StoredSpan(5, 8, kv)), NO_ROPE, 2, torch.device("cpu"), most_wait_s=most_wait_s)
 
 
-def test_a_layer_that_is_late_says_which_spans_and_how_long_was_waited(held_up: HeldUp) -> None:
+def test_a_late_layer_names_its_spans_and_reports_the_wait(held_up: HeldUp) -> None:
     late = loading(held_up, 0.0)
     with pytest.raises(UnusableSpanError, match="positions 5 to 8 is late") as raised, late:
         late.layer(0)
@@ -61,7 +61,7 @@ def test_a_layer_that_is_late_says_which_spans_and_how_long_was_waited(held_up: 
     assert raised.value.waited_s == 1.0
 
 
-def test_what_is_given_up_while_nothing_is_computed_was_waited_for_from_the_start_on(held_up: HeldUp) -> None:
+def test_kv_given_up_before_any_computation_was_waited_for_from_the_start(held_up: HeldUp) -> None:
     with loading(held_up, None) as late:
         for elapsed in (1.0, 2.0):
             assert late.too_late().waited_s == elapsed

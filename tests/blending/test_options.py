@@ -1,4 +1,4 @@
-"""`ratio="auto"`: the smallest ratio that leaves out no more than calibration saw, and then an ordinary blend at it."""
+"""Tests `ratio="auto"`: it blends at the smallest ratio that leaves out no more deviation than calibration measured."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_smallest_ratio_within_the_limits_is_chosen(static: Any, least: floa
 
 
 @given(STATIC, SHARES, SHARES)
-def test_what_is_left_out_falls_with_the_ratio(static: Any, one: float, other: float) -> None:
+def test_the_share_left_out_falls_as_the_ratio_rises(static: Any, one: float, other: float) -> None:
     assert left_out(static, min(one, other)) >= left_out(static, max(one, other))
     assert left_out(static, 1.0) == 0
 
@@ -55,12 +55,12 @@ def test_concentrated_deviation_needs_fewer_tokens_than_spread_deviation() -> No
 
 
 @pytest.mark.parametrize("values", [(1.5, 0.1), (0.1, "0.3"), (0.1, -1)])
-def test_limits_that_are_no_shares_are_refused(values: Any) -> None:
+def test_limits_outside_0_to_1_are_refused(values: Any) -> None:
     with pytest.raises(InputError):
         TextRatio(*values)
 
 
-def test_a_profile_without_a_text_range_refuses_auto_and_says_what_to_do() -> None:
+def test_auto_is_refused_without_a_text_range_and_the_error_names_the_command() -> None:
     with pytest.raises(InputError, match="doctor --calibrate"):
         ModelProfile().resolve(BlendSettings(ratio="auto"), 8)
 
@@ -77,10 +77,10 @@ def test_a_text_range_survives_the_profiles_file(tmp_path: Any, monkeypatch: pyt
     file = tmp_path / "cacheblend.json"
     old = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("text", "reuse")}
     file.write_text(json.dumps(old))
-    assert load_profile("0" * 32, tmp_path) == replace(profile, text=None)  # as older profiles are
+    assert load_profile("0" * 32, tmp_path) == replace(profile, text=None)  # older profiles have no text range
 
 
-def test_a_model_says_in_its_directory_that_it_was_trained_for_chunks_by_themselves(tmp_path: Any) -> None:
+def test_a_directory_can_declare_that_its_model_was_trained_for_independent_chunks(tmp_path: Any) -> None:
     (tmp_path / "cacheblend.json").write_text('{"blockwise": true}')
     found = load_profile("0" * 32, tmp_path)
     assert (found.blockwise, found.is_calibrated, found.resolve(BlendSettings(quality="high"), 8).ratio) == (
@@ -119,7 +119,7 @@ def test_a_blend_at_auto_equals_the_reference_at_the_ratio_it_reports(policy: st
     assert (done.ratio, done.usage.recomputed_tokens) == (result.ratio, wanted)
 
 
-def test_chunks_without_a_rank_are_blended_at_the_profiles_ratio_and_ranked_for_the_next_time() -> None:
+def test_chunks_without_a_rank_are_blended_at_the_profiles_ratio_and_ranked_afterwards() -> None:
     model, scene = model_of("llama"), Scene()
     engine = ranking_engine(model, scene, ranking="lazy")
     engine.precompute(scene.chunks)

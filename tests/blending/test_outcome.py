@@ -1,4 +1,4 @@
-"""The record of what became of a prompt: a fact added to it reaches everybody who is told, and none of them names it."""
+"""The record of a prompt's outcome: a new fact reaches every reader, and no reader names the facts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_rag.errors import InputError
 from tests.outcomes import differing, filled
 
 
-def test_every_fact_survives_the_journey_over_the_wire_and_between_processes() -> None:
+def test_every_fact_survives_json_and_processes() -> None:
     outcome = filled()
     assert PromptOutcome.from_params(json.loads(json.dumps(outcome.to_params()))) == outcome
 
@@ -28,7 +28,7 @@ def test_an_answer_has_every_fact_and_its_own_count_of_tokens() -> None:
     assert {**done.facts, "usage": None} == {**outcome.facts, "usage": None}
 
 
-def test_a_span_tells_every_number_and_word_but_no_id_of_a_chunk() -> None:
+def test_a_span_records_every_number_and_word_but_no_chunk_id() -> None:
     outcome = filled()
     told = reuse_attributes(outcome)
     for name, fact in outcome.facts.items():
@@ -53,12 +53,12 @@ def test_a_span_tells_every_number_and_word_but_no_id_of_a_chunk() -> None:
         ({"chunks": [{"id": "a"}]}, r"chunks\.0\.start"),
     ],
 )
-def test_a_report_that_cannot_be_read_is_refused_by_the_name_of_its_fact(wrong: dict[str, Any], why: str) -> None:
+def test_an_unreadable_report_is_refused_and_its_wrong_fact_is_named(wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(InputError, match=rf"malformed: .*{why}"):
         PromptOutcome.from_params(filled().to_params() | wrong)
 
 
 @pytest.mark.parametrize("wrong", [None, 3, [{}], {}])
-def test_what_is_no_report_is_refused(wrong: Any) -> None:
+def test_values_that_are_no_report_are_refused(wrong: Any) -> None:
     with pytest.raises(InputError, match="malformed"):
         PromptOutcome.from_params(wrong)

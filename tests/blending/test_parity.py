@@ -34,7 +34,8 @@ def model_of(family: str) -> Any:
 
 
 def engine_of(family: str) -> Any:
-    """An engine that has the first scene's chunks: one for all tests of a family, since its gate takes longer than a blend."""
+    """Return an engine with the first scene's chunks; a family's tests share it, since its gate takes longer than a
+    blend."""
     if family not in _engines:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -44,7 +45,7 @@ def engine_of(family: str) -> Any:
 
 
 def blended_logits(engine: Any, scene: Any, settings: BlendSettings) -> tuple[torch.Tensor, list[int], Any]:
-    """The prompt's last logits and the recomputed positions, as the engine computes them."""
+    """Return the prompt's last logits and the recomputed positions, as the engine computes them."""
     request = engine.request(scene.prompt, SamplingParams(max_tokens=1), settings)
     plan = planned(engine, request)
     from cacheblend_rag.blending.fusor import fuse
@@ -74,7 +75,7 @@ def test_every_family_passes_the_gate_and_ratio_1_equals_the_full_prefill(family
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.5])
 @pytest.mark.parametrize("family", BLENDED)
-def test_ratios_between_equal_the_independent_reference(family: str, ratio: float) -> None:
+def test_ratios_between_0_and_1_equal_the_independent_reference(family: str, ratio: float) -> None:
     model, scene, engine = model_of(family), Scene(), engine_of(family)
     got, recomputed, _ = blended_logits(engine, scene, BlendSettings(ratio=ratio, policy="hkvd"))
     want = reference.blend(model, scene.header, scene.parts(), ratio)
@@ -103,7 +104,7 @@ def test_deeper_check_layers_and_gradual_filtering_equal_the_reference(family: s
 
 
 def models_own(model: Any, scene: Scene, count: int) -> tuple[int, ...]:
-    """The model's greedy answer, each token by a forward over all tokens before it."""
+    """Return the model's greedy answer, each token by a forward over all tokens before it."""
     ids = list(scene.prompt.token_ids)
     for _ in range(count):
         with torch.no_grad():
@@ -112,11 +113,11 @@ def models_own(model: Any, scene: Scene, count: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("piece", [100, 108])
-def test_behind_the_first_piece_of_chunked_local_attention_nothing_is_blended_and_all_is_the_models_own(
+def test_a_prompt_longer_than_a_piece_of_chunked_local_attention_is_prefilled_by_the_model(
     piece: int,
 ) -> None:
     scene, model = Scene(), make_model(llama4(_BASE, 16, piece))
-    want = models_own(model, scene, 12)  # behind 110 tokens: the answer, too, stands behind a cut
+    want = models_own(model, scene, 12)  # behind 110 tokens the answer, too, stands behind a cut
     engine = engine_for(model, scene)
     engine.precompute(scene.chunks)
     answer = engine.generate(scene.prompt, SamplingParams(max_tokens=12), BlendSettings(ratio=0.15, policy="hkvd"))
@@ -124,7 +125,7 @@ def test_behind_the_first_piece_of_chunked_local_attention_nothing_is_blended_an
     assert f"cut after {piece} tokens" in answer.reason
 
 
-def test_an_answer_behind_a_blend_may_be_cut_by_chunked_local_attention() -> None:
+def test_chunked_local_attention_may_cut_an_answer_behind_a_blend() -> None:
     scene = Scene()
     model = make_model(llama4(_BASE, 16, len(scene.prompt.token_ids) + 4))
     want = models_own(model, scene, 12)
@@ -148,7 +149,7 @@ def test_sink_policy_recomputes_the_first_tokens_of_each_stale_chunk(family: str
 
 
 @pytest.mark.parametrize("policy,ratio", [("full-reuse", 0.0), ("full-recompute", 1.0)])
-def test_the_end_policies_are_the_end_ratios(policy: str, ratio: float) -> None:
+def test_full_reuse_and_full_recompute_equal_ratios_0_and_1(policy: str, ratio: float) -> None:
     model, scene = model_of("llama"), Scene()
     engine = engine_for(model, scene)
     engine.precompute(scene.chunks)
@@ -160,7 +161,7 @@ def test_the_end_policies_are_the_end_ratios(policy: str, ratio: float) -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
 @pytest.mark.parametrize("missing", [(0,), (1,), (3,), (0, 2), (0, 1, 2)])
-def test_missing_chunks_are_computed_in_place_and_the_others_still_reused(
+def test_missing_chunks_are_computed_in_place_and_stored_ones_still_reused(
     ratio: float, missing: tuple[int, ...]
 ) -> None:
     model, scene = model_of("llama"), Scene()
@@ -219,7 +220,7 @@ def test_half_precision_passes_the_gate_and_stays_near_its_own_full_prefill(dtyp
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_with_mla_a_token_is_stored_as_its_latent_and_one_rotary_key(family: str) -> None:
+def test_an_mla_token_is_stored_as_its_latent_and_one_rotary_key(family: str) -> None:
     model, scene = model_of(family), Scene()
     engine = engine_for(model, scene)
     engine.precompute(scene.chunks)
@@ -243,7 +244,7 @@ def test_alibi_by_distance_alone_is_blended_and_ratio_1_equals_the_full_prefill(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_BLENDED)
-def test_what_cannot_be_blended_is_an_ordinary_prefill_with_one_clear_warning(name: str) -> None:
+def test_an_unsupported_model_is_served_by_ordinary_prefill_with_one_warning(name: str) -> None:
     config, reason = NOT_BLENDED[name]
     model, scene = make_model(config()), Scene()
     with pytest.warns(UserWarning, match=reason) as caught:
@@ -262,7 +263,7 @@ def test_what_cannot_be_blended_is_an_ordinary_prefill_with_one_clear_warning(na
 
 @pytest.mark.parametrize("header", [0, 3])
 @pytest.mark.parametrize("ratio,checks", [(0.0, (1,)), (0.3, (1,)), (0.3, (3,)), (0.3, (2, 4)), (1.0, (1,))])
-def test_kv_read_from_disk_behind_the_computation_gives_the_same_logits(
+def test_kv_read_from_disk_during_computation_gives_the_same_logits(
     tmp_path: Path, header: int, ratio: float, checks: tuple[int, ...]
 ) -> None:
     model, scene = model_of("gemma3"), Scene(header=header)
@@ -271,7 +272,7 @@ def test_kv_read_from_disk_behind_the_computation_gives_the_same_logits(
     on_disk = engine_for(model, scene, store=open_store(tmp_path, ram_budget=1))
     foreign = Scene(seed=5).chunks[
         0
-    ]  # in front: then nothing is exact, and the layers below the check need no stored KV
+    ]  # a foreign chunk in front: nothing is exact, and layers below the check need no stored KV
     prompts = [scene.prompt]
     moved = Scene(header=header)
     moved.chunks = [foreign, *scene.chunks[1:]]
@@ -288,7 +289,7 @@ def test_kv_read_from_disk_behind_the_computation_gives_the_same_logits(
 
 
 @pytest.mark.parametrize("family", ["llama", "yarn_rope", "qwen3", "phi3_partial", "glm"])
-def test_a_model_trained_for_chunks_by_themselves_gets_its_block_masked_prefill(family: str) -> None:
+def test_a_model_trained_for_independent_chunks_gets_its_block_masked_prefill(family: str) -> None:
     prompt = Scene().prompt
     engine = TransformersEngine(make_model(BLENDED[family]()), device="cpu")
     engine.profile = ModelProfile(ratio=0.0, blockwise=True, origin="declared")

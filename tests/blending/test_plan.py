@@ -1,4 +1,4 @@
-"""Tests what a prompt takes of the store, and what its KV may serve later: the tokens in common, as far as made alike."""
+"""Tests the stored KV that a prompt takes, and the prompts that its KV may serve later: common tokens, computed alike."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def made(**changes: Any) -> tuple[Origin, ...]:
 
 
 def common_tokens(one: Sequence[int], ones: Sequence[Origin], other: Sequence[int], others: Sequence[Origin]) -> int:
-    """How many tokens two prompts have in common whose KV came about alike, as the prefix cache sees it."""
+    """Count the tokens that two prompts have in common and whose KV was computed alike, as the prefix cache counts."""
     labels = (PromptKey(tuple(ids), tuple(found), "").labels for ids, found in ((one, ones), (other, others)))
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*labels, strict=False)))
 
 
-def test_each_turn_with_chunks_has_an_origin_at_its_first_chunk_or_at_the_header_in_front_of_it() -> None:
+def test_each_turn_with_chunks_has_an_origin_at_its_first_chunk_or_the_header_before_that() -> None:
     assert [origin.start for origin in made()] == [0, 20]
     assert [origin.start for origin in made(spans=SPANS[1:])] == [9, 20]
     assert made(spans=[]) == ()
@@ -45,7 +45,7 @@ def test_a_chunk_that_begins_where_a_turn_ends_belongs_to_the_next_turn() -> Non
     assert [origin.start for origin in made(spans=[(2, 8), (17, 26)])] == [0, 17]
 
 
-def test_a_prompt_that_goes_on_has_the_origins_of_the_one_before() -> None:
+def test_a_continued_prompt_has_the_origins_of_the_earlier_prompt() -> None:
     first = made(spans=SPANS[:2], ids=IDS[:17], ends=ENDS[:1])
     assert first == made()[:1]
     assert common_tokens(IDS[:19], first, IDS, made()) == 19
@@ -65,11 +65,11 @@ def test_a_prompt_that_goes_on_has_the_origins_of_the_one_before() -> None:
         {"spans": [(2, 8), (10, 14), (20, 26)]},
     ],
 )
-def test_nothing_is_common_from_where_it_was_made_otherwise(other: dict[str, Any]) -> None:
+def test_tokens_computed_with_different_options_are_not_common(other: dict[str, Any]) -> None:
     assert common_tokens(IDS, made(), IDS, made(**other)) == 0
 
 
-def test_what_differs_in_a_later_turn_leaves_the_earlier_ones() -> None:
+def test_a_difference_in_a_later_turn_leaves_earlier_turns_in_common() -> None:
     assert common_tokens(IDS, made(), IDS, made(spans=[*SPANS[:2], (21, 26)])) == 20
     assert common_tokens(IDS, made(), IDS, made(spans=SPANS[:2])) == 20
 
@@ -79,7 +79,7 @@ def test_exact_kv_serves_a_blended_prompt_up_to_its_first_chunk() -> None:
     assert common_tokens(IDS, (), IDS, made()) == 0
 
 
-def test_other_words_count_where_they_select_and_only_within_their_turn() -> None:
+def test_question_words_matter_only_to_policies_that_read_them_and_only_within_their_turn() -> None:
     asked = (*IDS[:15], 99, *IDS[16:])
     later = (*IDS[:32], 99, *IDS[33:])
     assert [a == b for a, b in zip(made(), made(ids=asked), strict=True)] == [True, True]
@@ -90,7 +90,7 @@ def test_other_words_count_where_they_select_and_only_within_their_turn() -> Non
     assert common_tokens(IDS, watched, later, watched) == 32
 
 
-def test_tokens_in_common_are_counted_to_the_last() -> None:
+def test_common_tokens_are_counted_to_the_last_one() -> None:
     for common in range(len(IDS) + 1):
         assert common_tokens(IDS, (), (*IDS[:common], 99), ()) == common
 
@@ -100,7 +100,7 @@ CHUNKS = [Chunk(f"{n}", f"chunk {n}", tuple(range(10 * n, 10 * n + 4))) for n in
 
 
 def entry(tokens: int) -> ChunkKV:
-    """KV whose values say which token they are of, in two layers; so does its static deviation."""
+    """Make KV of two layers whose values, like its static deviation, number the tokens."""
     values = torch.arange(tokens, dtype=torch.float32)
     return ChunkKV([LayerKV(values[None, :, None], values[None, :, None])] * 2, HEADER, static=values)
 
@@ -140,7 +140,7 @@ def test_a_chunk_right_behind_the_header_is_exact_and_one_behind_any_text_is_sta
 
 
 @pytest.mark.parametrize("says", [True, False], ids=["every rank", "another rank not"])
-def test_a_header_that_is_not_exact_is_computed_in_front_of_text(says: bool) -> None:
+def test_a_header_without_exact_kv_on_every_rank_is_computed_if_text_follows(says: bool) -> None:
     first, second, _ = CHUNKS
     for pieces, taken in (
         ((IDS[:HEADER], first, second, QUESTION), True),
@@ -150,7 +150,7 @@ def test_a_header_that_is_not_exact_is_computed_in_front_of_text(says: bool) -> 
         assert (len(plan.stale), bool(plan.exact)) == (1, taken)
 
 
-def test_behind_a_kv_writer_the_first_chunk_is_what_the_model_itself_has_written() -> None:
+def test_the_first_chunk_uses_the_models_own_kv_even_with_a_kv_writer() -> None:
     own, (first, second, _) = entry(4), CHUNKS
     plan = planned(IDS[:HEADER], first, second, QUESTION, own=lambda _: own)
     assert [span.kv is own for span in (*plan.exact, *plan.stale)] == [False, True, False]
@@ -167,7 +167,7 @@ def test_behind_a_kv_writer_the_first_chunk_is_what_the_model_itself_has_written
     ],
     ids=["as it was indexed", "not indexed", "the prefix alone", "the prefix, not indexed", "alone"],
 )
-def test_of_a_first_chunk_that_a_kv_writer_alone_has_written_the_models_own_kv_is_missing(
+def test_the_models_own_kv_of_a_first_chunk_is_missing_if_only_a_kv_writer_stored_the_chunk(
     stored: list[Chunk],
     reuse: Any,
     exact: list[tuple[int, int]],
@@ -184,7 +184,7 @@ def test_of_a_first_chunk_that_a_kv_writer_alone_has_written_the_models_own_kv_i
     assert ("the model's own KV of it was not stored" in plan.reason) == (first not in missing)
 
 
-def test_a_first_chunk_whose_own_kv_came_too_late_is_stored_already() -> None:
+def test_a_first_chunk_whose_own_kv_arrived_too_late_counts_as_stored() -> None:
     first, second, _ = CHUNKS
     stored = [Chunk("", "", ()), second]
     plan = planned(IDS[:HEADER], first, second, QUESTION, stored=stored, own=lambda _: None)
@@ -193,7 +193,7 @@ def test_a_first_chunk_whose_own_kv_came_too_late_is_stored_already() -> None:
     assert (late.lacking("kv"), late.outcome().in_place) == ((), (first.id,))
 
 
-def test_only_behind_the_header_the_models_own_kv_is_wanted() -> None:
+def test_the_models_own_kv_is_needed_only_for_a_chunk_right_behind_the_header() -> None:
     first, second, _ = CHUNKS
     for pieces in ((IDS[:HEADER], TEXT, first, second, QUESTION), ((7, 8), first, second, QUESTION)):
         plan = planned(*pieces, own=lambda _: None)
@@ -207,7 +207,7 @@ def test_the_last_token_is_always_computed() -> None:
     assert places(plan.within(0, 6).candidates) == [(2, 6)], "where its logits are wanted"
 
 
-def test_prefix_caching_takes_what_is_exact_alone() -> None:
+def test_prefix_caching_uses_exact_kv_only() -> None:
     first, second, _ = CHUNKS
     assert places(planned(IDS[:HEADER], first, second, QUESTION, reuse="prefix").exact) == [(0, 2), (2, 6)]
     for pieces in (
@@ -242,7 +242,7 @@ def test_a_header_without_a_chunk_is_not_worth_a_blend() -> None:
     assert places(two.without(two.stale, "sooner").exact) == [(0, 2), (2, 6)]
 
 
-def test_a_part_of_a_plan_reads_the_tokens_at_its_positions() -> None:
+def test_part_of_a_plan_reads_the_tokens_at_its_positions() -> None:
     (span,) = planned((7, 8, 9), CHUNKS[0], QUESTION).within(4, 6).stale
     (again,) = planned((7, 8, 9), CHUNKS[0], QUESTION).within(4, 7).within(5, 7).stale
     for part, want in ((span, [1.0, 2.0]), (again, [2.0, 3.0])):
@@ -255,7 +255,7 @@ def fates(plan: BlendPlan, *, recomputed: Sequence[int] = ()) -> list[tuple[str,
     return [(chunk.fate, chunk.computed) for chunk in plan.outcome(recomputed=recomputed).chunks]
 
 
-def test_each_chunk_has_a_record_of_what_becomes_of_it() -> None:
+def test_each_chunk_has_a_record_of_its_fate() -> None:
     first, second, third = CHUNKS
     plan = planned(IDS[:HEADER], first, second, TEXT, third, QUESTION, stored=[Chunk("", "", ()), first, second])
     (a, b, c) = plan.outcome(recomputed=[6, 9, 12]).chunks

@@ -1,4 +1,4 @@
-"""Tests which tokens each policy chooses, and that a blend recomputes just those."""
+"""Tests the tokens that each policy chooses, and that a blend recomputes exactly these."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("gate_once")
 
 
 class Given(SelectionPolicy):
-    """Chooses the positions it is given."""
+    """Chooses given positions."""
 
     name = "given"
 
@@ -46,20 +46,20 @@ def scene() -> Scene:
 
 @pytest.fixture(scope="module")
 def engine(scene: Scene) -> Iterator[Any]:
-    """A random Llama that has the scene's chunks."""
+    """Make a random Llama engine with the scene's chunks."""
     with engine_for(make_model(BLENDED["llama"]()), scene, ranking="now") as made:
         made.precompute(scene.chunks)
         yield made
 
 
-def test_the_probed_attention_is_that_of_full_kv_reuse(engine: Any, scene: Scene) -> None:
+def test_the_probed_attention_equals_that_of_full_kv_reuse(engine: Any, scene: Scene) -> None:
     class Spy(type(policy("query"))):  # type: ignore[misc]
         def select(self, candidates: Candidates, count: int) -> Any:
             self.seen = candidates
             return super().select(candidates, count)
 
     inspector = AttentionInspector(engine, scene.prompt)
-    # Its own values are tested against the model's eager attention in test_figures.
+    # test_figures compares the inspector's values with the model's eager attention.
     want = inspector.measure_attention(FuseOptions(policy("full-reuse"), 0.0)).mean((0, 1, 2))
     spy = Spy()
     inspector.measure_attention(FuseOptions(spy, 0.4))
@@ -68,7 +68,7 @@ def test_the_probed_attention_is_that_of_full_kv_reuse(engine: Any, scene: Scene
 
 @pytest.mark.parametrize("name", ["query", "hybrid"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral_window", "phi3_partial"])
-def test_the_ends_of_the_ratio_are_full_kv_reuse_and_the_full_prefill(name: str, family: str) -> None:
+def test_ratios_0_and_1_equal_full_kv_reuse_and_the_full_prefill(name: str, family: str) -> None:
     scene = Scene()
     with engine_for(make_model(BLENDED[family]()), scene) as engine:
         engine.precompute(scene.chunks)
@@ -88,7 +88,7 @@ def test_the_ends_of_the_ratio_are_full_kv_reuse_and_the_full_prefill(name: str,
 
 
 def blend(engine: Any, scene: Scene, chosen: SelectionPolicy, ratio: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which positions were recomputed, and the last logits."""
+    """Return the recomputed positions and the last logits."""
     plan = make_plan(scene.prompt, engine.header_ids, lambda ids: engine.entries.get(ids, engine.num_layers))
     target = TransformersTarget(engine.runner, engine.rope, scene.prompt.token_ids)
     done = fuse(plan, target, FuseOptions(chosen, ratio))
@@ -97,7 +97,7 @@ def blend(engine: Any, scene: Scene, chosen: SelectionPolicy, ratio: float = 0.3
 
 @pytest.mark.parametrize("name", ["hkvd", "static", "static-query", "query", "hybrid", "random", "sink"])
 def test_a_blend_recomputes_exactly_the_tokens_it_chose(engine: Any, scene: Scene, name: str) -> None:
-    """The same tokens chosen by a policy that measures nothing give the same logits: measuring leaves no trace."""
+    """Choose the same tokens by a policy that measures nothing: equal logits show that measuring leaves no trace."""
     chosen, first = blend(engine, scene, policy(name))
     assert len(chosen) > 3
     again, second = blend(engine, scene, Given(chosen))
@@ -121,7 +121,7 @@ def test_missing_chunks_do_not_disturb_the_probe(name: str) -> None:
     ("ranking", "asked", "instead"),
     [("now", "query", "static 0.54"), ("now", "static-query", "static 0.54"), ("off", "static-query", "hkvd 1")],
 )
-def test_a_model_that_shows_no_attention_is_blended_as_near_by_another_policy(
+def test_a_model_that_exposes_no_attention_falls_back_to_a_policy_of_equal_quality(
     ranking: Any, asked: str, instead: str
 ) -> None:
     scene = Scene()
@@ -133,7 +133,7 @@ def test_a_model_that_shows_no_attention_is_blended_as_near_by_another_policy(
         assert done.policy == instead.split(maxsplit=1)[0]
 
 
-def test_chunks_that_are_not_ranked_are_blended_as_near_by_the_question_alone() -> None:
+def test_unranked_chunks_fall_back_from_static_query_to_query() -> None:
     scene = Scene()
     with engine_for(make_model(BLENDED["llama"]()), scene) as engine:
         engine.ranking = "off"
@@ -144,7 +144,7 @@ def test_chunks_that_are_not_ranked_are_blended_as_near_by_the_question_alone() 
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_where_nothing_is_chosen_no_policy_gives_way(ratio: float) -> None:
+def test_no_policy_falls_back_at_ratio_0_or_1(ratio: float) -> None:
     scene = Scene()
     with engine_for(make_model(BLENDED["llama"]()), scene) as engine:
         engine.ranking = "off"
@@ -171,7 +171,9 @@ def scored(draw: Any) -> Candidates:
 
 
 @given(scored(), st.integers(0, 60))
-def test_query_takes_the_most_read_and_hybrid_the_sinks_first(candidates: Candidates, count: int) -> None:
+def test_query_takes_the_most_attended_tokens_and_hybrid_takes_the_sinks_first(
+    candidates: Candidates, count: int
+) -> None:
     total = len(candidates.positions)
     count = min(count, total)
     query, hybrid = (policy(name).select(candidates, count) for name in ("query", "hybrid"))
@@ -183,7 +185,7 @@ def test_query_takes_the_most_read_and_hybrid_the_sinks_first(candidates: Candid
         assert hybrid[sinks].all()
 
 
-def test_hybrid_prefers_what_deviates_and_is_read() -> None:
+def test_hybrid_prefers_tokens_that_deviate_and_are_attended() -> None:
     n = 40
     attention, deviation = torch.full((n,), 0.01), torch.linspace(0.001, 0.01, n)
     attention[10], deviation[30] = 1.0, 1.0
@@ -200,7 +202,7 @@ def candidates(sizes=(5, 7, 3)):
     return Candidates(torch.arange(10, 10 + len(chunk)), chunk, offset)
 
 
-def test_random_selection_is_exact_in_number_repeatable_and_fair() -> None:
+def test_random_selection_takes_the_exact_number_repeatably_and_evenly() -> None:
     found = candidates()
     for count in range(16):
         mask = policy("random").select(found, count)
@@ -214,7 +216,7 @@ def test_random_selection_is_exact_in_number_repeatable_and_fair() -> None:
     assert len(policy("random").select(candidates(()), 3)) == 0
 
 
-def test_sink_takes_as_many_from_the_start_of_each_chunk() -> None:
+def test_sink_takes_equally_many_tokens_from_the_start_of_each_chunk() -> None:
     found = candidates()
     mask = policy("sink").select(found, 6)
     assert found.offset[mask].max() < found.offset[~mask].min()
@@ -224,14 +226,14 @@ def test_sink_takes_as_many_from_the_start_of_each_chunk() -> None:
 
 
 @given(scored(), st.integers(0, 60))
-def test_hkvd_takes_the_highest_deviation_and_the_earlier_of_two_equal_ones(candidates: Candidates, count: int) -> None:
+def test_hkvd_takes_the_highest_deviation_and_the_earlier_token_of_a_tie(candidates: Candidates, count: int) -> None:
     assert candidates.deviation is not None
     values = candidates.deviation.tolist()
     want = sorted(range(len(values)), key=lambda at: (-values[at], at))[:count]
     assert policy("hkvd").select(candidates, count).nonzero().squeeze(1).tolist() == sorted(want)
 
 
-def test_what_is_no_number_scores_above_all_and_of_equals_the_earlier_counts() -> None:
+def test_nan_scores_highest_and_ties_go_to_the_earlier_token() -> None:
     scores = torch.tensor([2.0, float("inf"), float("nan"), 2.0, -float("inf"), 2.0])
     order = [2, 1, 0, 3, 5, 4]
     for count in range(9):
@@ -240,7 +242,7 @@ def test_what_is_no_number_scores_above_all_and_of_equals_the_earlier_counts() -
 
 
 @pytest.mark.parametrize("wrong", [torch.ones(3, dtype=torch.bool), torch.tensor(1.0)])
-def test_a_policy_that_returns_no_mask_of_the_candidates_is_named(
+def test_a_policy_that_returns_a_wrong_mask_is_named_in_the_error(
     engine: Any, scene: Scene, wrong: torch.Tensor
 ) -> None:
     class Wrong(Given):

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks end a blend together, whatever goes wrong on one: a rank left alone in a collective waits for ever."""
+"""Tensor-parallel ranks end a blend together, whatever goes wrong on one: a rank alone in a collective waits for ever."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANKS = 2
 
 
 class Votes:
-    """What ranks say to each other: every vote waits for all of them, at most ten minutes."""
+    """Collects the ranks' votes: every vote waits for all ranks, at most ten minutes."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(RANKS, timeout=600)
@@ -42,7 +42,7 @@ class Votes:
 
 
 class RankTarget(TransformersTarget):
-    """One rank of a group; its model is whole, what matters here is who waits for whom."""
+    """One rank of a group with a whole model; the tests watch only the ranks' waits."""
 
     def __init__(self, rank: int, votes: Votes, *arguments: Any):
         super().__init__(*arguments)
@@ -57,7 +57,7 @@ class RankTarget(TransformersTarget):
 
 
 class Failing(ChunkKV):
-    """Stored KV whose layer 2 cannot be had."""
+    """Stored KV whose layer 2 cannot be read."""
 
     def __init__(self, kv: ChunkKV, error: Exception):
         super().__init__(kv.layers, kv.start)
@@ -72,7 +72,7 @@ class Failing(ChunkKV):
 def blend_on_ranks(
     errors: dict[int, Exception], made: type[RankTarget] = RankTarget, chooses: str = "hkvd"
 ) -> list[BaseException | None]:
-    """Blend on two ranks, some of whose stored KV raises; return how each ended."""
+    """Blend on two ranks, some of whose stored KV raises; return each rank's error or None."""
     scene, votes = Scene(), Votes()
     engine = engine_for(make_model(BLENDED["llama"]()), scene)
     engine.precompute(scene.chunks)
@@ -96,18 +96,18 @@ def blend_on_ranks(
         return list(pool.map(run, range(RANKS)))
 
 
-def test_ranks_without_a_fault_blend() -> None:
+def test_ranks_without_a_fault_complete_the_blend() -> None:
     assert blend_on_ranks({}) == [None, None]
 
 
 @pytest.mark.parametrize("error", [MemoryError("no memory"), OSError(110, "timed out"), RuntimeError("anything")])
-def test_an_error_on_one_rank_ends_the_blend_on_all(error: Exception) -> None:
+def test_an_error_on_one_rank_ends_the_blend_on_all_ranks(error: Exception) -> None:
     first, second = blend_on_ranks({0: error})
     assert first is error
     assert isinstance(second, OtherRankError)
 
 
-def test_damage_on_one_rank_lets_all_plan_anew() -> None:
+def test_damage_on_one_rank_makes_all_ranks_plan_again() -> None:
     first, second = blend_on_ranks({1: DamagedKVError("flipped bit")})
     assert isinstance(first, UnusableSpanError)
     assert not first.entries
@@ -122,7 +122,7 @@ def test_damage_on_one_rank_and_an_error_on_another_end_the_blend_on_both() -> N
     assert second is error
 
 
-def test_a_rank_that_cannot_place_all_layers_at_once_takes_the_others_along_layer_by_layer(
+def test_a_rank_that_cannot_place_all_layers_at_once_makes_all_ranks_place_layer_by_layer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     waited, placed = [], [0] * RANKS
@@ -141,5 +141,5 @@ def test_a_rank_that_cannot_place_all_layers_at_once_takes_the_others_along_laye
     assert blend_on_ranks({}, Target, "sink") == [None, None]
     layers = BLENDED["llama"]().num_hidden_layers
     assert placed == [layers] * RANKS
-    assert waited == [layers - 1]  # what was begun must not come later than what is placed now
+    assert waited == [layers - 1]  # copies already begun must not come later than the new ones
     assert "no memory for what is copied" in caplog.text

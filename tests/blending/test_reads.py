@@ -1,4 +1,4 @@
-"""Tests what reading stored KV took, by tier."""
+"""Tests the measured times of reads, by tier."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     return now
 
 
-def test_reads_one_after_the_other_add_up(clock) -> None:
+def test_times_of_successive_reads_add_up(clock) -> None:
     measured = ReadMeter()
     for took in (1.0, 2.0):
         with measured.reading(DISK):
             clock.s += took
-        clock.s += 10.0  # the computation's time
+        clock.s += 10.0  # time of the computation
     assert measured.taken() == {"disk": TierReads(200, 2, 3.0)}
 
 
-def test_reads_side_by_side_take_their_time_once(clock) -> None:
+def test_parallel_reads_count_their_time_once(clock) -> None:
     measured, begun, over = ReadMeter(), Barrier(4), Barrier(4)
 
     def read() -> None:
@@ -55,7 +55,7 @@ def test_reads_side_by_side_take_their_time_once(clock) -> None:
     assert measured.taken() == {"disk": TierReads(300, 3, 5.0)}
 
 
-def test_ram_is_not_measured_and_a_read_that_fails_has_no_bytes(clock) -> None:
+def test_reads_from_ram_are_not_measured_and_a_failed_read_counts_no_bytes(clock) -> None:
     measured = ReadMeter()
     with measured.reading(SimpleNamespace(tier="ram", stored_nbytes=800, num_layers=8)):  # type: ignore[arg-type]
         clock.s += 1.0
@@ -83,7 +83,7 @@ class Broken(StoredKV):
 
 @pytest.mark.parametrize("tier", ["ram", "disk"])
 @pytest.mark.parametrize("error", [DamagedKVError("cut"), StoreUnavailableError("away")], ids=["damaged", "away"])
-def test_the_entry_that_cannot_be_read_is_named_and_no_other(tier: str, error: Exception) -> None:
+def test_only_the_unreadable_entry_is_named(tier: str, error: Exception) -> None:
     whole, broken = StoredSpan(0, 3, kv_of(1)), StoredSpan(5, 8, Broken(tier, error))
     reads = reads_of(lambda _: (whole, broken), 2, torch.device("cpu"))
     with pytest.raises(UnusableSpanError, match="positions 5 to 8 cannot be used") as raised:

@@ -1,4 +1,4 @@
-"""The rotation: properties that hold for any table, layout, position and dtype."""
+"""The rotation has properties that hold for any table, layout, position and dtype."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def move(table, layout: str, k: torch.Tensor, start: int, end: int) -> torch.Ten
 
 @given(tables, positions, positions, st.integers(0, 2**31))
 @settings(max_examples=60)
-def test_moving_there_and_back_gives_the_keys_again_and_keeps_their_length(
+def test_moving_keys_there_and_back_restores_them_and_keeps_their_length(
     chosen, start: int, end: int, seed: int
 ) -> None:
     table, layout, dims = chosen
@@ -54,7 +54,7 @@ def test_moving_there_and_back_gives_the_keys_again_and_keeps_their_length(
 
 @given(tables, positions, positions, positions)
 @settings(max_examples=60)
-def test_two_moves_are_one_move(chosen, a: int, b: int, c: int) -> None:
+def test_two_successive_moves_equal_one_move(chosen, a: int, b: int, c: int) -> None:
     table, layout, _ = chosen
     k = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(1))
     assert torch.allclose(
@@ -64,7 +64,7 @@ def test_two_moves_are_one_move(chosen, a: int, b: int, c: int) -> None:
 
 @given(tables, positions, positions)
 @settings(max_examples=60)
-def test_moving_equals_rotating_the_unrotated_key_at_its_new_position(chosen, start: int, end: int) -> None:
+def test_moving_a_key_equals_rotating_the_unrotated_key_at_its_new_position(chosen, start: int, end: int) -> None:
     table, layout, dims = chosen
     raw = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(2))
 
@@ -92,7 +92,7 @@ def test_scores_depend_on_distance_alone(chosen, start: int, shift: int) -> None
     assert torch.allclose(got, want, atol=1e-5 + rounding)
 
 
-def test_the_layout_and_the_table_of_every_layer_are_found() -> None:
+def test_the_layout_and_the_table_of_every_layer_are_detected() -> None:
     at = torch.arange(12)
     made = [table_of(16, 1e4, 1.0, "half"), table_of(8, 1e6, 1.2, "half"), table_of(16, 1e4, 1.0, "interleaved")]
     truth = [(0, "half"), (1, "half"), (2, "interleaved"), (0, "half")]
@@ -103,7 +103,7 @@ def test_the_layout_and_the_table_of_every_layer_are_found() -> None:
         assert torch.allclose(rope.rotate(layer, k, rope.rotations(at, at + 31)), want, atol=1e-5)
 
 
-def test_keys_without_rotation_are_left_alone_and_keys_that_move_otherwise_are_refused() -> None:
+def test_unrotated_keys_are_left_alone_and_keys_that_move_otherwise_are_refused() -> None:
     at, k = torch.arange(8), torch.randn(2, 8, 16)
     rope = detect_rope([], [k], [k], at, at + 5)
     assert rope.rotate(0, k, rope.rotations(at, at + 5)) is k
@@ -111,7 +111,7 @@ def test_keys_without_rotation_are_left_alone_and_keys_that_move_otherwise_are_r
         detect_rope([table_of(16, 1e4, 1.0, "half")], [k, k], [k, k + torch.randn(2, 8, 16)], at, at + 5)
 
 
-def test_a_token_that_was_sent_to_other_experts_does_not_hide_the_rotation_and_many_are_none() -> None:
+def test_one_token_sent_to_other_experts_does_not_hide_the_rotation_but_many_do() -> None:
     at, table, k = torch.arange(9), table_of(16, 1e4, 1.0, "half"), torch.randn(2, 9, 16)
     there = move(table, "half", k, 0, 5)
     there[:, 3] = torch.randn(2, 16)
@@ -121,7 +121,7 @@ def test_a_token_that_was_sent_to_other_experts_does_not_hide_the_rotation_and_m
         detect_rope([table], [k], [there], at, at + 5)
 
 
-def test_tokens_before_the_first_keep_their_bits() -> None:
+def test_keys_before_the_first_moved_token_keep_their_bits() -> None:
     table, k = table_of(16, 1e4, 1.0, "half"), torch.randn(2, 9, 16).bfloat16()
     rope = Rope([table], [0], ["half"])
     at = torch.arange(4, 9)

@@ -1,4 +1,4 @@
-"""Blend options: one list, checked in one place, the same after a trip through JSON."""
+"""Blend options form one list, are checked in one place, and survive JSON."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @given(SETTINGS)
-def test_options_survive_a_trip_through_json(settings: BlendSettings) -> None:
+def test_options_survive_json(settings: BlendSettings) -> None:
     assert BlendSettings.from_params(json.loads(json.dumps(settings.to_params()))) == settings
 
 
 @given(SETTINGS)
-def test_a_profile_fills_in_what_is_left_open_and_changes_nothing_else(settings: BlendSettings) -> None:
+def test_a_profile_fills_in_unset_options_and_changes_nothing_else(settings: BlendSettings) -> None:
     profile = ModelProfile(0.05, "sink", (2,), (1.0,), text=TextRange(0.4, 0.1))
     resolved = profile.resolve(settings, num_layers=1000)
     filled = {name: getattr(profile if getattr(settings, name) is None else settings, name) for name in HOW_NAMES}
@@ -70,7 +70,7 @@ def test_a_profile_fills_in_what_is_left_open_and_changes_nothing_else(settings:
 
 
 @given(SETTINGS)
-def test_decisions_survive_a_trip_through_json_and_another_process(settings: BlendSettings) -> None:
+def test_decisions_survive_json_and_pickle(settings: BlendSettings) -> None:
     decided = ModelProfile(0.05, "sink", (2,), (1.0,), text=TextRange(0.4, 0.1)).resolve(settings, num_layers=1000)
     assert FuseOptions.from_params(json.loads(json.dumps(decided.to_params()))) == decided
     assert pickle.loads(pickle.dumps(decided)) == decided
@@ -92,7 +92,7 @@ def test_decisions_survive_a_trip_through_json_and_another_process(settings: Ble
         {"reuse": None},
     ],
 )
-def test_decisions_that_no_blend_could_follow_are_refused(wrong: dict[str, Any]) -> None:
+def test_impossible_decisions_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         FuseOptions(**{"policy": policy("hkvd"), "ratio": 0.2, **wrong})
 
@@ -103,7 +103,7 @@ def test_a_ratio_or_a_rule_for_it_is_raised_and_never_lowered() -> None:
     assert [ruled.at_least(ratio).ratio for ratio in (0.1, 0.4)] == [TextRatio(0.2, 0.5), TextRatio(0.4, 0.5)]
 
 
-def test_a_profile_that_says_not_to_blend_is_followed_unless_a_blend_is_asked_for() -> None:
+def test_a_profile_against_blending_is_followed_unless_the_request_calls_for_a_blend() -> None:
     profile = ModelProfile(reuse="prefix")
     assert profile.resolve(BlendSettings(), 8).reuse == "prefix"
     assert profile.resolve(BlendSettings(quality="full"), 8).reuse == "off"
@@ -111,7 +111,7 @@ def test_a_profile_that_says_not_to_blend_is_followed_unless_a_blend_is_asked_fo
         assert profile.resolve(BlendSettings(**asked), 8).reuse == "chunks"  # type: ignore[arg-type]
 
 
-def test_each_quality_stands_for_what_the_profile_says() -> None:
+def test_each_quality_resolves_to_the_profiles_settings() -> None:
     def resolved(profile: ModelProfile, quality: Quality) -> tuple[str, float, str]:
         found = profile.resolve(BlendSettings(quality=quality), 8)
         assert isinstance(found.ratio, float)
@@ -126,7 +126,7 @@ def test_each_quality_stands_for_what_the_profile_says() -> None:
     assert ModelProfile.ratio > ModelProfile.fast
 
 
-def test_a_ratio_given_to_the_engine_asks_for_a_blend(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ratio_given_to_the_engine_turns_blending_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     save_profile(ModelProfile(reuse="prefix"), "0" * 32, tmp_path)
     assert load_profile("0" * 32, tmp_path).reuse == "prefix"
@@ -134,13 +134,13 @@ def test_a_ratio_given_to_the_engine_asks_for_a_blend(tmp_path: Any, monkeypatch
 
 
 @pytest.mark.parametrize(("params", "named"), WRONG)
-def test_a_wrong_value_is_named(params: dict[str, Any], named: str) -> None:
+def test_a_wrong_option_value_is_named_in_the_error(params: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
         BlendSettings.from_params(params)
 
 
 @pytest.mark.parametrize("layers", [(8,), (1, 8), (10**30,)])
-def test_a_layer_that_the_model_does_not_have_is_named(layers: tuple[int, ...]) -> None:
+def test_a_layer_beyond_the_model_is_named_in_the_error(layers: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match=f"{layers[-1]}.*layers 1 to 7"):
         ModelProfile().resolve(BlendSettings(check_layers=layers), num_layers=8)
 
@@ -149,7 +149,7 @@ def test_check_layers_may_be_a_list() -> None:
     assert BlendSettings(check_layers=[1, 3]) == BlendSettings(check_layers=(1, 3))  # type: ignore[arg-type]
 
 
-def test_a_broken_profile_is_as_good_as_none(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_profile_is_ignored(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path))
     good = {"ratio": 0.05, "check_layers": [2], "widths": [1.0]}
     file = tmp_path / "cacheblend.json"
@@ -162,12 +162,12 @@ def test_a_broken_profile_is_as_good_as_none(tmp_path: Any, monkeypatch: pytest.
         load_profile("0" * 32, tmp_path, ratio=1.5)
 
 
-def test_every_policy_is_what_its_name_says() -> None:
+def test_every_policy_has_its_registered_name() -> None:
     assert [policy(name).name for name in POLICIES] == list(POLICIES)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_gives_way_to_one_that_can_do_without_what_it_lacks(name: str) -> None:
+def test_a_policy_without_static_deviations_falls_back_to_one_that_needs_none(name: str) -> None:
     each = policy(name)
     assert not policy(each.without_static).needs_static
 

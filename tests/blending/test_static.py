@@ -1,4 +1,4 @@
-"""`static` and `static-query`: ranked at indexing, equal to an independent reference, never wrong where a rank is missing."""
+"""Tests `static` and `static-query`: ranked at indexing, equal to an independent reference, and safe without a rank."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ RATIOS = (0.05, 0.3)
 
 
 WATCHED = set(BLENDED) - {"gemma2", "gpt_oss"}
-"""Families whose attention the transformers engine can watch: not those that need eager attention."""
+"""Families whose attention the transformers engine can watch, which excludes families with eager attention."""
 
 
 def ranking_engine(model: Any, scene: Scene, **options: Any) -> Any:
-    """An engine with a window just large enough, so that the probe is short."""
+    """Make an engine with a window just large enough, so that the probe is short."""
     engine = engine_for(model, scene, **{"ranking": "now", **options})
     engine.context_window = 2 * len(scene.prompt.token_ids)
     return engine
@@ -43,7 +43,7 @@ def probe_of(engine: Any) -> list[int]:
 
 
 def reference_scores(model: Any, engine: Any, scene: Scene) -> tuple[list[int], list[torch.Tensor]]:
-    """Positions of the stale tokens, and each chunk's static deviation; the first chunk is not stale."""
+    """Return the positions of the stale tokens, and each chunk's static deviation; the first chunk is not stale."""
     positions = [at for span in scene.prompt.spans[1:] for at in range(span.start, span.end)]
     probe = probe_of(engine)
     scores = [reference.static_deviation(model, scene.header, probe, list(chunk.token_ids)) for chunk in scene.chunks]
@@ -55,8 +55,8 @@ def top(positions: list[int], scores: torch.Tensor, ratio: float) -> list[int]:
     return sorted(positions[i] for i in order[: round(ratio * len(positions))])
 
 
-def test_a_static_deviation_is_the_squared_distance_of_keys_and_values_over_their_layers_mean_square() -> None:
-    """By its definition, token by token: layer 0 left out, keys compared at the positions that they have behind the probe."""
+def test_static_deviation_is_the_squared_kv_distance_over_each_layers_mean_square() -> None:
+    """Compute the definition token by token: leave out layer 0, and compare keys at their positions behind the probe."""
 
     def table(at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = at[:, None].float() * torch.tensor([1.0, 0.1]).repeat(2)
@@ -107,7 +107,7 @@ def test_both_policies_equal_the_independent_reference_on_every_family(family: s
 
 @pytest.mark.parametrize("policy", ["static", "static-query"])
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_the_ends_are_full_reuse_and_the_full_prefill(policy: str, ratio: float) -> None:
+def test_ratios_0_and_1_of_static_policies_equal_full_reuse_and_the_full_prefill(policy: str, ratio: float) -> None:
     model, scene = model_of("llama"), Scene()
     engine = ranking_engine(model, scene)
     engine.precompute(scene.chunks)
@@ -116,7 +116,7 @@ def test_the_ends_are_full_reuse_and_the_full_prefill(policy: str, ratio: float)
     assert (got - want.logits).abs().max() < 1e-4
 
 
-def test_static_computes_nothing_but_what_it_recomputes() -> None:
+def test_static_computes_only_the_tokens_it_recomputes() -> None:
     model, scene = model_of("llama"), Scene()
     engine = ranking_engine(model, scene)
     engine.precompute(scene.chunks)
@@ -128,7 +128,7 @@ def test_static_computes_nothing_but_what_it_recomputes() -> None:
 
 
 @pytest.mark.parametrize("damage", ["never measured", "damaged"])
-def test_without_a_rank_hkvd_selects_and_the_rank_is_made_for_the_next_time(damage: str, tmp_path: Path) -> None:
+def test_hkvd_replaces_static_for_unranked_chunks_and_they_are_ranked_afterwards(damage: str, tmp_path: Path) -> None:
     model, scene = model_of("llama"), Scene()
     engine = ranking_engine(model, scene, ranking="lazy", store=DiskStore(tmp_path))
     engine.precompute(scene.chunks)
@@ -140,7 +140,7 @@ def test_without_a_rank_hkvd_selects_and_the_rank_is_made_for_the_next_time(dama
         _damage_static(tmp_path)
     wanted = BlendSettings(0.3, "static")
     first, recomputed, result = blended_logits(engine, scene, wanted)
-    # As many more tokens as it takes to come as near.
+    # hkvd takes as many more tokens as it needs for the same quality.
     hkvd, same, _ = blended_logits(engine, scene, BlendSettings(0.6, "hkvd"))
     assert (recomputed, result.policy) == (same, "hkvd")
     assert torch.equal(first, hkvd)
@@ -165,7 +165,7 @@ def _damage_static(root: Path) -> None:
     assert damaged == 4
 
 
-def test_precompute_adds_what_older_entries_lack_and_then_has_nothing_to_do(tmp_path: Path) -> None:
+def test_precompute_adds_missing_ranks_to_older_entries_once(tmp_path: Path) -> None:
     model, scene = model_of("llama"), Scene()
     engine = ranking_engine(model, scene, ranking="off", store=DiskStore(tmp_path))
     engine.precompute(scene.chunks)
@@ -179,11 +179,11 @@ def test_precompute_adds_what_older_entries_lack_and_then_has_nothing_to_do(tmp_
     stored = engine.store.stats()
     assert stored.entries == len(scene.chunks) + 1
     assert used < stored.nbytes < 2 * used
-    engine.runner.append = None  # nothing is computed any more
+    engine.runner.append = None  # nothing further is computed
     assert engine.precompute(scene.chunks).present == len(scene.chunks)
 
 
-def test_a_time_for_ranking_that_there_is_not_is_refused() -> None:
+def test_an_unknown_ranking_time_is_refused() -> None:
     with pytest.raises(InputError, match="ranking is 'never'; give 'now', 'lazy', 'off'"):
         ranking_engine(model_of("llama"), Scene(), ranking="never")
 
@@ -201,7 +201,7 @@ def test_a_chunk_too_long_for_the_probe_is_stored_and_blended_without_a_rank() -
     assert (answer.mode, answer.policy) == ("blend", "hkvd")
 
 
-def test_behind_the_probe_a_chunk_leaves_room_for_an_answer_which_vllm_wants() -> None:
+def test_a_chunk_is_ranked_only_if_the_probe_and_the_chunk_leave_room_for_an_answer() -> None:
     scene, window, probe = Scene(chunk_tokens=(20, 21)), 64, 40
     for chunk, ranked in zip(scene.chunks, (True, False), strict=True):
         tokens = len(scene.header) + probe + len(chunk.token_ids)
@@ -211,7 +211,7 @@ def test_behind_the_probe_a_chunk_leaves_room_for_an_answer_which_vllm_wants() -
         assert (plan.failed, len(chunk.token_ids) <= plan.most_ranked) == ({}, ranked)
 
 
-def test_the_probe_is_text_the_model_can_read_and_leaves_room_for_chunks() -> None:
+def test_the_probe_is_readable_text_and_leaves_room_for_chunks() -> None:
     tokenizer = tokenizer_named("byte_level")
     probe = probe_ids(tokenizer, 300, 4096)
     assert len(probe) == 512

@@ -1,4 +1,4 @@
-"""Policies of other packages: found by entry point or given as objects, and named where they cannot be used."""
+"""Policies of other packages are found by entry point or given as objects, and errors name unusable ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def example(install: Install, monkeypatch: pytest.MonkeyPatch) -> SelectionPolic
     return made
 
 
-def test_the_example_answers_by_name_and_as_an_object_and_chooses_what_it_says(example: SelectionPolicy) -> None:
+def test_the_example_policy_works_by_name_and_as_an_object_and_chooses_the_documented_tokens(
+    example: SelectionPolicy,
+) -> None:
     scene, ratio = Scene(), 0.2
     with engine_for(make_model(BLENDED["llama"]()), scene) as engine:
         engine.precompute(scene.chunks)
@@ -99,19 +101,21 @@ def test_the_example_answers_by_name_and_as_an_object_and_chooses_what_it_says(e
         assert not torch.allclose(logits, none, atol=1e-3)
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones_and_the_group(example: SelectionPolicy) -> None:
+def test_an_unknown_policy_name_is_refused_with_the_known_names_and_the_entry_point_group(
+    example: SelectionPolicy,
+) -> None:
     with pytest.raises(InputError, match=r"'best'; known ones: static, .*late-starts.*" + GROUP):
         BlendSettings(policy="best")
 
 
-def test_what_travels_is_a_name_that_the_other_side_finds(example: SelectionPolicy) -> None:
+def test_a_policy_travels_as_a_registered_name(example: SelectionPolicy) -> None:
     for which in ("late-starts", example):
         params = BlendSettings(0.2, which).to_params()
         assert params == {"ratio": 0.2, "policy": "late-starts"}
         assert BlendSettings.from_params(params).policy == "late-starts"
 
 
-def test_an_object_that_no_other_process_would_find_is_refused_with_how_to_register_it(
+def test_a_policy_object_unknown_to_other_processes_is_refused_with_the_way_to_register(
     example: SelectionPolicy,
 ) -> None:
     class Lonely(type(example)):  # type: ignore[misc]
@@ -129,13 +133,13 @@ def test_an_object_that_no_other_process_would_find_is_refused_with_how_to_regis
     assert BlendSettings(0.2, policy("hkvd")).to_params()["policy"] == "hkvd"
 
 
-def test_an_object_needs_a_name_that_is_not_one_of_ours(example: SelectionPolicy) -> None:
+def test_a_policy_object_needs_a_name_that_no_bundled_policy_has(example: SelectionPolicy) -> None:
     for name, said in (("", "no name"), (None, "no name"), ("hkvd", "called 'hkvd'")):
         with pytest.raises(InputError, match=said):
             BlendSettings(0.2, type("Mine", (type(example),), {"name": name})())
 
 
-def test_our_names_cannot_be_overridden(install: Install, example: SelectionPolicy) -> None:
+def test_names_of_bundled_policies_cannot_be_overridden(install: Install, example: SelectionPolicy) -> None:
     install("impostor", dict.fromkeys(POLICIES, "late_starts:LateStarts"))
     assert [type(policy(name)).__module__.startswith("cacheblend_rag.") for name in POLICIES] == [True] * len(POLICIES)
 
@@ -153,12 +157,12 @@ def test_a_package_whose_policy_cannot_be_loaded_is_named(
     install: Install, example: SelectionPolicy, value: str, said: str
 ) -> None:
     install("broken_package", {"broken": value})
-    assert BlendSettings(policy="broken").policy == "broken"  # nothing is imported to check options
+    assert BlendSettings(policy="broken").policy == "broken"  # checking options imports nothing
     with pytest.raises(InputError, match=rf"broken_package .*{said}"):
         policy("broken")
 
 
-def test_two_packages_with_one_name_are_both_named(install: Install, example: SelectionPolicy) -> None:
+def test_two_packages_with_the_same_policy_name_are_both_named(install: Install, example: SelectionPolicy) -> None:
     install("second", {"late-starts": "late_starts:LateStarts"})
     with pytest.raises(InputError, match=r"(late.starts and second|second and late.starts)"):
         policy("late-starts")

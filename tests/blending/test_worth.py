@@ -1,4 +1,4 @@
-"""A quality blends where that is clearly sooner, counted in tokens of all passes; a ratio or a policy blends every prompt."""
+"""A quality blends where a blend is clearly faster, counted in tokens of all passes; a ratio or a policy always blends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.blending.prompts import Scene, engine_for, random_ids
 from tests.blending.reference import Part
 
 ONE = SamplingParams(max_tokens=1)
-TOKENS = ComputeCost(0.0, 1.0, 0.0)  # a second a token
+TOKENS = ComputeCost(0.0, 1.0, 0.0)  # a token takes a second
 
 
 @pytest.fixture(autouse=True)
@@ -69,12 +69,12 @@ def counting_engine(**options: Any) -> Any:
 @given(
     st.integers(0, 2000), st.integers(1, 24), st.integers(50, 512), st.integers(10, 2000), st.sampled_from([0.15, 0.5])
 )
-def test_what_is_blended_computes_a_tenth_less_and_what_is_not_could_not(
+def test_a_quality_blends_exactly_the_prompts_that_save_a_tenth_of_the_computation(
     front: int, chunks: int, tokens: int, question: int, ratio: float
 ) -> None:
     found = chosen(plan(front, chunks, tokens, question), ratio)
     whole = front + chunks * tokens + question
-    passes = front + question + ratio * chunks * tokens + question  # front once, the question twice
+    passes = front + question + ratio * chunks * tokens + question  # the front runs once, the question twice
     if found.in_place:
         assert len(found.in_place) == chunks
         assert GAIN * passes > whole
@@ -84,7 +84,7 @@ def test_what_is_blended_computes_a_tenth_less_and_what_is_not_could_not(
         assert found.expected_s == pytest.approx(passes)
 
 
-def test_each_pass_costs_what_a_pass_of_no_tokens_does() -> None:
+def test_each_pass_adds_its_fixed_cost() -> None:
     few = plan(0, 2, 50, 10)
     assert not chosen(few).in_place
     assert chosen(few, compute=ComputeCost(100.0, 1.0, 0.0)).in_place
@@ -97,12 +97,12 @@ def test_a_dense_pass_counts_its_share_of_the_layers_and_no_front() -> None:
 
 
 @pytest.mark.parametrize("quality", ["high", "fast"])
-def test_a_blend_that_would_not_be_sooner_is_not_made_and_the_answer_says_so(quality: Quality) -> None:
+def test_a_blend_that_would_not_be_faster_is_skipped_and_the_answer_reports_the_reason(quality: Quality) -> None:
     engine = counting_engine()
     scene = Scene()
     prompt = TokenizedPrompt(
         (*scene.prompt.token_ids, *[9] * 300), scene.prompt.spans[1:]
-    )  # of 400 tokens 68 are stored
+    )  # 68 of 400 tokens are stored
     seen: list[Any] = []
     engine.on_first_logits = seen.append
     done = engine.generate(prompt, ONE, BlendSettings(quality=quality))
@@ -117,7 +117,7 @@ def test_a_blend_that_would_not_be_sooner_is_not_made_and_the_answer_says_so(qua
 
 
 @pytest.mark.parametrize("wrong", [1.0, 1e3, 1e-3])
-def test_a_blend_says_what_a_prefill_would_have_taken_at_its_own_speed_whatever_the_costs_were(wrong: float) -> None:
+def test_a_blend_reports_the_time_of_a_prefill_at_the_measured_speed_despite_wrong_costs(wrong: float) -> None:
     engine = counting_engine()
     engine.costs = replace(engine.costs, compute=TOKENS.scaled(wrong))
     prompt = Scene(chunk_tokens=(24, 17, 31, 20), question=3, gap=0).prompt
@@ -130,7 +130,7 @@ def test_a_blend_says_what_a_prefill_would_have_taken_at_its_own_speed_whatever_
     assert took <= done.timings.ttft_s
 
 
-def test_the_passes_of_a_blend_and_the_measured_attention_of_the_question_count_as_what_they_cost() -> None:
+def test_all_passes_and_the_measured_attention_of_a_blend_are_counted_at_their_cost() -> None:
     engine = counting_engine()
     known = ComputeCost(5.0, 1.0, 0.01)
     engine.costs = replace(engine.costs, compute=known)
@@ -146,7 +146,7 @@ def test_the_passes_of_a_blend_and_the_measured_attention_of_the_question_count_
     assert done.expected_s == pytest.approx(known.expected(own), rel=0.02)  # the number of chosen tokens is rounded
 
 
-def test_an_engine_knows_the_costs_of_its_passes_when_it_is_loaded() -> None:
+def test_a_loaded_engine_knows_the_costs_of_its_passes() -> None:
     engine = engine_for(make_model(BLENDED["llama"]()), Scene())
     assert not engine.costs.calibrated
     assert not engine.controlled, "ratio='auto' is the loading controller's, which wants measured tiers"
@@ -156,7 +156,7 @@ def test_an_engine_knows_the_costs_of_its_passes_when_it_is_loaded() -> None:
 
 @pytest.mark.parametrize("policy", ["query", "static-query", "hkvd", "hybrid", "static"])
 @pytest.mark.parametrize("front", [1, 40])
-def test_a_blend_behind_another_front_is_the_reference(policy: str, front: int) -> None:
+def test_a_blend_behind_another_front_equals_the_reference(policy: str, front: int) -> None:
     engine = counting_engine()
     seen: list[Any] = []
     engine.on_first_logits = seen.append
@@ -173,7 +173,7 @@ def test_a_blend_behind_another_front_is_the_reference(policy: str, front: int) 
 
 
 def engine_chosen(engine: Any, prompt: TokenizedPrompt, policy: str) -> list[int]:
-    """Which positions a blend recomputes, asked of the fusor a second time."""
+    """Return the positions that a blend recomputes, by a second run of the fusor."""
     from cacheblend_rag.blending.fusor import fuse
     from cacheblend_rag.engines.transformers.engine import planned
     from cacheblend_rag.engines.transformers.target import TransformersTarget

@@ -1,4 +1,4 @@
-"""Chunks whose KV a writer has written: blends equal the reference, fed with what peft's own model computes."""
+"""Chunks are written by a KV writer: blends equal the reference, which runs on the KV of peft's own model."""
 
 from __future__ import annotations
 
@@ -23,28 +23,26 @@ from tests.blending.test_parity import blended_logits
 from tests.blending.writers import fingerprint_of, write_writer
 
 SCENE = Scene()
-PARTS = SCENE.parts()  # behind the header a chunk's KV is the model's own
+PARTS = SCENE.parts()  # the KV of a chunk behind the header is the model's own
 PROBE = tuple(range(40, 60))
 
 
 class Written(NamedTuple):
-    """An engine with a writer and all chunks stored, its model, and how the reference computes what is stored.
-
-    That is the model with the writer in it, and what stands between header and chunk.
-    """
+    """An engine with a writer and all chunks stored, its model, and the reference's arguments: the model with the
+    writer in it, and the tokens between header and chunk."""
 
     engine: Any
     model: Any
     how: dict[str, Any]
 
 
-# What a writer adds to: every linear module, but that experts are none in transformers.
+# A writer changes every linear module, except for experts, which are none in transformers.
 TARGETS = {
     "llama": "all-linear",
     "qwen3": "all-linear",
     "gemma3": "all-linear",
     "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    # Not kv_b_proj: what is stored is in front of it, and the reference's stale KV behind it.
+    # kv_b_proj stays out: stored KV is in front of it, the reference's stale KV behind it.
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
 }
 
@@ -71,7 +69,7 @@ def full(model: Any, scene: Scene = SCENE) -> torch.Tensor:
         return model(input_ids=torch.tensor([scene.prompt.token_ids]), use_cache=False).logits[0, -1]
 
 
-def test_ratio_1_is_the_models_own_prefill_and_the_first_chunk_is_exact_without_being_recomputed(
+def test_ratio_1_with_a_writer_equals_the_models_prefill_without_recomputing_the_first_chunk(
     written: Written,
 ) -> None:
     got, recomputed, _ = blended_logits(written.engine, SCENE, BlendSettings(ratio=1.0, policy="hkvd"))
@@ -80,7 +78,7 @@ def test_ratio_1_is_the_models_own_prefill_and_the_first_chunk_is_exact_without_
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.5])
-def test_blends_equal_the_reference_over_what_peft_computes(written: Written, ratio: float) -> None:
+def test_blends_with_a_writer_equal_the_reference_over_peft(written: Written, ratio: float) -> None:
     got, recomputed, _ = blended_logits(written.engine, SCENE, BlendSettings(ratio=ratio, policy="hkvd"))
     want = reference.blend(written.model, SCENE.header, PARTS, ratio, **written.how)
     assert recomputed == want.recomputed
@@ -115,7 +113,7 @@ def test_the_ranking_is_measured_while_the_writer_acts(written: Written, policy:
 
 
 @pytest.mark.parametrize("quality", ["full", "exact"])
-def test_without_blending_nothing_that_was_written_is_read(
+def test_requests_without_blending_read_no_kv_of_the_writer(
     written: Written, quality: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Any] = []
@@ -132,14 +130,14 @@ def test_without_blending_nothing_that_was_written_is_read(
     assert list(answer.token_ids) == want[0, len(SCENE.prompt.token_ids) :].tolist()[: len(answer.token_ids)]
 
 
-def test_the_headers_own_kv_is_the_models_also_where_it_is_computed_with_chunks(written: Written) -> None:
+def test_the_headers_kv_is_the_models_own_even_if_computed_along_with_chunks(written: Written) -> None:
     kv = written.engine.entries.get((), written.engine.num_layers)
     _, want = written.engine.subject().full_prefill(SCENE.header)
     for got, own in zip((kv.layer(index) for index in range(kv.num_layers)), want.layers, strict=True):
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, own, strict=True))
 
 
-def test_a_prompts_first_chunk_is_stored_as_the_model_itself_writes_it(written: Written) -> None:
+def test_a_prompts_first_chunk_is_stored_as_the_models_own_kv(written: Written) -> None:
     engine, first, layers = written.engine, SCENE.chunks[0], []
     own = engine.entries.by(None)
     for store in (
@@ -155,13 +153,13 @@ def test_a_prompts_first_chunk_is_stored_as_the_model_itself_writes_it(written: 
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
-def test_the_model_is_as_it_was_once_the_writer_has_written(written: Written) -> None:
+def test_the_model_is_unchanged_after_the_writer_ran(written: Written) -> None:
     assert not any(module._forward_hooks for module in written.model.modules())
     assert torch.equal(full(written.model), full(make_model(written.model.config)))
 
 
 @pytest.mark.parametrize("settings", [PREFIX_CACHING, FULL_REUSE])
-def test_the_first_chunk_is_what_the_model_itself_has_written(written: Written, settings: BlendSettings) -> None:
+def test_the_first_chunk_of_a_plan_is_the_models_own_kv(written: Written, settings: BlendSettings) -> None:
     engine = written.engine
     plan = planned(engine, engine.request(SCENE.prompt, settings=settings))
     assert [span.chunk for span in plan.exact] == [None, SCENE.chunks[0]]
@@ -175,9 +173,7 @@ def test_the_first_chunk_is_what_the_model_itself_has_written(written: Written, 
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_what_a_prompt_leaves_of_its_first_chunk_is_as_exact_as_the_header_it_stood_behind(
-    tmp_path: Path, codec: str
-) -> None:
+def test_the_stored_first_chunk_of_a_prompt_is_as_exact_as_the_header_before_it(tmp_path: Path, codec: str) -> None:
     write_writer(tmp_path, BLENDED["qwen3"]())
     model = make_model(BLENDED["qwen3"]())
     describe(tmp_path, fingerprint_of(model), {})
@@ -191,7 +187,7 @@ def test_what_a_prompt_leaves_of_its_first_chunk_is_as_exact_as_the_header_it_st
 
 
 @pytest.mark.parametrize("kind", ["behind other text", "again"])
-def test_a_chunk_is_exact_only_where_it_is_the_first_behind_the_header(written: Written, kind: str) -> None:
+def test_a_chunk_is_exact_only_as_the_first_behind_the_header(written: Written, kind: str) -> None:
     scene = Scene()
     if kind == "again":
         scene.chunks[2] = scene.chunks[0]
@@ -207,7 +203,7 @@ def test_a_chunk_is_exact_only_where_it_is_the_first_behind_the_header(written: 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_half_precision_a_writer_writes_what_peft_does_but_for_rounding(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_writer_in_half_precision_equals_peft_up_to_rounding(tmp_path: Path, dtype: torch.dtype) -> None:
     exact = write_writer(tmp_path, BLENDED["qwen3"]())
     model = make_model(BLENDED["qwen3"](), dtype)
     describe(tmp_path, fingerprint_of(model), {})

@@ -1,4 +1,4 @@
-"""Plans prompts from KV that is computed on the spot, without an engine."""
+"""Plans prompts from KV computed on the spot, without an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheblend_rag.store.kv import ChunkKV
 
 
 class ChunksAlone:
-    """A planner that computes each chunk's KV behind a header once, and ranks the chunk behind a probe if one is given."""
+    """Computes each chunk's KV behind a header once, and ranks the chunk behind a probe if there is one."""
 
     def __init__(self, subject: Any, rope: Any, header: Sequence[int], probe: Sequence[int] = ()):
         self._subject, self._rope, self._header, self._probe = subject, rope, list(header), list(probe)

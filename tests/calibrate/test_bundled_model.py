@@ -1,4 +1,4 @@
-"""Calibration of the bundled model from end to end, and what its profile makes of text of another kind."""
+"""Calibrates the bundled model from end to end, and tests its profile on a different kind of text."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def engine():
         yield engine
 
 
-def test_a_model_trained_for_chunks_by_themselves_has_no_ratio_to_find(engine, monkeypatch) -> None:
+def test_calibrating_a_model_trained_for_independent_chunks_is_refused(engine, monkeypatch) -> None:
     monkeypatch.setattr(engine, "profile", ModelProfile(ratio=0.0, blockwise=True, origin="cacheblend.json"))
     with pytest.raises(InputError, match=r"cacheblend\.json says .* no ratio to find"):
         calibrate_engine(engine, [])
 
 
-def test_a_blend_that_loses_answers_is_refused_by_the_metric_of_the_questions(engine, tmp_path, monkeypatch) -> None:
+def test_a_blend_that_loses_answers_is_refused_by_the_questions_metric(engine, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     worlds = [
         demo_samples(engine.tokenizer, 1, seed, kinds=("cross",), chunks=3, chunk_tokens=128) for seed in range(10)
@@ -58,11 +58,11 @@ def test_a_blend_that_loses_answers_is_refused_by_the_metric_of_the_questions(en
     assert found.chosen.ratio > 0
     assert found.chosen.agreement.low >= 0.8
     kept = {each.ratio: each.agreement.value for each in found.measured}
-    assert kept[0.0] < 0.8  # full KV reuse does lose answers
+    assert kept[0.0] < 0.8  # full KV reuse loses answers
     assert "exact match no more than 20.0% below full recompute's" in found.why
 
 
-def test_few_prompts_choose_a_small_ratio_and_foreign_text_gets_a_higher_one(engine, tmp_path, monkeypatch) -> None:
+def test_few_prompts_choose_a_small_ratio_and_foreign_text_gets_a_higher_ratio(engine, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     store, rank = engine.store, engine.ranking
     rows = calibration_rows(engine.tokenizer, 4, engine.context_window, most=128)
@@ -73,7 +73,7 @@ def test_few_prompts_choose_a_small_ratio_and_foreign_text_gets_a_higher_one(eng
     assert file.parent == tmp_path
     assert (found.verdict, found.needed) == ("not shown", 299)
     assert found.chosen is not None
-    assert 0 < found.chosen.ratio < 0.15  # what few prompts used to end at
+    assert 0 < found.chosen.ratio < 0.15  # few prompts formerly ended at 0.15
     assert found.chosen.compute < 0.35
     assert "that takes 299" in found.why
     profile = load_profile("0" * 32, tmp_path)

@@ -1,4 +1,4 @@
-"""Calibration: what it measures is what a blend does, and the profile follows from it by the documented rules."""
+"""Calibration measures actual blends, and the profile follows from the measurements by the documented rules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def subject(initializer_range: float = 0.15) -> TransformersSubject:
 
 
 def llama(initializer_range: float = 0.15) -> LlamaForCausalLM:
-    """A model whose chunks depend on each other: larger weights than usual, so that attention is not uniform."""
+    """Make a model whose chunks depend on each other: larger weights than usual, so that attention is not uniform."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
@@ -90,14 +90,14 @@ def test_recomputing_everything_has_no_divergence(measurement):
     assert kl(measurement, FuseOptions(policy("full-reuse"), 0.0)) > 1e-3
 
 
-def test_calibration_needs_no_policy_of_another_package(model, monkeypatch):
+def test_calibration_needs_no_third_party_policy(model, monkeypatch):
     monkeypatch.setattr("cacheblend_rag.blending.policies._installed", list)
     measured = measured_by(model, prompt(0))
     monkeypatch.undo()
     assert kl(measured, FuseOptions(policy("full-recompute"), 1.0)) == pytest.approx(0, abs=1e-9)
 
 
-def test_deviation_is_that_of_the_tokens_behind_the_exact_prefix(measurement):
+def test_deviation_covers_the_tokens_behind_the_exact_prefix(measurement):
     deviation, _ = measurement.deviation()
     assert deviation.shape == (LAYERS, 2 * 20)  # the first chunk stands right behind the header
     layer_0, later = deviation[0], deviation[1:]
@@ -105,7 +105,7 @@ def test_deviation_is_that_of_the_tokens_behind_the_exact_prefix(measurement):
 
 
 @pytest.mark.parametrize("layer", [1, 2, 3])
-def test_a_blend_chooses_by_the_deviation_that_calibration_computed(model, measurement, layer):
+def test_a_blend_selects_by_the_deviation_that_calibration_computed(model, measurement, layer):
     target = model.target(prompt(0).token_ids, model.detect_rope())
     result = fuse(measurement._plan, target, FuseOptions(policy("hkvd"), 0.2, (layer,)))
     first = measurement._plan.stale[0].start
@@ -113,7 +113,7 @@ def test_a_blend_chooses_by_the_deviation_that_calibration_computed(model, measu
     assert result.recomputed.tolist() == (first + highest(deviation[layer], 8).nonzero().squeeze(1)).tolist()
 
 
-def test_given_scores_choose_as_the_check_layer_does(measurement):
+def test_given_scores_select_as_the_check_layer_does(measurement):
     by_layer = kl(measurement, FuseOptions(policy("hkvd"), 0.2, (1,)))
     given = FuseOptions(Scored(measurement.deviation()[0][1]), 0.2)
     assert by_layer == pytest.approx(kl(measurement, given), rel=1e-3)
@@ -125,7 +125,7 @@ def test_the_answer_ends_at_the_end_token(model):
     assert measured_by(model, prompt(0), end_token=free._answer[0])._answer == free._answer[:1]
 
 
-def test_all_tokens_of_the_answer_are_compared_as_they_are_decoded_one_by_one(model):
+def test_all_tokens_of_the_answer_are_compared_as_in_decoding_one_by_one(model):
     rope, first = model.detect_rope(), prompt(0)
     measured = measured_by(model, first, PROBE)
     found = measured.compare(FuseOptions(policy("static"), 0.2))
@@ -151,7 +151,7 @@ def words(ids) -> str:
     return " ".join(map(str, ids))
 
 
-def test_with_a_judge_a_blend_gives_an_answer_of_its_own(model):
+def test_calibration_with_a_judge_lets_a_blend_generate_its_answer(model):
     rope, first, nobody = model.detect_rope(), prompt(0), Judge("em", ("nothing",), 6, words)
     answer = measured_by(model, first, judge=nobody)._answer
     assert len(answer) == 6
@@ -166,7 +166,7 @@ def test_with_a_judge_a_blend_gives_an_answer_of_its_own(model):
         blended.append(int(logits.argmax()))
         logits = decoded(model, target, blended[-1:])[0]
     found = measured.compare(FuseOptions(policy("full-reuse"), 0.0))
-    assert found.loss == float(blended != answer) == 1  # or this would show nothing
+    assert found.loss == float(blended != answer) == 1  # otherwise the test would show nothing
     parts = next(i for i in range(6) if blended[i] != answer[i])
     assert found.agrees == (True,) * parts + (False,)
     assert len(found.kl) == parts + 1
@@ -174,14 +174,14 @@ def test_with_a_judge_a_blend_gives_an_answer_of_its_own(model):
     assert len(keys) == 4
 
 
-def test_a_judge_takes_the_first_line_of_an_answer_as_an_evaluation_does():
+def test_a_judge_takes_the_first_line_of_an_answer_as_evaluation_does():
     judge = Judge("em", ("Paris",), 8, lambda ids: "".join(("\n", " Paris", "!\n", "Rome")[i] for i in ids))
     assert not (judge.ends([0, 0]) or judge.ends([0, 0, 1]))
     assert judge.ends([0, 0, 1, 2])
     assert judge.score([0, 0, 1, 2]) == judge.score([1, 2, 3]) == 1
 
 
-def test_a_calibration_by_answers_that_is_stopped_goes_on_where_it_was():
+def test_an_interrupted_calibration_by_answers_continues_where_it_stopped():
     model, ledger = subject(initializer_range=0.001), Ledger()
     judge = Judge("f1", ("nothing",), 3, words)
     rope = model.detect_rope()
@@ -210,7 +210,7 @@ def test_a_calibration_by_answers_that_is_stopped_goes_on_where_it_was():
 PROBE = tuple(range(6, 26))
 
 
-def test_compute_counts_every_pass(model):
+def test_compute_counts_every_pass_of_a_blend(model):
     first = prompt(0)
     measured = measured_by(model, first, PROBE)
     total = len(first.token_ids)
@@ -223,7 +223,7 @@ def test_compute_counts_every_pass(model):
         assert estimate_compute(each, LAYERS, 40 / total, 5 / total) == pytest.approx(found.compute)
 
 
-def test_a_ranked_blend_in_calibration_is_the_engines_own(model):
+def test_a_ranked_blend_in_calibration_equals_the_engines(model):
     measured = measured_by(model, prompt(0), PROBE)
     target = model.target(prompt(0).token_ids, model.detect_rope())
     result = fuse(measured._plan, target, FuseOptions(policy("static"), 0.2))
@@ -238,7 +238,7 @@ def run(model, prompts: int, standard: Standard | None = None, **options):
     return calibrate(model, rope, given, ChunksAlone(model, rope, HEADER, PROBE), standard, **options)
 
 
-def test_a_model_of_noise_is_not_blended_and_the_profile_says_so(model):
+def test_a_model_of_noise_is_not_blended_and_the_profile_records_the_reason(model):
     steps: list[str] = []
     found = run(model, 2, progress=lambda done, total, text: steps.append(text))
     assert (found.verdict, found.chosen, found.profile.reuse) == ("do not blend", None, "prefix")
@@ -251,17 +251,17 @@ def test_a_model_of_noise_is_not_blended_and_the_profile_says_so(model):
     json.dumps(asdict(found))
 
 
-def test_on_few_prompts_the_least_that_holds_is_taken_and_marked():
-    model = subject(initializer_range=0.001)  # whose chunks hardly depend on each other
+def test_few_prompts_choose_the_smallest_passing_ratio_and_mark_it_not_shown():
+    model = subject(initializer_range=0.001)  # its chunks hardly depend on each other
     found = run(model, 2)
     assert (found.verdict, found.profile.reuse) == ("not shown", "chunks")
     assert (found.profile.policy, found.profile.ratio) == ("static", 0.01)
     assert found.profile.calibrated["verdict"] == "not shown"
     assert found.profile.text is not None
-    assert found.profile.text.left_out == 1.0  # 1% of 40 tokens is none of them
+    assert found.profile.text.left_out == 1.0  # 1% of 40 tokens rounds to none
 
 
-def test_a_margin_is_the_profile_and_the_words_name_the_least_that_holds():
+def test_a_margin_raises_the_profiles_ratio_and_the_reason_names_the_smallest_passing_one():
     found = run(subject(initializer_range=0.001), 2, margin=2)
     assert (found.profile.policy, found.profile.ratio) == ("static", 0.03)
     assert found.profile.calibrated["why"].endswith("the least that does is static 1%")
@@ -269,7 +269,7 @@ def test_a_margin_is_the_profile_and_the_words_name_the_least_that_holds():
     assert found.chosen.prompts == found.prompts
 
 
-def test_with_enough_prompts_even_full_reuse_is_believed_where_it_holds():
+def test_enough_prompts_can_show_full_reuse():
     model = subject(initializer_range=0.001)
     standard = Standard(0.7, 0.9)
     found = run(model, standard.needed, standard)
@@ -300,7 +300,7 @@ def test_a_layer_behind_a_window_that_hides_the_context_is_blind():
     model = TransformersSubject(ModelRunner(usable_attention(MistralForCausalLM(config).eval())))
     measured = [measured_by(model, prompt(seed), PROBE) for seed in range(2)]
     layers = examine_layers([layer_values(each) for each in measured], LAYERS)
-    # A token sees one before it: layer by layer one more token of each chunk of 20 can deviate.
+    # A token sees one token before it: layer by layer one more token of each chunk of 20 can deviate.
     assert [each.visible for each in layers] == pytest.approx([1 / 20, 2 / 20, 3 / 20])
     found = run(model, 2)
     tried = [each for each in found.measured if each.policy == "hkvd"]
@@ -311,16 +311,16 @@ def test_a_layer_behind_a_window_that_hides_the_context_is_blind():
     assert not whole[2].offered  # a deeper check costs more than it saves
 
 
-def test_looks_are_at_the_first_prompts_alone(model):
+def test_unpromising_candidates_are_measured_on_the_first_prompts_alone(model):
     found = run(model, LOOK + 2)
     assert all(each.prompts >= LOOK for each in found.measured)
     assert all(each.prompts < LOOK + 2 for each in found.measured)
 
 
-def test_what_was_measured_is_not_measured_again_and_ends_alike(model, tmp_path, monkeypatch):
+def test_recorded_measurements_are_not_repeated_and_lead_to_the_same_result(model, tmp_path, monkeypatch):
     file = tmp_path / "kept" / "ledger.jsonl"
     first = run(model, 3, ledger=Ledger(file))
-    monkeypatch.setattr(calibration, "PromptMeasurement", None)  # nothing can be measured any more
+    monkeypatch.setattr(calibration, "PromptMeasurement", None)  # nothing further can be measured
     assert run(model, 3, ledger=Ledger(file)) == first
     monkeypatch.undo()
     lines = file.read_text().splitlines()
@@ -330,7 +330,7 @@ def test_what_was_measured_is_not_measured_again_and_ends_alike(model, tmp_path,
         Ledger(file / "below-a-file")
 
 
-def test_a_calibration_that_is_stopped_goes_on_later():
+def test_an_interrupted_calibration_continues_later():
     model, ledger, said = subject(initializer_range=0.001), Ledger(), []
 
     def stop(done: float, total: int, text: str) -> None:
@@ -345,14 +345,14 @@ def test_a_calibration_that_is_stopped_goes_on_later():
     assert whole == run(model, LOOK + 2, Standard(0.7, 0.9))
 
 
-def test_weights_of_few_bits_have_few_values_near_the_own_ones():
+def test_weights_of_few_bits_have_few_values_close_to_the_original_ones():
     weight = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     assert (rounded(weight, 8) - weight).abs().max() <= weight.abs().max() / 127 / 2 + 1e-6
     assert len(rounded(weight, 4)[0, :32].unique()) <= 15
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
-def test_weights_are_rounded_while_they_are_used_and_then_are_as_they_were(bits):
+def test_weights_are_rounded_within_the_context_and_restored_afterwards(bits):
     model = llama()
     ids = torch.tensor([prompt(0).token_ids])
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -366,11 +366,11 @@ def test_weights_are_rounded_while_they_are_used_and_then_are_as_they_were(bits)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     broken = next(each for each in model.modules() if isinstance(each, torch.nn.Linear))
     with pytest.raises(RuntimeError), rounded_weights(model, bits):
-        broken(torch.zeros(1, 3))  # of no such width
+        broken(torch.zeros(1, 3))  # wrong width
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_the_standard_is_what_coarser_weights_lose_on_the_same_prompts():
+def test_the_standard_is_the_loss_of_coarser_weights_on_the_same_prompts():
     own = llama(initializer_range=0.06)
     model = TransformersSubject(ModelRunner(own))
 

@@ -1,4 +1,4 @@
-"""Tests what the loading controller reckons with, fitted and kept."""
+"""Tests that costs for the loading controller are fitted and saved."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ def _less(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "cost", [ComputeCost(0.01, 1e-3, 1e-6), ComputeCost(0.0, 1e-3, 0.0), ComputeCost(0.5, 0.0, 1e-6)]
 )
-def test_a_fit_finds_the_cost_that_made_the_times(cost: ComputeCost) -> None:
+def test_a_fit_recovers_the_cost_behind_the_times(cost: ComputeCost) -> None:
     fitted = fit_compute({n: cost.seconds(n, n) for n in (32, 256, 1024)})
     for tokens, context in ((100, 1000), (512, 512), (32, 4096)):
         assert fitted.seconds(tokens, context) == pytest.approx(cost.seconds(tokens, context), rel=1e-3)
 
 
-def test_a_part_that_would_be_negative_is_left_out() -> None:
-    fitted = fit_compute({32: 0.05, 256: 0.3, 1024: 0.9})  # a shorter time for each token of a longer prompt
+def test_a_negative_part_of_a_fit_is_left_out() -> None:
+    fitted = fit_compute({32: 0.05, 256: 0.3, 1024: 0.9})  # a longer prompt takes less time for each token
     assert fitted.per_pair_s == 0
     assert fitted.seconds(256, 256) == pytest.approx(0.3, rel=0.3)
 
 
-def test_a_model_so_small_that_its_length_does_not_show_has_a_cost_all_the_same() -> None:
+def test_a_fit_works_for_a_model_so_small_that_length_does_not_matter() -> None:
     fitted = fit_compute({3: 0.0031, 31: 0.0024, 127: 0.0022})
     assert fitted.per_token_s == fitted.per_pair_s == 0
     assert fitted.seconds(100, 100) == pytest.approx(0.0025, rel=0.1)
 
 
 @pytest.mark.slow
-def test_measured_costs_are_kept_by_model_and_device(tmp_path, monkeypatch) -> None:
+def test_measured_costs_are_saved_by_model_and_device(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
     engine = engine_for(make_model(BLENDED["llama"]()), Scene())
     found = measure_costs(engine, tmp_path)
     assert (found.layers, set(found.tiers)) == (engine.num_layers, {"ram", "disk"})
     assert found.tiers["disk"].latency_s > 0
-    assert found.compute.seconds(512, 512) >= found.compute.seconds(1, 512) > 0  # a tiny model: the length may not show
+    assert found.compute.seconds(512, 512) >= found.compute.seconds(1, 512) > 0  # tiny models may hide the length
     digest = engine.fingerprint.digest
     assert load_costs(digest, "cpu") is None
     file = save_costs(found, digest, "cpu")
     assert load_costs(digest, "cpu") == found
     assert load_costs(digest, "cuda:0") is None
     file.write_text('{"layers": 3}', encoding="utf-8")
-    assert load_costs(digest, "cpu") is None  # and the log says why
+    assert load_costs(digest, "cpu") is None  # the log has the reason
 
 
-def test_tiers_on_other_machines_are_measured_by_name_and_left_as_they_were(tmp_path, redis_url: str) -> None:
+def test_remote_tiers_are_measured_by_name_and_left_unchanged(tmp_path, redis_url: str) -> None:
     record_tiers(tmp_path, f"ram://,{redis_url}?timeout=30s")
     engine = engine_for(make_model(BLENDED["llama"]()), Scene())
     found = measure_costs(engine, tmp_path)
@@ -77,7 +77,7 @@ def test_a_tier_that_does_not_answer_has_no_cost(tmp_path) -> None:
     assert measure_remote(open_store(f"redis://127.0.0.1:{port}").tiers[0]) is None
 
 
-def test_costs_of_one_device_do_not_take_anothers_place(tmp_path, monkeypatch) -> None:
+def test_costs_of_a_device_do_not_replace_those_of_another_device(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path))
     known = {
         name: Costs(4, ComputeCost(0, rate, 0), {"ram": TierCost(0, 1)})
@@ -88,7 +88,7 @@ def test_costs_of_one_device_do_not_take_anothers_place(tmp_path, monkeypatch) -
     assert {name: load_costs("abc", name) for name in known} == known
 
 
-def test_an_engine_that_was_not_measured_begins_with_the_embedded_ones_costs(tmp_path, monkeypatch) -> None:
+def test_an_unmeasured_engine_starts_with_the_costs_of_the_embedded_engine(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path))
     embedded, own = (Costs(4, ComputeCost(0, rate, 0), {"ram": TierCost(0, 1)}) for rate in (1.0, 2.0))
     assert load_costs("abc", "cuda", "vllm") is None
@@ -99,7 +99,7 @@ def test_an_engine_that_was_not_measured_begins_with_the_embedded_ones_costs(tmp
     assert load_costs("abc", "cuda:0") == embedded
 
 
-def test_the_estimate_is_what_the_loading_controller_expects_of_that_prompt() -> None:
+def test_the_estimate_equals_the_loading_controllers_expectation() -> None:
     compute, layers = ComputeCost(0.02, 1e-5, 1e-9), 32
     tiers = {"ram": TierCost(0.0, 1e10), "disk": TierCost(1e-4, 1e9)}
     spans = [Located(512, 512 << 17, "", exact=not number) for number in range(6)]

@@ -1,4 +1,4 @@
-"""Scores of answers."""
+"""Tests the scores of answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from cacheblend_rag.calibrate.metrics import exact_match, f1, normalize
         ("a man, an owl, the sea", ["man owl sea"], 1, 1),
         ("nothing", ["Drawick Shipyard", "Nothing at all"], 0, 0.5),
         ("", ["x"], 0, 0),
-        ("the", ["a"], 1, 1),  # nothing is left of either
-        ("x x y", ["x y y"], 0, 2 / 3),  # words count as often as they stand there
+        ("the", ["a"], 1, 1),  # both are empty without articles
+        ("x x y", ["x y y"], 0, 2 / 3),  # repeated words count
     ],
 )
 def test_exact_match_and_f1_follow_squad(answer, references, em, overlap):

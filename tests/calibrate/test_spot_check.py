@@ -1,4 +1,4 @@
-"""The few questions at the end of indexing: asked where there is something to find out, and in its time."""
+"""Tests the few questions at the end of indexing: they run only if useful, and within their time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ TOPICS = ("tower", "harbour", "mill", "bridge", "garden")
 
 @pytest.fixture(autouse=True)
 def seconds_between_looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Let time pass only where the check looks at its clock: a busy machine asks as much. None passes unless a test says so."""
+    """Advance the clock only when the check looks at it, so that a busy machine runs as many questions. The default
+    step is 0."""
     each, looks = [0.0], count()
     clock = SimpleNamespace(perf_counter=lambda: each[0] * next(looks))
     monkeypatch.setattr("cacheblend_rag.calibrate.spot_check.time", clock)
@@ -56,7 +57,7 @@ def test_answers_of_an_uncalibrated_model_are_compared_with_full_recompute(pipel
 
 
 @pytest.mark.parametrize("pipeline", ["probe"], indirect=True)
-def test_what_only_the_first_prompt_computes_is_not_timed(
+def test_computation_for_the_first_prompt_alone_is_not_timed(
     pipeline: RagPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[Any] = []
@@ -67,7 +68,7 @@ def test_what_only_the_first_prompt_computes_is_not_timed(
     assert not any(each.lacking("own_kv") for each in answers)
 
 
-def test_nothing_is_asked_where_there_is_nothing_to_find_out_or_no_time(
+def test_no_question_runs_if_the_model_is_calibrated_or_time_is_short(
     pipeline: RagPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def generate(*args: Any) -> Any:
@@ -76,23 +77,23 @@ def test_nothing_is_asked_where_there_is_nothing_to_find_out_or_no_time(
     engine = pipeline.engine
     monkeypatch.setattr(engine, "generate", generate)
     assert spot_check(pipeline, tokens=0, seconds=1.0) is None
-    late = spot_check(pipeline, tokens=1, seconds=100.0)  # at 100 s a token even one question takes too long
+    late = spot_check(pipeline, tokens=1, seconds=100.0)  # at 100 s a token one question takes too long
     assert late is not None
     assert (late.questions, late.nothing) == (0, "one question would take more than 20 s")
     engine.profile = replace(engine.profile, calibrated={"why": "made up"})
     assert spot_check(pipeline, tokens=1000, seconds=1.0) is None
 
 
-def test_a_small_index_is_asked_about_once_if_that_takes_seconds(
+def test_a_small_index_gets_one_question_if_it_takes_seconds(
     pipeline: RagPipeline, seconds_between_looks: list[float]
 ) -> None:
     seconds_between_looks[0] = 3.0
-    found = spot_check(pipeline, tokens=100, seconds=10.0)  # a tenth of which would be too little for any prompt
+    found = spot_check(pipeline, tokens=100, seconds=10.0)  # a tenth of this time is too little for any prompt
     assert found is not None
     assert found.questions == 1
 
 
-def test_an_index_of_one_chunk_says_that_it_holds_too_little(pipeline: RagPipeline) -> None:
+def test_an_index_of_one_chunk_reports_too_few_chunks(pipeline: RagPipeline) -> None:
     for document in pipeline.chunks.documents()[1:]:
         pipeline.remove(document.path)
     found = spot_check(pipeline, tokens=1000, seconds=1.0)

@@ -1,4 +1,4 @@
-"""Tests what a chunk may be."""
+"""Tests the ids and metadata that a chunk may have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import tokenizer_named
 @pytest.mark.parametrize(
     ("name", "why"), [("a\0b", r"'a\\x00b' has a NUL"), ("a\ud800b", r"'a\\ud800b' is not valid Unicode")]
 )
-def test_an_id_that_no_table_can_hold_is_refused(name: str, why: str) -> None:
+def test_a_chunk_id_with_nul_or_invalid_unicode_is_refused(name: str, why: str) -> None:
     with pytest.raises(InputError, match=why):
         Chunk(name, "Text.", (1,))
     for named in ({"spans": [{"id": name, "start": 0, "end": 1}]}, {"chunk_ids": [name]}):
@@ -30,5 +30,5 @@ def test_metadata_that_are_no_json_are_refused(value: Any) -> None:
         make_chunk("Text.", tokenizer_named("byte_level"), {"a": value})
 
 
-def test_metadata_of_a_programs_own_types_are_taken(tmp_path: Any) -> None:
+def test_metadata_with_python_objects_are_accepted(tmp_path: Any) -> None:
     assert make_chunk("Text.", tokenizer_named("byte_level"), {"path": tmp_path}).metadata == {"path": tmp_path}

@@ -1,4 +1,4 @@
-"""The tokens of a prompt with chunks are those that its tokenizer gives the whole text, at the chunks' edges, too."""
+"""The tokens of a prompt with chunks equal the tokenizer's tokens of the whole text, even at the chunks' edges."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cacheblend_rag.prompts.prompt import BlendPrompt, rag_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from tests.conftest import CHATML, CORPUS, SPECIAL, tokenizer_named
 
-# Of Llama 3; Qwen's differs in how many digits stand together.
+# This is Llama 3's expression; Qwen's differs in the number of digits that stand together.
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def joins_newlines(trims: bool) -> PreTrainedTokenizerFast:
-    """Byte-level BPE as in Llama 3 and Qwen, which makes one token of a full stop and the blank line behind it."""
+    """Make a byte-level BPE as in Llama 3 and Qwen: a full stop and a blank line behind it form one token."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -55,12 +55,12 @@ INNER = st.one_of(
     st.text(alphabet="abc 12.,\n'", max_size=30),
     st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=8),
 )
-# A chunk of a full stop alone would have no token of its own.
+# A chunk of a full stop alone would have no separate token.
 TEXTS = st.tuples(EDGES, INNER, EDGES).map("".join).filter(lambda text: any(map(str.isalnum, text)))
 
 
 def whole(prompt: BlendPrompt, tokenizer: Any) -> list[int]:
-    """What the tokenizer makes of the prompt's text, BOS included unless the text begins with it."""
+    """Return the tokenizer's ids of the prompt's text, BOS included unless the text begins with it."""
     text = "".join(s if isinstance(s, str) else s.text for s in prompt.segments)  # type: ignore[union-attr]
     ids, prefix = tokenizer(text, add_special_tokens=False).input_ids, list(encoder_for(tokenizer).prefix_ids)
     return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
@@ -74,7 +74,7 @@ def blended(prompt: BlendPrompt, tokenizer: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_two_joins_of_three_chunks_are_the_tokenizers_own(kind: str) -> None:
+def test_joins_of_three_chunks_have_the_tokenizers_tokens(kind: str) -> None:
     tokenizer = named(kind)
     chunks = [
         make_chunk(text, tokenizer) for text in ("It stands on a hill.", "1911, they say (all)", "- Its director")
@@ -99,7 +99,7 @@ def test_a_rag_prompt_of_any_chunks_has_the_tokens_of_its_text(kind: str, texts:
         st.tuples(st.sampled_from(["", " ", "\n", "\n\n", " - ", "</doc>\n<doc>", ".\n"]), TEXTS), max_size=4
     ),
 )
-def test_no_character_is_lost_or_doubled_whatever_stands_between_chunks(
+def test_no_character_is_lost_or_doubled_whatever_text_stands_between_chunks(
     kind: str, parts: list[tuple[str, str]]
 ) -> None:
     tokenizer = named(kind)
@@ -113,16 +113,16 @@ def test_no_character_is_lost_or_doubled_whatever_stands_between_chunks(
 
 
 @pytest.mark.parametrize("kind", ["joins", "trims"])
-def test_what_decides_how_a_text_is_cut_is_what_stands_right_in_front_of_it(kind: str) -> None:
+def test_a_text_is_tokenised_by_the_characters_right_before_it(kind: str) -> None:
     tokenizer = named(kind)
-    # Behind the chunk's first 16 characters its last one would become a part of another token.
+    # Behind the chunk's first 16 characters, its last character would become a part of another token.
     chunk = make_chunk("Fifteen letters. And then the harbour.", tokenizer)
     assert chunk.text[15] == "."
     prompt = BlendPrompt((chunk, "\nWho?"))
     assert blended(prompt, tokenizer) == whole(prompt, tokenizer)
 
 
-def test_what_a_chunk_spells_at_its_end_is_no_special_token_together_with_what_follows() -> None:
+def test_characters_at_a_chunks_end_form_no_special_token_with_the_following_text() -> None:
     tokenizer = named("joins")
     eos = tokenizer.convert_tokens_to_ids("<eos>")
     for text, behind in (("Say <eos>", "\n\nWho?"), ("Say <eos", ">\n\nWho?"), ("Say <", "eos> now")):
@@ -130,17 +130,17 @@ def test_what_a_chunk_spells_at_its_end_is_no_special_token_together_with_what_f
     assert eos in blended(BlendPrompt((make_chunk("Say", tokenizer), "<eos>")), tokenizer)
 
 
-def test_a_tokenizer_that_joins_lines_is_said_not_to_cut_at_chunks() -> None:
+def test_a_tokenizer_that_joins_lines_is_detected() -> None:
     tokenizer = tokenizer_named("metaspace")
     assert "\n\n-▁" in tokenizer.get_vocab()
     assert not joins_are_plain(tokenizer)
 
 
-def test_a_chunk_whose_tokens_are_all_of_it_keeps_its_end() -> None:
+def test_a_chunk_tokenised_with_its_last_token_loses_no_text() -> None:
     tokenizer = named("joins")
     text = "It stands on a hill."
     own, given_ids = make_chunk(text, tokenizer), tuple(encoder_for(tokenizer).document(text))
-    assert len(own.token_ids) == len(given_ids) - 1  # the full stop is a token with the blank line
+    assert len(own.token_ids) == len(given_ids) - 1  # the full stop and the blank line form one token
     for chunk in (own, Chunk(own.id, text, given_ids)):
         ids = blended(BlendPrompt((chunk, "\n\nWho?")), tokenizer)
         assert tokenizer.decode(ids) == "It stands on a hill.\n\nWho?"

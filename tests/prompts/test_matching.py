@@ -9,7 +9,7 @@ from cacheblend_rag.prompts import matching
 from cacheblend_rag.prompts.matching import OPENINGS, PromptHashes, TextTable, signatures_of
 
 SHORT, MIDDLE, LONG = OPENINGS
-# Lengths around every opening's, and openings shared by many texts.
+# Lengths lie around every opening's, and many texts share openings.
 TEXTS = st.builds(
     lambda head, length, tail: (head * length)[:length] + tail,
     st.sampled_from(["a", "ab", "-", "The harbour is old. "]),
@@ -40,14 +40,14 @@ def naively(texts: list[str], prompt: str) -> list[tuple[int, int, int]]:
 
 @settings(max_examples=60)
 @given(texts=st.lists(TEXTS, max_size=6), around=st.lists(st.text(alphabet="ab-", max_size=20), min_size=7, max_size=7))
-def test_candidates_are_the_texts_that_stand_in_the_prompt_in_order(texts: list[str], around: list[str]) -> None:
+def test_candidates_are_the_texts_in_the_prompt_in_order(texts: list[str], around: list[str]) -> None:
     prompt = "".join(part for pair in zip(around, [*texts, ""], strict=False) for part in pair)
     assert found(table_of(texts), prompt) == naively(texts, prompt)
 
 
 @settings(max_examples=60)
 @given(texts=st.lists(st.text(max_size=40), max_size=5), data=st.data())
-def test_the_hash_of_a_part_does_not_depend_on_what_stands_around_it(texts: list[str], data: st.DataObject) -> None:
+def test_the_hash_of_a_part_does_not_depend_on_its_surroundings(texts: list[str], data: st.DataObject) -> None:
     joined = "".join(texts)
     begin = data.draw(st.integers(0, len(joined)))
     end = data.draw(st.integers(begin, len(joined)))
@@ -57,7 +57,7 @@ def test_the_hash_of_a_part_does_not_depend_on_what_stands_around_it(texts: list
     assert signatures_of(texts).tolist() == [signatures_of([text])[0].tolist() for text in texts]
 
 
-def test_a_table_grown_by_ones_finds_what_a_table_made_at_once_finds(monkeypatch) -> None:
+def test_a_table_grown_entry_by_entry_finds_as_much_as_a_table_made_at_once(monkeypatch) -> None:
     monkeypatch.setattr(matching, "_SMALL", 4)
     texts = [f"Entry {number:03d} of the harbour log, in full." for number in range(60)]
     signatures = signatures_of(texts)
@@ -71,7 +71,7 @@ def test_a_table_grown_by_ones_finds_what_a_table_made_at_once_finds(monkeypatch
 
 @pytest.fixture
 def compared(monkeypatch) -> list[int]:
-    """How many texts have been compared with positions of prompts."""
+    """Count the texts compared with positions of prompts."""
     counts: list[int] = []
     original = matching._Shelf._compared
 
@@ -83,7 +83,7 @@ def compared(monkeypatch) -> list[int]:
     return counts
 
 
-def test_texts_that_begin_alike_are_compared_with_a_prompt_that_repeats_their_beginning_so_often_and_no_oftener(
+def test_a_repeated_beginning_is_compared_with_texts_a_limited_number_of_times(
     monkeypatch, compared: list[int]
 ) -> None:
     monkeypatch.setattr(matching, "_MAX_PAIRS", 5_000)
@@ -98,7 +98,7 @@ def test_texts_that_begin_alike_are_compared_with_a_prompt_that_repeats_their_be
     assert found(table_of([*crowd, own]), prompt) == naively([*crowd, own], prompt)
 
 
-def test_an_opening_repeated_all_over_a_prompt_is_compared_with_no_text_whose_longer_opening_differs(
+def test_a_repeated_short_opening_is_not_compared_if_the_longer_opening_differs(
     compared: list[int],
 ) -> None:
     head = "Copyright (c) 20"

@@ -42,7 +42,7 @@ def test_every_rag_prompt_begins_with_the_header_tokens(any_tokenizer: PreTraine
             assert tokens.token_ids[span.start : span.end] == span.chunk.token_ids
 
 
-def test_without_a_chat_template_the_prompt_is_plain(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_rag_prompt_without_a_chat_template_is_plain(tokenizer: PreTrainedTokenizerFast) -> None:
     prompt = rag_prompt(tokenizer, chunks_for(tokenizer), QUESTION, "Answer briefly.")
     assert text_of(prompt) == (
         "Answer briefly.\n\nIt stands above the harbour.\n\nIts director is Ada Brenmoor.\n\n"
@@ -50,7 +50,7 @@ def test_without_a_chat_template_the_prompt_is_plain(tokenizer: PreTrainedTokeni
     )
 
 
-def test_the_rag_prompt_is_what_the_chat_template_renders() -> None:
+def test_the_rag_prompt_equals_the_rendered_chat_template() -> None:
     tokenizer = byte_level(CHATML)
     chunks = chunks_for(tokenizer)
     user = f"{chunks[0].text}\n\n{chunks[1].text}\n\nQuestion: {QUESTION}"
@@ -60,12 +60,12 @@ def test_the_rag_prompt_is_what_the_chat_template_renders() -> None:
     assert [s for s in prompt.segments if isinstance(s, Chunk)] == chunks
 
 
-def test_without_a_system_role_the_instruction_goes_into_the_user_turn() -> None:
+def test_the_instruction_goes_into_the_user_turn_without_a_system_role() -> None:
     tokenizer = tokenizer_named("metaspace_without_system_role")
     assert rag_header(tokenizer, "Be brief.") == "<bos><|im_start|>user\nBe brief.\n\n"
 
 
-def test_a_template_that_drops_system_messages_gets_them_in_the_user_turn() -> None:
+def test_a_template_that_drops_system_messages_gets_the_instruction_in_the_user_turn() -> None:
     tokenizer = byte_level("{% for m in messages if m['role'] != 'system' %}[{{ m['content'] }}]{% endfor %}")
     assert rag_header(tokenizer, "Be brief.") == "[Be brief.\n\n"
 
@@ -94,7 +94,7 @@ def test_turn_markers_are_parsed_in_the_template_and_never_in_chunks() -> None:
     assert not any(start in span.chunk.token_ids for span in tokens.spans)
 
 
-def test_text_segments_are_tokenised_apart(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_text_segments_are_tokenised_separately(tokenizer: PreTrainedTokenizerFast) -> None:
     apart = tokenize(BlendPrompt(("the harb", "our")), tokenizer, ChunkRegistry()).token_ids
     pieces = [tokenizer(t, add_special_tokens=False).input_ids for t in ("the harb", "our")]
     assert list(apart) == [tokenizer.bos_token_id, *pieces[0], *pieces[1]]
@@ -161,7 +161,8 @@ def test_chunks_that_a_template_rewrites_become_text() -> None:
 
 
 def test_a_template_that_joins_a_calls_arguments_to_text_gets_them_as_json() -> None:
-    """Most templates print an object; those of DeepSeek V3.1 and functionary join a text, and fail on one."""
+    """Use a template like those of DeepSeek V3.1 and functionary, which join arguments as text and fail on an object;
+    most templates print an object."""
     joining = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name + ':' + c.function.arguments }}{% endfor %}"
     tokenizer = byte_level(CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}" + joining))
     (chunk,) = chunks_for(tokenizer)[:1]
@@ -173,7 +174,7 @@ def test_a_template_that_joins_a_calls_arguments_to_text_gets_them_as_json() -> 
     assert chunk in prompt.segments
 
 
-def test_what_a_template_cannot_print_is_an_error_that_names_it() -> None:
+def test_a_message_that_a_template_cannot_print_is_an_error_with_the_reason() -> None:
     tokenizer = byte_level("{{ messages | map(attribute='content') | tojson }}")
     with pytest.raises(InputError, match=r"chat template refuses these messages: .*JSON serializable"):
         chat_prompt(tokenizer, [{"role": "user", "content": "Who?"}], ChunkRegistry())
@@ -198,7 +199,7 @@ def test_a_template_with_todays_date_gives_the_same_header_every_day() -> None:
     assert rag_header(tokenizer, "") == "26 July 2024"
 
 
-def test_bad_messages_are_named() -> None:
+def test_bad_messages_are_named_in_the_error() -> None:
     tokenizer = byte_level("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InputError, match="roles must alternate"):
         chat_prompt(tokenizer, [{"role": "user", "content": "x"}], ChunkRegistry())
@@ -215,7 +216,7 @@ SAYS_SO_FIRST = (
 
 
 @pytest.mark.parametrize("history", [(), (("Where does it stand?", "Above the harbour."),)])
-def test_a_rag_prompt_asks_a_model_that_can_leave_it_to_answer_without_thinking(history: Any) -> None:
+def test_a_rag_prompt_turns_thinking_off_if_the_template_can(history: Any) -> None:
     tokenizer, usual = byte_level(THINKS), byte_level(CHATML)
     asked, plain = (rag_prompt(each, chunks_for(each), QUESTION, history=history) for each in (tokenizer, usual))
     assert text_of(asked) == text_of(plain) + "<think></think>"
@@ -223,14 +224,14 @@ def test_a_rag_prompt_asks_a_model_that_can_leave_it_to_answer_without_thinking(
     assert rag_header(tokenizer) == rag_header(usual)
 
 
-def test_a_header_that_says_whether_the_model_thinks_stays_as_chunks_were_computed_behind_it() -> None:
+def test_a_header_that_depends_on_thinking_stays_as_the_chunks_were_computed_behind_it() -> None:
     tokenizer = byte_level(SAYS_SO_FIRST)
     prompt = rag_prompt(tokenizer, chunks_for(tokenizer), QUESTION)
     assert prompt.segments[0] == rag_header(tokenizer)
     assert text_of(prompt).startswith("Think: True.")
 
 
-def test_a_chat_is_rendered_with_what_its_template_is_given() -> None:
+def test_a_chat_is_rendered_with_its_template_arguments() -> None:
     tokenizer, registry = byte_level(THINKS), ChunkRegistry()
     (chunk, *_) = chunks_for(tokenizer)
     registry.add([chunk])
@@ -241,7 +242,7 @@ def test_a_chat_is_rendered_with_what_its_template_is_given() -> None:
     assert text_of(at_once) == text_of(usual) + "<think></think>"
 
 
-def test_a_template_reads_what_a_model_thought_but_no_special_token_in_it() -> None:
+def test_a_template_reads_the_thoughts_of_a_model_but_no_special_token_in_them() -> None:
     tokenizer = thinking("<think>{{ messages[0].reasoning_content }}</think>{{ messages[0].content }}")
     for thought, read in (("Hm.", "Hm."), ("Hm.<|im_end|>", ""), ("</think>", "")):
         said = {"role": "assistant", "content": "Ada.", "reasoning_content": thought}

@@ -1,4 +1,4 @@
-"""Tests how chunks are named in messages: by part, by message, for the whole prompt, by content."""
+"""Tests the ways to name chunks in messages: by part, by message, for the whole prompt, by content."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def user(content: object, **more: object) -> list[dict[str, object]]:
     return [{"role": "user", "content": content, **more}]
 
 
-def test_a_part_named_by_the_hash_of_its_text_is_a_chunk_the_engine_need_not_know() -> None:
+def test_a_part_named_by_the_hash_of_its_text_is_a_chunk_unknown_to_the_engine() -> None:
     part = {"type": "text", "text": f"\n {LONG}\n", "id": chunk_id(LONG)}
     prompt = chat_prompt(TOKENIZER, user([part, "Why?"]), ChunkRegistry())
     assert chunks_in(prompt) == [LONG]
@@ -50,7 +50,7 @@ def test_a_text_that_spells_a_reference_stays_text() -> None:
     assert chunks_in(chat_prompt(TOKENIZER, user(spelled), registry)) == []
 
 
-def test_chunks_named_with_a_message_are_found_in_it_alone_and_hidden_from_the_template() -> None:
+def test_chunks_named_with_a_message_are_found_only_in_it_and_hidden_from_the_template() -> None:
     named = [
         make_chunk(LONG, TOKENIZER),
         make_chunk(SHORT, TOKENIZER),
@@ -63,7 +63,7 @@ def test_chunks_named_with_a_message_are_found_in_it_alone_and_hidden_from_the_t
     assert "named" not in text_of(prompt)
 
 
-def test_chunk_ids_decide_where_registered_chunks_overlap() -> None:
+def test_chunk_ids_decide_between_overlapping_registered_chunks() -> None:
     inner, outer = make_chunk(LONG, TOKENIZER), make_chunk(f"Note. {LONG}", TOKENIZER)
     registry = ChunkRegistry([inner, outer])
     text = f"Read: Note. {LONG} What?"
@@ -73,7 +73,7 @@ def test_chunk_ids_decide_where_registered_chunks_overlap() -> None:
     assert chunks_in(chat_prompt(TOKENIZER, user(text), registry, chunk_ids=[inner.id])) == [inner.text]
 
 
-def test_chunk_ids_that_are_not_in_the_text_change_nothing_and_unknown_ones_are_refused() -> None:
+def test_chunk_ids_absent_from_the_text_change_nothing_and_unknown_ids_are_refused() -> None:
     registry = ChunkRegistry([make_chunk(LONG, TOKENIZER)])
     assert text_prompt(TOKENIZER, "no chunk", registry, chunk_ids=[chunk_id(LONG)]).segments == ("no chunk",)
     for call in (
@@ -94,7 +94,7 @@ def test_naming_chunks_never_changes_the_text(parts: list[str], data: st.DataObj
     assert text_of(text_prompt(TOKENIZER, text, registry, chunk_ids=ids)) == text
 
 
-def test_chunk_of_gives_the_registered_chunk_or_a_new_one() -> None:
+def test_chunk_of_returns_the_registered_chunk_or_a_new_one() -> None:
     known = make_chunk(LONG, TOKENIZER, {"source": "a"})
     assert chunk_of(f" {LONG}\n", TOKENIZER, ChunkRegistry([known])) is known
     assert chunk_of(LONG, TOKENIZER, ChunkRegistry()) == known

@@ -34,7 +34,7 @@ def naive_find(text: str, chunks: list[Chunk]) -> list[str | Chunk]:
     return found + ([text[begin:]] if begin < len(text) else [])
 
 
-# Few letters and a common opening, so that chunks overlap, nest and share their index entry.
+# Few letters and a common opening make chunks overlap, nest and share their index entry.
 BODIES = st.text(alphabet="ab", max_size=8).map(lambda tail: "aaaaaaaaaaaaaaaa" + tail)
 CHUNKS = st.lists(st.one_of(BODIES, st.text(alphabet="ab", min_size=14, max_size=20), st.text(min_size=1)), max_size=12)
 
@@ -59,7 +59,7 @@ def test_find_equals_a_naive_search(texts: list[str], removed: set[int], data: s
     assert all(registry.get(c.id) is c for c in kept) and not any(c.id in registry for c in gone)
 
 
-def test_the_longest_of_several_chunks_at_a_place_wins_and_the_leftmost_place_wins() -> None:
+def test_the_leftmost_place_wins_and_at_one_place_the_longest_chunk() -> None:
     short, long, late = (
         chunk(t) for t in ("The harbour is old.", "The harbour is old. Very.", "is old. Very. Indeed.")
     )
@@ -69,13 +69,13 @@ def test_the_longest_of_several_chunks_at_a_place_wins_and_the_leftmost_place_wi
     assert registry.find("The harbour is old. Very. Indeed.") == [short, " Very. Indeed."]
 
 
-def test_short_chunks_are_known_by_id_but_never_found_in_text() -> None:
+def test_short_chunks_are_found_by_id_but_never_in_text() -> None:
     registry = ChunkRegistry([chunk("Yes, it is.")])
     assert registry.get(chunk_id("Yes, it is.")) is not None
     assert registry.find("Yes, it is. Or not.") == ["Yes, it is. Or not."]
 
 
-def test_adding_twice_and_removing_once_leaves_nothing() -> None:
+def test_adding_a_chunk_twice_and_removing_it_once_leaves_nothing() -> None:
     one = chunk("A chunk of some length.")
     registry = ChunkRegistry([one, one])
     registry.remove([one.id, "unknown"])
@@ -89,7 +89,7 @@ def test_ten_thousand_chunks_are_each_found() -> None:
 
 
 class Shelf:
-    """A source of chunks, in memory, whose reads are counted."""
+    """An in-memory source of chunks that counts its reads."""
 
     def __init__(self, texts: list[str]) -> None:
         self.rows = dict(enumerate(map(chunk, texts), 1))
@@ -152,7 +152,7 @@ def test_a_source_is_followed_without_reading_its_former_chunks_again() -> None:
     assert registry.find(gone.text) == [gone.text] and registry.get(gone.id) is None
 
 
-def test_what_was_added_is_the_sources_once_it_has_it_and_stays_when_removed_here() -> None:
+def test_an_added_chunk_becomes_the_sources_and_stays_after_its_removal_from_the_registry() -> None:
     shelf = Shelf([])
     one = chunk("A chunk that is about to be indexed.")
     registry = ChunkRegistry([one])
@@ -167,21 +167,21 @@ def test_what_was_added_is_the_sources_once_it_has_it_and_stays_when_removed_her
     assert registry.find(one.text) == [one.text] and len(registry) == 0
 
 
-def test_texts_that_have_the_hash_of_what_stands_there_and_are_not_there_are_read_so_often_and_no_oftener(
+def test_texts_with_a_wrong_hash_are_read_a_limited_number_of_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.prompts.registry._MAX_WRONG", 50)
     shelf = Shelf(["a" * 40])
     registry = ChunkRegistry()
     registry.attach(shelf)
-    shelf.rows[1] = chunk("b" * 40)  # forged, as it were
+    shelf.rows[1] = chunk("b" * 40)  # simulates a forged hash
     assert registry.find("a" * 10_000) == ["a" * 10_000]
     assert len(shelf.read) == 50
-    assert registry.covering("a" * 10_000, [(0, 10_000)])[-1][1] == 10_000  # then the hash is taken at its word
+    assert registry.covering("a" * 10_000, [(0, 10_000)])[-1][1] == 10_000  # further matches of the hash are trusted
     assert len(shelf.read) < 100
 
 
-def test_a_source_that_cannot_be_read_makes_its_chunks_text(caplog: pytest.LogCaptureFixture) -> None:
+def test_chunks_of_an_unreadable_source_become_text(caplog: pytest.LogCaptureFixture) -> None:
     shelf = Shelf(["The first entry of the harbour log."])
     registry = ChunkRegistry()
     registry.attach(shelf)
@@ -190,7 +190,7 @@ def test_a_source_that_cannot_be_read_makes_its_chunks_text(caplog: pytest.LogCa
     assert "the disk is gone" in caplog.text
 
 
-def test_what_is_added_and_removed_for_ever_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_additions_and_removals_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.prompts.registry._SMALL", 8)
     registry = ChunkRegistry()
     for number in range(500):
@@ -201,7 +201,7 @@ def test_what_is_added_and_removed_for_ever_takes_no_more_memory(monkeypatch: py
     assert registry._attached[0].table.size < 100
 
 
-def test_readers_see_whole_chunks_while_others_write() -> None:
+def test_readers_see_whole_chunks_during_writes() -> None:
     chunks = [chunk(f"Page {n:05d} of the handbook, in full.") for n in range(400)]
     registry = ChunkRegistry(chunks[:1])
     text = " ".join(c.text for c in chunks)
@@ -226,7 +226,7 @@ def test_readers_see_whole_chunks_while_others_write() -> None:
             writer.join()
 
 
-def test_of_two_sources_the_one_attached_first_is_asked_and_a_lent_one_is_not_listed() -> None:
+def test_the_first_attached_source_wins_and_lent_sources_are_not_listed() -> None:
     def source(text: str) -> AddedChunks:
         made = AddedChunks()
         made.put([Chunk("same", text * 9, (1,))])
@@ -244,7 +244,7 @@ def test_of_two_sources_the_one_attached_first_is_asked_and_a_lent_one_is_not_li
     assert len(registry) == 2, "who is attached again need not be lent again"
 
 
-def test_a_source_that_cannot_be_read_is_not_attached_and_keeps_none_from_being_detached(
+def test_an_unreadable_source_is_not_attached_and_does_not_block_detaching(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(_: int) -> NoReturn:
@@ -269,7 +269,7 @@ def test_a_source_that_cannot_be_read_is_not_attached_and_keeps_none_from_being_
     assert registry.find(texts[0] + added.text) == [texts[0], added]
 
 
-def test_a_chunk_is_not_its_own_other() -> None:
+def test_others_have_ignores_the_chunk_itself() -> None:
     text = "The harbour master counts the boats at noon, and again at dusk. " * 3
     registry, one = ChunkRegistry(), Chunk("one", text, (1,))
     registry.add([one])

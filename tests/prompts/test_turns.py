@@ -1,4 +1,4 @@
-"""Tests where the turns of a conversation end in a prompt."""
+"""Tests that the ends of a conversation's turns are found in a prompt."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ TALK = [
 ]
 
 
-# As gpt-oss's: which kind of answer it is stands in front of one that is there, and in no prompt that asks for one.
+# This template follows gpt-oss's: the kind of an answer stands before a finished answer, and in no prompt for a new
+# one.
 CHANNELS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}{% if m['role'] == 'assistant' %} final{% endif %}\n"
     "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
 )
 
 
-def test_each_turn_ends_where_the_prompt_of_that_turn_ended(any_tokenizer: Any) -> None:
+def test_each_turn_ends_where_its_prompt_ended(any_tokenizer: Any) -> None:
     _ends_where_the_prompts_did(any_tokenizer)
 
 
-def test_what_stands_in_front_of_an_answer_that_is_over_alone_is_no_part_of_the_prompt_that_asked_for_it() -> None:
+def test_text_before_finished_answers_is_no_part_of_the_prompts_for_them() -> None:
     _ends_where_the_prompts_did(byte_level(CHANNELS))
 
 
@@ -46,10 +47,10 @@ def _ends_where_the_prompts_did(tokenizer: Any) -> None:
         assert not tokenizer.decode(prompt[end:]).strip()
 
 
-def test_without_a_tokenizer_there_are_no_turns() -> None:
+def test_prompts_without_a_tokenizer_have_no_turns() -> None:
     assert turn_lead(None) == ()
     assert turn_ends((1, 2, 3), ()) == ()
 
 
-def test_every_occurrence_counts_and_an_incomplete_one_does_not() -> None:
+def test_every_complete_lead_counts_as_a_turn_and_an_incomplete_one_does_not() -> None:
     assert turn_ends((1, 1, 2, 3, 1, 2, 1), (1, 2)) == (3, 6)

@@ -1,4 +1,4 @@
-"""A question that follows others: searched for and answered in their context."""
+"""A follow-up question is searched for and answered in the context of the earlier turns."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def found(pipeline: RagPipeline, question: str, history: list[Turn]) -> set[str]
     return {Path(hit.path).stem for hit in pipeline.retrieve(question, history).hits}
 
 
-def test_what_a_follow_up_leaves_unsaid_is_searched_for_with_the_turn_before(make: Callable[..., RagPipeline]) -> None:
+def test_a_follow_up_is_searched_for_together_with_the_turn_before(make: Callable[..., RagPipeline]) -> None:
     with make() as pipeline:
         follow_up = "And who restored it, and when did they do so?"
         told = [Turn("Tell me about the glacier.", "The glacier is blue.")]
@@ -50,19 +50,19 @@ def test_what_a_follow_up_leaves_unsaid_is_searched_for_with_the_turn_before(mak
         assert found(pipeline, follow_up, told) != found(pipeline, follow_up, other)
 
 
-def test_a_change_of_topic_finds_the_new_one(make: Callable[..., RagPipeline]) -> None:
+def test_a_change_of_topic_finds_the_new_topic(make: Callable[..., RagPipeline]) -> None:
     with make() as pipeline:
         told = [Turn("Tell me about the glacier.", "The glacier is blue.")]
         assert "bakery" in found(pipeline, "And what of the bakery?", told)
 
 
-def test_chunks_are_found_once_and_no_more_than_k(make: Callable[..., RagPipeline]) -> None:
+def test_retrieval_finds_each_chunk_once_and_at_most_k(make: Callable[..., RagPipeline]) -> None:
     with make(k=3) as pipeline:
         hits = pipeline.retrieve("the glacier", [Turn("the glacier", "blue")]).hits
         assert len(hits) == len({hit.chunk.id for hit in hits}) == 3
 
 
-def test_where_nothing_new_is_found_the_next_prompt_begins_as_the_last_one_did(
+def test_the_next_prompt_begins_with_the_last_one_if_no_new_chunk_is_found(
     make: Callable[..., RagPipeline],
 ) -> None:
     with make(k=3) as pipeline:
@@ -73,10 +73,10 @@ def test_where_nothing_new_is_found_the_next_prompt_begins_as_the_last_one_did(
         assert {hit.chunk.id for hit in with_less.hits} == {hit.chunk.id for hit in hits}
         before = prompt.token_ids
         behind = pipeline.prompt("Why?", with_less.hits, history=[said])[0].token_ids
-        assert behind[: len(before)] == before  # a prefix cache holds the conversation up to here
+        assert behind[: len(before)] == before  # a prefix cache has the conversation up to here
 
 
-def test_the_oldest_turns_make_room_first_and_then_sources(make: Callable[..., RagPipeline]) -> None:
+def test_the_oldest_turns_are_left_out_first_and_then_sources(make: Callable[..., RagPipeline]) -> None:
     turns = [Turn(f"Question number {n}?", f"Answer number {n}.") for n in range(6)]
     with make(k=3) as pipeline:
         hits = pipeline.retrieve("the glacier").hits
@@ -97,7 +97,7 @@ def test_the_oldest_turns_make_room_first_and_then_sources(make: Callable[..., R
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_level_chatml", "metaspace_without_system_role"])
-def test_turns_stand_between_chunks_and_question_as_the_template_has_them(kind: str) -> None:
+def test_turns_stand_between_chunks_and_question_as_the_template_renders_them(kind: str) -> None:
     tokenizer = tokenizer_named(kind)
     prompt = rag_prompt(tokenizer, [], "Who?", history=[("When?", "In 1911."), ("Where?", "On a hill.")])
     text = "".join(str(segment) for segment in prompt.segments)
@@ -108,7 +108,7 @@ def test_turns_stand_between_chunks_and_question_as_the_template_has_them(kind: 
     assert text.count("Answer from the notes.") == 1
 
 
-def test_a_document_that_is_removed_takes_its_kv_along(make: Callable[..., RagPipeline]) -> None:
+def test_removing_a_document_removes_its_kv(make: Callable[..., RagPipeline]) -> None:
     with make() as pipeline:
         before = pipeline.engine.store.stats().entries
         path = next(document.path for document in pipeline.chunks.documents() if "bakery" in document.path)

@@ -1,4 +1,4 @@
-"""Tests that an outcome's account of each chunk says what the engine did with the chunk's tokens."""
+"""Tests that an outcome records for each chunk how the engine treated the chunk's tokens."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def checked(outcome: PromptOutcome, prompt: TokenizedPrompt) -> PromptOutcome:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.4])
-def test_as_many_tokens_of_static_are_recomputed_as_the_fusor_recomputes(
+def test_the_outcome_counts_as_many_recomputed_tokens_as_the_fusor_recomputes(
     engine: TransformersEngine, prompt: TokenizedPrompt, ratio: float
 ) -> None:
     settings = BlendSettings(ratio=ratio, policy="static")
@@ -83,7 +83,7 @@ def test_as_many_tokens_of_static_are_recomputed_as_the_fusor_recomputes(
         (FULL_REUSE, "exact", "reused"),
     ],
 )
-def test_every_method_says_what_it_does_with_stored_kv(
+def test_every_method_reports_its_use_of_stored_kv(
     engine: TransformersEngine, prompt: TokenizedPrompt, settings: BlendSettings, first: str, others: str
 ) -> None:
     found = outcome_of(engine, prompt, settings)
@@ -92,7 +92,7 @@ def test_every_method_says_what_it_does_with_stored_kv(
 
 
 @pytest.mark.parametrize("which", [0, 2])
-def test_a_chunk_without_stored_kv_is_missing_and_is_there_the_next_time(
+def test_a_chunk_without_stored_kv_is_missing_and_stored_for_the_next_prompt(
     engine: TransformersEngine, prompt: TokenizedPrompt, which: int
 ) -> None:
     gone = prompt.spans[which]
@@ -104,7 +104,7 @@ def test_a_chunk_without_stored_kv_is_missing_and_is_there_the_next_time(
     assert outcome_of(engine, prompt, BLEND).tokens_by_fate["missing"] == 0
 
 
-def test_a_prompt_of_nothing_stored_is_missing_whole(engine: TransformersEngine, prompt: TokenizedPrompt) -> None:
+def test_a_prompt_without_stored_chunks_is_missing_whole(engine: TransformersEngine, prompt: TokenizedPrompt) -> None:
     for span in prompt.spans:
         engine.entries.delete(span.chunk.token_ids)
     found = outcome_of(engine, prompt, BLEND)
@@ -112,7 +112,7 @@ def test_a_prompt_of_nothing_stored_is_missing_whole(engine: TransformersEngine,
     assert found.tokens_by_fate["recomputed"] == found.tokens_by_fate["reused"] == 0
 
 
-def test_a_first_chunk_that_stands_in_the_prompt_again_has_a_fate_at_each_of_its_places(tmp_path: Path) -> None:
+def test_a_first_chunk_repeated_in_the_prompt_has_a_fate_at_each_place(tmp_path: Path) -> None:
     scene, llama = Scene(), BLENDED["llama"]
     first, second = scene.chunks[:2]
     ids, spans = list(scene.header), []
@@ -124,7 +124,7 @@ def test_a_first_chunk_that_stands_in_the_prompt_again_has_a_fate_at_each_of_its
     with engine_for(make_model(llama()), scene, writer=tmp_path) as engine:
         engine.precompute(scene.chunks)
         for own, again in (("missing", "reused"), ("exact", "reused"), ("exact", "missing")):
-            if again == "missing":  # the writer's alone is evicted
+            if again == "missing":  # the writer's KV alone is evicted
                 engine.store.delete(engine.entries.own_key(first.token_ids))
             found = outcome_of(engine, prompt, BlendSettings(ratio=0.3))
             assert [chunk.fate for chunk in found.chunks] == [own, "reused", again]
@@ -133,7 +133,7 @@ def test_a_first_chunk_that_stands_in_the_prompt_again_has_a_fate_at_each_of_its
             assert found.tokens_by_fate["exact"] == len(scene.header) + tokens * (own == "exact")
 
 
-def test_a_chunk_that_was_sooner_computed_than_loaded_is_recomputed_whole() -> None:
+def test_a_chunk_computed_in_place_to_save_time_is_recomputed_whole() -> None:
     engine, _ = controlled_engine(1.0)
     engine.costs = Costs(1000, COMPUTE, {"device": TierCost(0.0, chunk_bytes(engine) / 0.1)})
     prompt = Scene().prompt
@@ -146,7 +146,7 @@ def test_a_chunk_that_was_sooner_computed_than_loaded_is_recomputed_whole() -> N
     assert text - len(engine.header_ids) <= tokens["text"] <= text
 
 
-def test_a_chunk_from_the_prefix_cache_is_exact_only_where_it_was_computed_exactly() -> None:
+def test_a_chunk_from_the_prefix_cache_is_exact_only_if_computed_exactly() -> None:
     scene, llama = Scene(), BLENDED["llama"]
     with engine_for(make_model(llama()), scene, prefix_cache=1 << 30) as engine:
         engine.precompute(scene.chunks)

@@ -1,4 +1,4 @@
-"""Tests what a forgotten chunk leaves behind."""
+"""Tests the effects of forgetting a chunk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from cacheblend_rag.prompts.chunk import Chunk, make_chunk
 from tests.fake_engine import FakeEngine
 
 
-def test_forgetting_one_of_two_ids_with_one_text_leaves_the_other_its_kv() -> None:
+def test_forgetting_one_of_two_ids_with_equal_text_leaves_the_kv_of_the_second_id() -> None:
     engine = FakeEngine()
     first = make_chunk("The harbour's log, entry number one.", engine.tokenizer)
     second = Chunk("another-id", first.text, first.token_ids)

@@ -107,12 +107,12 @@ def test_unchanged_documents_are_left_alone_and_changed_ones_replaced(
     before = {chunk.id for chunk in pipeline.chunks.chunks()}
     report = pipeline.index([docs])
     assert names(report.changed) == ["bakery.txt"] and len(report.unchanged) == 2
-    assert engine.computed == ["Its emblem is now a golden key."]  # the chunk that stayed the same kept its KV
+    assert engine.computed == ["Its emblem is now a golden key."]  # the unchanged chunk still has its KV
     after = {chunk.id for chunk in pipeline.chunks.chunks()}
     assert stored(engine) == len(after) and {c.id for c in engine.registry} == after != before
 
 
-def test_a_run_lists_the_store_no_oftener_for_more_unchanged_documents(
+def test_the_number_of_store_listings_does_not_grow_with_unchanged_documents(
     pipeline: RagPipeline, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline.index([docs])
@@ -126,11 +126,11 @@ def test_a_run_lists_the_store_no_oftener_for_more_unchanged_documents(
     assert counts[0] == counts[1] > 0
 
 
-def test_below_a_folder_that_cannot_be_looked_at_nothing_has_vanished() -> None:
+def test_documents_below_an_inaccessible_folder_do_not_count_as_deleted() -> None:
     assert vanished(["/docs/a.txt"], [Path("l" * 300)]) == []
 
 
-def test_vanished_documents_leave_with_their_kv_unless_another_holds_the_chunk(
+def test_deleted_documents_lose_their_kv_unless_another_document_has_the_chunk(
     pipeline: RagPipeline, engine: FakeEngine, docs: Path
 ) -> None:
     (docs / "copy.txt").write_text(DOCUMENTS["bakery.txt"])
@@ -146,7 +146,9 @@ def test_vanished_documents_leave_with_their_kv_unless_another_holds_the_chunk(
     assert stored(engine) == len(list(pipeline.chunks.chunks())) == len(engine.registry) < entries
 
 
-def test_a_link_out_of_the_folder_is_not_indexed_and_said(pipeline: RagPipeline, docs: Path, tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_not_indexed_and_is_reported(
+    pipeline: RagPipeline, docs: Path, tmp_path: Path
+) -> None:
     (tmp_path / "secret.txt").write_text("The password is rye.")
     (docs / "notes.txt").symlink_to(tmp_path / "secret.txt")
     report = pipeline.index([docs])
@@ -154,7 +156,7 @@ def test_a_link_out_of_the_folder_is_not_indexed_and_said(pipeline: RagPipeline,
     assert [(Path(each.path).name, "link out" in each.reason) for each in report.skipped] == [("notes.txt", True)]
 
 
-def test_a_store_in_the_folder_is_no_documents_but_for_those_kept_in_it(docs: Path) -> None:
+def test_a_store_inside_the_folder_is_not_indexed_except_for_documents_put_into_it(docs: Path) -> None:
     store, reports = docs / "store", []
     for name in ("documents", "tmp"):
         with FakeEngine(DiskStore(store)) as engine, RagPipeline(engine, store, chunk_tokens=24) as pipeline:
@@ -168,7 +170,7 @@ def test_a_store_in_the_folder_is_no_documents_but_for_those_kept_in_it(docs: Pa
     assert not any(report.skipped for report in reports[1:])
 
 
-def test_a_document_is_removed_by_the_path_that_it_was_indexed_by(
+def test_a_document_is_removed_by_its_indexed_path(
     pipeline: RagPipeline, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -190,7 +192,7 @@ def test_files_outside_the_given_directories_stay_indexed(pipeline: RagPipeline,
         pipeline.index([outside])
 
 
-def test_a_file_that_turned_unreadable_keeps_its_former_version_and_an_emptied_one_leaves(
+def test_an_unreadable_file_leaves_its_former_version_and_an_emptied_file_is_removed(
     pipeline: RagPipeline, docs: Path
 ) -> None:
     pipeline.index([docs])
@@ -202,7 +204,7 @@ def test_a_file_that_turned_unreadable_keeps_its_former_version_and_an_emptied_o
     assert names([d.path for d in pipeline.chunks.documents()]) == ["bakery.txt", "log.txt"]
 
 
-def test_a_store_error_leaves_the_document_out_and_the_next_run_goes_on(
+def test_a_store_error_leaves_a_document_out_and_the_next_run_adds_it(
     pipeline: RagPipeline, engine: FakeEngine, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute = engine.precompute
@@ -257,19 +259,17 @@ def test_chunks_stand_in_the_prompt_in_reading_order_once_each_behind_the_header
     assert tokens.token_ids[: len(header)] == header and tokens.spans[0].start == len(header)
 
 
-def test_sources_are_named_by_relevance_and_behind_them_those_that_came_along(
-    pipeline: RagPipeline, docs: Path
-) -> None:
+def test_sources_are_listed_by_relevance_with_following_chunks_last(pipeline: RagPipeline, docs: Path) -> None:
     pipeline.index([docs])
     asked = "What did the ship Corvik carry?"
     for sources in (pipeline.ask(asked).sources, next(pipeline.stream(asked)).sources):
-        assert sources is not None and "Corvik" in sources[0].text  # by path it would be the last
+        assert sources is not None and "Corvik" in sources[0].text  # in order of paths it would be the last
         scores = [source.score for source in sources if source.score is not None]
         assert scores == sorted(scores, reverse=True) and len(scores) > 1
         assert all(source.score is None for source in sources[len(scores) :])
 
 
-def test_a_chunk_that_has_nothing_in_common_with_the_question_is_no_source_unless_it_is_the_nearest(
+def test_an_unrelated_chunk_is_no_source_unless_it_is_the_nearest(
     pipeline: RagPipeline, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline.index([docs])
@@ -303,14 +303,14 @@ def test_an_index_is_opened_once_and_a_prompt_tokenised_once(
     assert [type(each) for each in given if not isinstance(each, TokenizedPrompt)] == [BlendPrompt]
 
 
-def test_a_question_is_rendered_once_and_no_text_of_its_prompt_tokenised_twice(
+def test_a_question_is_rendered_once_and_no_text_of_its_prompt_is_tokenised_twice(
     tmp_path: Path, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine(tokenizer=byte_level(CHATML))
     render, rendered, encoded = engine.tokenizer.apply_chat_template, [], []
     with RagPipeline(engine, tmp_path / "store", chunk_tokens=24) as pipeline:
         pipeline.index([docs])
-        pipeline.ask("Who sells bread?")  # what the template does with thoughts is looked up for the first question
+        pipeline.ask("Who sells bread?")  # the first question looks up how the template treats thoughts
         monkeypatch.setattr(
             engine.tokenizer, "apply_chat_template", lambda *a, **k: rendered.append(a) or render(*a, **k)
         )
@@ -319,14 +319,14 @@ def test_a_question_is_rendered_once_and_no_text_of_its_prompt_tokenised_twice(
             lambda by, text, *how: encoded.append(text) or _encode(by, text, *how),
         )
         for history in ([], [Turn("Who sells bread?", "The bakery.", ())]):
-            for _ in range(2):  # the end of each chunk is looked at for the first question that has the chunk
+            for _ in range(2):  # the first question with a chunk looks at the chunk's end
                 rendered.clear()
                 encoded.clear()
                 pipeline.ask("Who kept a parrot?", history=history)
                 assert len(rendered) == 1
             spans = engine.prompts[-1].spans
             assert spans
-            assert len(encoded) == len(set(encoded)) == len(spans) + 1  # the texts around the chunks
+            assert len(encoded) == len(set(encoded)) == len(spans) + 1  # these are the texts around the chunks
             long = [span.chunk.text for span in spans if len(span.chunk.text) > EDGE]
             assert long and not any(chunk in text for chunk in long for text in encoded)
 
@@ -360,7 +360,7 @@ def test_sources_that_do_not_fit_are_left_out_least_similar_first_with_a_note(tm
         pipeline.ask("word " * 200)
 
 
-def test_streaming_gives_sources_then_text_then_the_answer(
+def test_streaming_yields_sources_then_text_then_the_answer(
     pipeline: RagPipeline, engine: FakeEngine, docs: Path
 ) -> None:
     pipeline.index([docs])
@@ -375,9 +375,7 @@ def test_streaming_gives_sources_then_text_then_the_answer(
     assert engine.closed_streams == 2
 
 
-async def test_what_a_model_thinks_first_is_no_part_of_its_answer_nor_of_what_follows(
-    tmp_path: Path, docs: Path
-) -> None:
+async def test_thoughts_of_a_model_are_no_part_of_its_answer_or_of_later_prompts(tmp_path: Path, docs: Path) -> None:
     engine, question = FakeEngine(tokenizer=thinking()), "Who keeps a parrot?"
     engine.says = ("Is it", " Ada?\n</thi", "nk>\n\nThe", " captain.")
     with RagPipeline(engine, tmp_path / "store") as pipeline:
@@ -396,7 +394,7 @@ async def test_what_a_model_thinks_first_is_no_part_of_its_answer_nor_of_what_fo
     assert cut.notes == ("no answer: the model was still thinking after 2 tokens. Give it more (max_tokens).",)
 
 
-async def test_the_async_twins_agree_with_the_sync_methods(pipeline: RagPipeline, docs: Path) -> None:
+async def test_async_methods_agree_with_sync_methods(pipeline: RagPipeline, docs: Path) -> None:
     await asyncio.to_thread(pipeline.index, [docs])
     question = "Who keeps a parrot?"
     streamed = [event async for event in pipeline.astream(question)]
@@ -405,7 +403,7 @@ async def test_the_async_twins_agree_with_the_sync_methods(pipeline: RagPipeline
     assert streamed[-1].answer is not None
 
 
-async def test_the_engine_hears_of_it_when_a_question_is_cancelled(
+async def test_cancelling_a_question_cancels_the_engines_request(
     pipeline: RagPipeline, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await asyncio.to_thread(pipeline.index, [docs])
@@ -428,7 +426,7 @@ async def test_the_engine_hears_of_it_when_a_question_is_cancelled(
     assert cancelled.is_set()
 
 
-def test_opening_an_index_registers_its_chunks_so_that_plain_text_is_matched(
+def test_opening_an_index_registers_its_chunks_for_matching_in_plain_text(
     pipeline: RagPipeline, docs: Path, tmp_path: Path
 ) -> None:
     pipeline.index([docs])
@@ -439,7 +437,7 @@ def test_opening_an_index_registers_its_chunks_so_that_plain_text_is_matched(
         assert reopened.chunks.config.chunk_tokens == 24
 
 
-def test_what_another_process_indexes_is_found_without_reopening(
+def test_documents_indexed_by_another_process_are_found_without_reopening(
     pipeline: RagPipeline, docs: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match="Nothing is indexed"):
@@ -449,19 +447,19 @@ def test_what_another_process_indexes_is_found_without_reopening(
     assert any("parrot" in source.text for source in pipeline.ask("Who keeps a parrot?").sources)
 
 
-def test_an_index_of_another_model_or_setting_is_refused(pipeline: RagPipeline, tmp_path: Path) -> None:
+def test_an_index_of_another_model_or_chunk_size_is_refused(pipeline: RagPipeline, tmp_path: Path) -> None:
     with pytest.raises(StoreMismatchError, match=r"fake.*other"):
         RagPipeline(FakeEngine(name="other"), tmp_path / "store")
     with pytest.raises(StoreMismatchError, match="24 tokens"):
         RagPipeline(FakeEngine(), tmp_path / "store", chunk_tokens=48)
 
 
-def test_an_index_that_another_process_is_making_is_opened_with_its_settings(
+def test_an_index_being_created_by_another_process_is_opened_with_its_settings(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = tmp_path / "store" / "index.sqlite3"
     index.parent.mkdir()
-    index.touch()  # the first thing it does
+    index.touch()  # the other process creates this file first
 
     def make_it(database: IndexDatabase, create: bool) -> sqlite3.Connection:
         monkeypatch.undo()
@@ -473,7 +471,7 @@ def test_an_index_that_another_process_is_making_is_opened_with_its_settings(
         assert pipeline.chunks.config.chunk_tokens == 24
 
 
-def test_what_cannot_be_opened_leaves_the_engine_as_it_was(
+def test_a_failed_opening_leaves_the_engine_unchanged(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     RagPipeline(FakeEngine(), tmp_path).close()
@@ -494,7 +492,9 @@ def test_what_cannot_be_opened_leaves_the_engine_as_it_was(
         pipeline.close()
 
 
-def test_more_kv_than_the_store_can_hold_is_refused_unless_it_may_go_beyond(tmp_path: Path, docs: Path) -> None:
+def test_indexing_more_kv_than_the_store_can_hold_is_refused_unless_beyond_budget_is_set(
+    tmp_path: Path, docs: Path
+) -> None:
     engine = FakeEngine(MemoryStore(1500))
     with RagPipeline(engine, tmp_path / "store", chunk_tokens=24) as pipeline:
         with pytest.raises(StoreError, match=r"The KV of these \d+ chunks .* the store can hold .*beyond_budget=True"):
@@ -504,7 +504,7 @@ def test_more_kv_than_the_store_can_hold_is_refused_unless_it_may_go_beyond(tmp_
         assert len(report.added) == 3 and report.without_kv
 
 
-def test_chunks_that_are_each_larger_than_the_disks_budget_are_refused(tmp_path: Path, docs: Path) -> None:
+def test_chunks_larger_than_the_disks_budget_are_refused(tmp_path: Path, docs: Path) -> None:
     engine = FakeEngine(TieredStore([MemoryStore(), DiskStore(tmp_path / "store", 50)]))
     with RagPipeline(engine, tmp_path / "store", chunk_tokens=24) as pipeline:
         with pytest.raises(StoreError, match="store can hold 50 B"):
@@ -514,7 +514,7 @@ def test_chunks_that_are_each_larger_than_the_disks_budget_are_refused(tmp_path:
     assert "budget, 50 B, is smaller than the KV of one" in why
 
 
-def test_kv_on_its_way_to_the_only_tier_that_lasts_is_not_reported_as_lost(
+def test_kv_still_being_written_to_the_only_lasting_tier_is_not_reported_as_lost(
     tmp_path: Path, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = DiskStore(tmp_path / "store", writes="back")
@@ -528,7 +528,7 @@ def test_kv_on_its_way_to_the_only_tier_that_lasts_is_not_reported_as_lost(
     assert report.kv_bytes == disk.stats().nbytes
 
 
-def test_a_disk_can_hold_no_more_than_it_has_free_whatever_its_budget(
+def test_a_disk_holds_no_more_than_its_free_space_whatever_its_budget(
     tmp_path: Path, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine(DiskStore(tmp_path / "store", 1 << 40))
@@ -538,7 +538,9 @@ def test_a_disk_can_hold_no_more_than_it_has_free_whatever_its_budget(
             pipeline.index([docs])
 
 
-def test_bad_arguments_are_named(pipeline: RagPipeline, engine: FakeEngine, tmp_path: Path) -> None:
+def test_bad_pipeline_arguments_are_named_in_the_error(
+    pipeline: RagPipeline, engine: FakeEngine, tmp_path: Path
+) -> None:
     sizes = (
         ({"chunk_tokens": 0}, "max_tokens is 0"),
         ({"overlap": -1}, "overlap is -1"),
@@ -547,11 +549,11 @@ def test_bad_arguments_are_named(pipeline: RagPipeline, engine: FakeEngine, tmp_
     for arguments, message in (({"k": 0}, "k is 0"), ({"follow": -1}, "follow is -1"), *sizes):
         with pytest.raises(InputError, match=message):
             RagPipeline(engine, tmp_path / "x", **arguments)
-    assert not ChunkIndex.exists(tmp_path / "x")  # it would be kept with what it was made for
+    assert not ChunkIndex.exists(tmp_path / "x")  # a wrong index would stay there
     with pytest.raises(InputError, match="question is empty"):
         pipeline.ask("  ")
     with pytest.raises(InputError, match="question is not valid Unicode"):
-        pipeline.ask("Where is the \udcff?")  # as an argument's byte that is no UTF-8 comes from a terminal
+        pipeline.ask("Where is the \udcff?")  # a terminal's byte that is no UTF-8 arrives so
 
 
 DIE = """
@@ -593,7 +595,7 @@ for where in sys.argv[3:]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_loses_nothing_and_the_next_one_goes_on(tmp_path: Path, docs: Path) -> None:
+def test_a_killed_run_loses_nothing_and_the_next_run_continues(tmp_path: Path, docs: Path) -> None:
     indexed = {"precompute": 1, "before-add": 1, "after-add": 2}
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -639,7 +641,7 @@ def test_a_question_is_a_span_with_retrieval_and_the_engines_request_in_it(pipel
         assert all(span.end_time for span in spans)
 
 
-def test_a_question_that_fails_ends_its_span_without_saying_what_was_asked(pipeline: RagPipeline) -> None:
+def test_a_failing_question_ends_its_span_without_recording_the_question(pipeline: RagPipeline) -> None:
     kept = exporter()
     kept.clear()
     with pytest.raises(InputError):

@@ -1,4 +1,4 @@
-"""An index with a small stand-in for the embedding model, and what other processes do to it in the tests."""
+"""An index with a small stand-in for the embedding model, and programs that other processes run on it in the tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = IndexConfig(ModelFingerprint("ab" * 16, "small-model"), (1, 2, 3), 64, 
 
 
 class WordEmbedder(Embedder):
-    """Counts words: each text is one vector, a text with "|" one for each part."""
+    """Counts words: each text gets one vector, a text with "|" one vector for each part."""
 
     def __init__(self, name: str):
         super().__init__(name, None)
@@ -54,7 +54,7 @@ def chunks(*texts: str) -> list[Chunk]:
 
 
 def add_many(connection: Connection, directory: Path, prefix: str, count: int) -> None:
-    """Add documents that share a chunk with those of every other process."""
+    """Add documents that share a chunk with the documents of every other process."""
     with patch.object(Embedder, "load", load), ChunkIndex(directory, CONFIG) as index:
         for number in range(count):
             index.add(f"/{prefix}{number}", "d", chunks(f"own text {prefix} {number}", "shared by all"))
@@ -62,7 +62,7 @@ def add_many(connection: Connection, directory: Path, prefix: str, count: int) -
 
 
 def replace_and_die(connection: Connection, directory: Path, statement: int) -> None:
-    """Replace document /a, killed just before the ``statement``-th statement; tell "done" if there are fewer."""
+    """Replace document /a, killed just before the ``statement``-th statement; send "done" if there are fewer."""
     with patch.object(Embedder, "load", load), ChunkIndex(directory, CONFIG) as index:
         seen = 0
 
@@ -80,7 +80,7 @@ def replace_and_die(connection: Connection, directory: Path, statement: int) -> 
 
 
 def read_only(connection: Connection, directory: Path) -> None:
-    """Search and try to change an index as a user who may not write there."""
+    """Search and try to change an index as a user without write permission."""
     if os.geteuid() == 0:
         os.setgid(NOBODY)
         os.setuid(NOBODY)

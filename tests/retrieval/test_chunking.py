@@ -35,7 +35,7 @@ def control_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
 
 @settings(max_examples=150)
 @given(text=TEXTS, kind=st.sampled_from(KINDS), limit=st.sampled_from([48, 64, 200]))
-def test_nothing_is_lost_or_doubled_and_the_limit_holds(text: str, kind: str, limit: int) -> None:
+def test_split_text_loses_and_repeats_no_text_and_keeps_the_limit(text: str, kind: str, limit: int) -> None:
     tokenizer = tokenizer_named(kind)
     position = 0
     for chunk in split_text(text, tokenizer, limit):
@@ -51,7 +51,7 @@ def test_nothing_is_lost_or_doubled_and_the_limit_holds(text: str, kind: str, li
 
 @settings(max_examples=100)
 @given(text=TEXTS, kind=st.sampled_from(KINDS), overlap=st.sampled_from([1, 12, 24]))
-def test_overlapping_chunks_cover_everything_and_each_brings_something_new(text: str, kind: str, overlap: int) -> None:
+def test_overlapping_chunks_cover_the_text_and_each_adds_new_text(text: str, kind: str, overlap: int) -> None:
     covered = 0
     last_start = -1
     for chunk in split_text(text, tokenizer_named(kind), 48, overlap):
@@ -63,7 +63,7 @@ def test_overlapping_chunks_cover_everything_and_each_brings_something_new(text:
     assert text[covered:].strip() == ""
 
 
-def test_overlap_repeats_about_that_many_tokens_from_a_sentence_start(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_overlap_repeats_at_most_that_many_tokens_from_a_sentence_start(tokenizer: PreTrainedTokenizerFast) -> None:
     text = " ".join(f"The harbour log of day {n} says nothing." for n in range(60))
     chunks = split_text(text, tokenizer, 120, overlap=40)
     for before, after in pairwise(chunks):
@@ -73,14 +73,14 @@ def test_overlap_repeats_about_that_many_tokens_from_a_sentence_start(tokenizer:
         assert len(make_chunk(text[after.metadata["start"] : before.metadata["end"]], tokenizer).token_ids) <= 40
 
 
-def test_paragraph_edges_come_before_sentence_edges(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_split_text_prefers_paragraph_edges_to_sentence_edges(tokenizer: PreTrainedTokenizerFast) -> None:
     paragraph = "It stands on a hill. It is old and large. The founder was Ada."
     text = "\n\n".join([paragraph] * 12)
     assert all(chunk.text.endswith("Ada.") for chunk in split_text(text, tokenizer, 120))
 
 
 @pytest.mark.parametrize("text", ["It is on the hill above the harbour. " * 40, "港は東にある。灯台は古い。" * 40])
-def test_without_paragraphs_chunks_end_at_sentences(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_chunks_of_a_text_without_paragraphs_end_at_sentences(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     chunks = split_text(text, tokenizer, 150)
     assert len(chunks) > 2
     assert all(chunk.text[-1] in ".。" for chunk in chunks)
@@ -104,12 +104,12 @@ def test_a_word_longer_than_a_chunk_is_cut_between_tokens(tokenizer: PreTrainedT
     assert "".join(c.text for c in chunks) == text.replace(" ", "")
 
 
-def test_a_cut_never_parts_a_letter_from_its_accent(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_cut_never_separates_a_letter_from_its_accent(tokenizer: PreTrainedTokenizerFast) -> None:
     assert all(chunk.text[0] == "e" for chunk in split_text("e\u0301" * 400, tokenizer, 64))
 
 
 @pytest.mark.slow
-def test_the_work_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitting_takes_time_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_level()
     encoder = encoder_for(tokenizer)
     seen = 0
@@ -144,7 +144,7 @@ def test_turn_markers_of_the_chat_template_stay_text_even_if_not_marked_special(
     assert marker not in make_chunk("hi <|user|> there", chat).token_ids
 
 
-def test_vocabularies_that_hold_control_tokens_as_words_cannot_be_made_to_emit_them() -> None:
+def test_a_vocabulary_with_control_tokens_as_words_cannot_be_made_to_emit_them() -> None:
     backend = Tokenizer(models.WordLevel({"<s>": 0, "[U]": 1, "a": 2, "<": 3, "s>": 4}, unk_token="[U]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="[U]")
@@ -169,14 +169,14 @@ def test_documents_stay_plain_while_another_thread_uses_the_tokenizer(tokenizer:
         thread.join()
 
 
-def test_the_same_text_has_the_same_id_everywhere() -> None:
+def test_equal_texts_have_equal_ids_with_every_tokenizer() -> None:
     one = make_chunk("  The same text.\n", byte_level())
     two = make_chunk("The same text.", metaspace(), {"source": "b"})
     assert one.id == two.id == hashlib.sha256(b"The same text.").hexdigest()[:32]
     assert one.token_ids != two.token_ids
 
 
-def test_metadata_is_kept(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_chunks_carry_the_metadata_of_their_document(tokenizer: PreTrainedTokenizerFast) -> None:
     (chunk,) = split_text(" hi ", tokenizer, metadata={"source": "a.txt"})
     assert chunk.metadata == {"source": "a.txt", "start": 1, "end": 3}
 
@@ -188,7 +188,7 @@ def test_blank_text_has_no_chunks(tokenizer: PreTrainedTokenizerFast, text: str)
         make_chunk(text, tokenizer)
 
 
-def test_bad_arguments_are_named(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_bad_arguments_are_named_in_the_error(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(InputError, match="max_tokens is 4"):
         split_text("x", tokenizer, 4)
     with pytest.raises(InputError, match="overlap is 40"):
@@ -222,7 +222,7 @@ ROWS = st.lists(st.one_of(st.lists(CELLS, min_size=2, max_size=3), st.lists(CELL
 
 @settings(max_examples=100)
 @given(rows=ROWS, names=st.lists(CELLS, max_size=4), kind=st.sampled_from(KINDS), limit=st.sampled_from([48, 64, 200]))
-def test_every_row_of_a_table_stands_once_behind_its_head_and_the_limit_holds(
+def test_every_row_of_a_table_appears_once_under_its_header_and_the_limit_holds(
     rows: list[list[str]], names: list[str], kind: str, limit: int
 ) -> None:
     tokenizer, head = tokenizer_named(kind), " | ".join(names)
@@ -239,7 +239,7 @@ def test_every_row_of_a_table_stands_once_behind_its_head_and_the_limit_holds(
     assert "".join(covered.split()) in ("".join(text.split()), "".join("".join(lines).split()))
 
 
-def test_chunks_of_a_table_hold_whole_rows_and_the_head_once(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_chunks_of_a_table_have_whole_rows_and_one_header(tokenizer: PreTrainedTokenizerFast) -> None:
     lines = [f"Gull {n} | grain. Salt. | {n}" for n in range(60)]
     chunks = split_rows("\n".join(["ship | cargo | year", *lines]), "ship | cargo | year", tokenizer, 120)
     assert 1 < len(chunks) < 40
@@ -249,7 +249,7 @@ def test_chunks_of_a_table_hold_whole_rows_and_the_head_once(tokenizer: PreTrain
     assert [row for chunk in chunks for row in chunk.text.split("\n")[1:]] == lines
 
 
-def test_rows_of_one_thing_stay_together_where_a_chunk_has_room(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_rows_with_equal_first_cells_stay_together_if_a_chunk_has_room(tokenizer: PreTrainedTokenizerFast) -> None:
     lines = [f"{ship} | {n}" for ship in ("Proud Gull", "Ivory Anchor", "Grey Heron") for n in range(5)]
     chunks = split_rows(
         "\n".join(lines), "", tokenizer, sum(len(make_chunk(x, tokenizer).token_ids) + 2 for x in lines[:7])
@@ -257,7 +257,7 @@ def test_rows_of_one_thing_stay_together_where_a_chunk_has_room(tokenizer: PreTr
     assert [chunk.text.split("\n") for chunk in chunks] == [lines[:5], lines[5:10], lines[10:]]
 
 
-def test_a_document_is_split_by_rows_if_it_is_a_table(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_table_is_split_by_rows(tokenizer: PreTrainedTokenizerFast) -> None:
     text = "\n".join(["a | b", *(f"One. Two. | {n}" for n in range(20))])
     table = Document("t.csv", text, "d", {"source": "t.csv"}, head="a | b")
     chunks = split_document(table, tokenizer, 64)

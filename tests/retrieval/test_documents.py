@@ -67,7 +67,7 @@ def test_text_is_read_in_the_usual_encodings_with_unix_newlines(tmp_path: Path, 
     assert document.digest == file_digest(path) == file_digest(str(path))
 
 
-def test_markdown_stays_as_it_is(tmp_path: Path) -> None:
+def test_markdown_stays_unchanged(tmp_path: Path) -> None:
     text = "# Title\n\n* item `<b>`\n\n| a | b |\n"
     (tmp_path / "a.MD").write_text(text)
     assert loaded(tmp_path / "a.MD").text == text
@@ -79,7 +79,7 @@ def test_any_unicode_text_survives(text: str) -> None:
 
 
 @given(st.binary(max_size=400))
-def test_any_bytes_are_text_or_a_reason(data: bytes) -> None:
+def test_all_bytes_decode_to_text_or_raise_an_error_with_a_reason(data: bytes) -> None:
     for read in (decode, html_text, pdf_text, word_text, slides_text, table_text, json_text):
         try:
             read(data)
@@ -107,7 +107,7 @@ def test_any_bytes_are_text_or_a_reason(data: bytes) -> None:
         ("empty.pdf", b"", "empty", True),
     ],
 )
-def test_what_gives_no_text_is_skipped_with_the_reason(
+def test_a_file_without_text_is_skipped_with_the_reason(
     tmp_path: Path, name: str, data: bytes, reason: str, blank: bool
 ) -> None:
     (tmp_path / name).write_bytes(data)
@@ -115,7 +115,7 @@ def test_what_gives_no_text_is_skipped_with_the_reason(
     assert reason in document.reason and document.blank is blank
 
 
-def test_html_becomes_what_a_reader_sees(tmp_path: Path) -> None:
+def test_html_becomes_the_visible_text(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         "<html><head><title>The\n Logs</title><style>p{}</style></head><body><h1>The  <b>Logs</b></h1><p>Wind\nwest,<br>"
         "calm&nbsp;sea.</p><!-- no --><div>a<p>b</p>c</div><ul><li>one</li>\n<li>two<ul><li>three</ul></ul>"
@@ -130,13 +130,13 @@ def test_html_becomes_what_a_reader_sees(tmp_path: Path) -> None:
     assert document.metadata["title"] == "The Logs"
 
 
-def test_html_without_a_closed_head_or_with_forms_loses_nothing() -> None:
+def test_html_with_an_unclosed_head_or_with_forms_loses_no_text() -> None:
     page = b"<head><title>T</title><body>Seen.<form><button>Press</button><select><option>Pick</select></form>"
     text, metadata = html_text(page)
     assert all(word in text for word in ("Seen.", "Press", "Pick")) and metadata == {"title": "T"}
 
 
-def test_what_belongs_to_the_site_and_not_to_the_page_is_left_out() -> None:
+def test_navigation_and_footers_of_a_web_page_are_left_out() -> None:
     page = (
         b"<nav><ul><li>Home</ul></nav><header>Harbour news</header><main><p>The light is out.<script>track()</script></main>"
         b"<style>p{}</style><template>later</template><footer><p>All rights reserved</footer>"
@@ -144,10 +144,10 @@ def test_what_belongs_to_the_site_and_not_to_the_page_is_left_out() -> None:
     assert html_text(page)[0] == "Harbour news\n\nThe light is out."
 
 
-def test_html_in_a_declared_encoding() -> None:
+def test_html_is_decoded_by_its_declared_encoding() -> None:
     page = '<meta charset="koi8-r"><p>Маяк</p>'.encode("koi8-r")
     assert html_text(page)[0] == "Маяк"
-    assert html_text("<meta charset='latin-1'><p>Маяк</p>".encode())[0] == "Маяк"  # it is UTF-8, whatever it says
+    assert html_text("<meta charset='latin-1'><p>Маяк</p>".encode())[0] == "Маяк"  # it is UTF-8 anyway
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_pdfs_without_readable_text_are_skipped_with_the_reason(
     )
 
 
-def test_a_page_that_cannot_be_read_does_not_cost_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_page_does_not_lose_the_rest_of_a_pdf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_pdf(tmp_path / "a.pdf", ["The harbour.", "The hill."])
     real = pypdf.PageObject.extract_text
 
@@ -200,7 +200,7 @@ def test_a_page_that_cannot_be_read_does_not_cost_the_others(tmp_path: Path, mon
     assert not failed.value.blank
 
 
-def test_any_damage_to_a_pdf_is_text_or_a_skip(tmp_path: Path) -> None:
+def test_a_damaged_pdf_gives_text_or_is_skipped(tmp_path: Path) -> None:
     write_pdf(tmp_path / "good.pdf", ["The harbour.", "The hill."])
     data = (tmp_path / "good.pdf").read_bytes()
     for at in range(0, len(data), 7):
@@ -225,7 +225,7 @@ def test_a_hundred_megabytes_of_text_are_read(tmp_path: Path) -> None:
     assert len(loaded(tmp_path / "big.txt").text) > 100_000_000
 
 
-def test_what_the_system_does_not_let_us_read_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_and_irregular_files_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     assert "not a regular file" in skipped(tmp_path / "pipe.txt").reason
     assert "No such file" in skipped(tmp_path / "gone.txt").reason
@@ -236,12 +236,12 @@ def test_what_the_system_does_not_let_us_read_is_skipped(tmp_path: Path, monkeyp
         raise PermissionError(13, "Permission denied", str(path))
 
     (tmp_path / "a.txt").write_text("x")
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # file modes do not stop root, who runs many CI jobs
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # file modes do not stop root, which runs many CI jobs
     denied = skipped(tmp_path / "a.txt")
     assert denied.reason == "it cannot be read: Permission denied" and not denied.blank
 
 
-def test_a_name_that_is_not_unicode_is_skipped(tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_unicode_is_skipped(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path / "caf") + b"\xe9.txt"))
     path.write_text("x")
     document = load_document(find_documents([tmp_path]).files[0])
@@ -257,7 +257,7 @@ def test_directories_are_walked_in_name_order_without_hidden_entries(tmp_path: P
     assert found == ["a.html", "b/a.MD", "b/pic.png", "b/z.txt", "c.pdf"]
 
 
-def test_each_file_is_listed_once_and_hidden_ones_only_when_named(
+def test_each_file_is_listed_once_and_hidden_files_only_if_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("x")
@@ -285,7 +285,7 @@ def test_a_directory_that_cannot_be_listed_is_reported(tmp_path: Path, monkeypat
     assert skipped(tmp_path / "closed").reason == "it cannot be read: Permission denied"
 
 
-def test_what_cannot_be_looked_at_is_skipped_and_the_others_are_found(
+def test_inaccessible_files_are_skipped_and_accessible_ones_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "closed").mkdir()
@@ -300,7 +300,7 @@ def test_what_cannot_be_looked_at_is_skipped_and_the_others_are_found(
 
         return refusing
 
-    for name in ("stat", "lstat"):  # as in a directory that may be listed and not entered; modes do not stop root
+    for name in ("stat", "lstat"):  # simulates a directory that may be listed and not entered; modes do not stop root
         monkeypatch.setattr(os, name, forbidding(getattr(os, name)))
     closed, long = tmp_path / "closed/a.txt", tmp_path / ("l" * 300)
     assert list(find_documents([tmp_path]).files) == [closed, tmp_path / "open.txt"]
@@ -315,9 +315,11 @@ def test_a_missing_path_is_an_input_error_before_anything_is_listed(tmp_path: Pa
         find_documents([tmp_path / "a.txt", tmp_path / "nowhere.txt", tmp_path / "gone"])
 
 
-def test_a_name_that_begins_like_a_home_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_name_that_begins_with_a_tilde_is_no_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("~$a.txt").write_text("x")  # as Office calls what it holds open
+    Path("~$a.txt").write_text("x")  # Office names its lock files so
     assert loaded(Path("~$a.txt")).path == str(tmp_path / "~$a.txt")
     assert find_documents(["~$a.txt"]).files == (tmp_path / "~$a.txt",)
 
@@ -326,7 +328,7 @@ def listed(root: Path, **patterns: list[str]) -> list[str]:
     return [path.relative_to(root).as_posix() for path in find_documents([root], **patterns).files]
 
 
-def test_patterns_choose_among_the_files_of_a_directory(tmp_path: Path) -> None:
+def test_patterns_select_files_of_a_directory(tmp_path: Path) -> None:
     for name in ("a.md", "b.txt", "old/c.md", "old/deep/d.md", "lib/node_modules/e.md", "lib/f.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
@@ -336,17 +338,17 @@ def test_patterns_choose_among_the_files_of_a_directory(tmp_path: Path) -> None:
     assert listed(tmp_path, include=["*.md"], exclude=["old/deep/*", "node_modules"]) == ["a.md", "old/c.md"]
     assert list(find_documents([tmp_path / "b.txt"], ["*.md"], ["b*"]).files) == [
         tmp_path / "b.txt"
-    ]  # named, so wanted
+    ]  # a named file is always included
 
 
-def test_the_digest_tells_contents_apart(tmp_path: Path) -> None:
+def test_the_digest_differs_between_contents(tmp_path: Path) -> None:
     for name, data in (("a", b"x" * 3_000_000), ("b", b"x" * 3_000_000), ("c", b"x" * 2_999_999 + b"y")):
         (tmp_path / name).write_bytes(data)
     digests = [file_digest(tmp_path / name) for name in "abc"]
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_link_out_of_the_folder_is_skipped_with_a_reason_and_one_within_is_taken(tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_skipped_with_a_reason_and_a_link_within_is_read(tmp_path: Path) -> None:
     outside, folder, other = tmp_path / "outside", tmp_path / "folder", tmp_path / "other"
     for directory in (outside, folder, other):
         directory.mkdir()
@@ -371,7 +373,7 @@ def test_a_link_out_of_the_folder_is_skipped_with_a_reason_and_one_within_is_tak
     assert {Path(each.path).name for each in some.skipped} == {"chain.txt", "gone.txt", "given too.txt"}
 
 
-def test_a_link_that_is_given_itself_is_taken(tmp_path: Path) -> None:
+def test_a_link_given_as_an_argument_is_read(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "text.txt").write_text("text")
     link, linked = tmp_path / "link.txt", tmp_path / "linked"

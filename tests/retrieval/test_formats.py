@@ -1,4 +1,4 @@
-"""Word, PowerPoint, tables, JSON and source code become text."""
+"""Tests that Word, PowerPoint, tables, JSON and source code become text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loaded(path: Path) -> Document:
     return document
 
 
-def test_a_word_document_keeps_headings_lists_and_tables(tmp_path: Path) -> None:
+def test_a_word_document_becomes_text_with_headings_lists_and_tables(tmp_path: Path) -> None:
     docx = pytest.importorskip("docx")
     document = docx.Document()
     document.core_properties.title = "Rules"
@@ -73,9 +73,7 @@ def test_a_presentation_is_read_slide_by_slide_with_notes_groups_and_tables(tmp_
         ("junk.pptx", b"PK\x03\x04", "not a readable presentation"),
     ],
 )
-def test_what_only_looks_like_an_office_file_is_skipped_with_the_reason(
-    tmp_path: Path, name: str, data: bytes, reason: str
-) -> None:
+def test_a_broken_office_file_is_skipped_with_the_reason(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
     pytest.importorskip(Path(name).suffix[1:])
     (tmp_path / name).write_bytes(data)
     document = load_document(tmp_path / name)
@@ -83,7 +81,7 @@ def test_what_only_looks_like_an_office_file_is_skipped_with_the_reason(
 
 
 @pytest.mark.parametrize(("read", "library"), [(word_text, "docx"), (slides_text, "pptx")])
-def test_without_its_library_a_file_is_refused_with_the_extra_to_install(
+def test_a_file_whose_library_is_missing_is_refused_with_the_extra_to_install(
     monkeypatch: pytest.MonkeyPatch, read: Any, library: str
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
@@ -99,14 +97,14 @@ def test_an_archive_that_unpacks_to_too_much_is_skipped(tmp_path: Path, claimed:
     pytest.importorskip("docx")
     with zipfile.ZipFile(tmp_path / "bomb.docx", "w") as archive:
         archive.writestr("word/document.xml", bytes(120_000))
-        archive.infolist()[0].file_size = claimed  # of what is unpacked no more than that is ever read
+        archive.infolist()[0].file_size = claimed  # readers never unpack more than the declared size
     document = load_document(tmp_path / "bomb.docx")
     assert isinstance(document, SkippedDocument)
     assert re.search(reason, document.reason), document.reason
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-def test_a_tables_rows_are_lines_under_the_names_of_its_columns(delimiter: str) -> None:
+def test_rows_of_a_table_become_lines_under_the_names_of_its_columns(delimiter: str) -> None:
     rows = [["ship", "cargo", "built"], ["Proud Gull", "grain", "1889"], ["Ivory Anchor", "", "1901"]]
     text = "\n".join(delimiter.join(row) for row in rows)
     assert table_text(text.encode()) == (
@@ -115,7 +113,7 @@ def test_a_tables_rows_are_lines_under_the_names_of_its_columns(delimiter: str) 
     )
 
 
-def test_a_table_without_a_head_and_with_quoted_cells_is_read() -> None:
+def test_a_table_with_quoted_cells_and_no_header_is_read() -> None:
     assert table_text(b'1,"two, with\nlines"\n3,four\n') == ("1 | two, with lines\n3 | four", {"head": ""})
     assert table_text(b"alone\n") == ("alone", {"head": ""})
 
@@ -128,16 +126,16 @@ def test_an_apostrophe_in_a_table_is_no_quote(delimiter: str) -> None:
     assert table_text(table.getvalue().encode())[0] == "\n".join(map(" | ".join, rows))
 
 
-def test_a_tables_delimiter_is_found_where_cells_hold_quotes_and_line_ends() -> None:
+def test_the_delimiter_of_a_table_is_found_despite_quotes_and_line_ends_in_cells() -> None:
     table = "price;desc;year\n3.5 'net';\"3.5 for\ntwo\";'new' 1999\n"
     assert table_text(table.encode())[0] == "price | desc | year\n3.5 'net' | 3.5 for two | 'new' 1999"
 
 
-def test_rows_longer_than_the_head_lose_nothing() -> None:
+def test_rows_longer_than_the_header_lose_no_cell() -> None:
     assert table_text(b"a,b\n1,2,3\n")[0] == "a | b\n1 | 2 | 3"
 
 
-def test_a_table_is_loaded_with_its_head_and_a_text_without_one(tmp_path: Path) -> None:
+def test_a_table_is_loaded_with_its_header_and_a_text_without_one(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("ship,cargo\nGull,grain\n")
     (tmp_path / "a.txt").write_text("ship,cargo\nGull,grain\n")
     table = loaded(tmp_path / "a.csv")
@@ -145,18 +143,18 @@ def test_a_table_is_loaded_with_its_head_and_a_text_without_one(tmp_path: Path) 
     assert loaded(tmp_path / "a.txt").head is None
 
 
-def test_json_has_a_line_for_each_value_and_json_lines_a_paragraph_for_each() -> None:
+def test_json_has_one_line_per_value_and_json_lines_one_paragraph_per_line() -> None:
     assert json_text('{"name":"Börre","ids":[1]}'.encode())[0] == '{\n "name": "Börre",\n "ids": [\n  1\n ]\n}'
     assert json_text(b'{"a":1}\n{"a":2}\n')[0] == '{\n "a": 1\n}\n\n{\n "a": 2\n}'
 
 
-def test_a_line_of_json_may_hold_other_separators_of_lines() -> None:
+def test_a_line_of_json_may_contain_unicode_line_separators() -> None:
     text = '{"said": "one\u2028two"}\r\n{"said": "three\x85four"}\n' + '{"said": "nothing"}\n' * 9
     found, _ = json_text(text.encode())
     assert found.startswith('{\n "said": "one\u2028two"\n}\n\n{\n "said": "three\x85four"\n}\n\n')
 
 
-def test_half_a_character_in_json_is_no_reason_to_stop(tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_in_json_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(rb'{"cut": "a \ud83d", "whole": "\ud83d\ude00"}')
     assert loaded(tmp_path / "a.json").text == '{\n "cut": "a ?",\n "whole": "\U0001f600"\n}'
     (tmp_path / "b.json").write_bytes(rb'"a \ude00"')
@@ -164,7 +162,7 @@ def test_half_a_character_in_json_is_no_reason_to_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.py", "a.RS", "a.rst", "a.yaml"])
-def test_source_code_and_rst_stay_as_they_are(tmp_path: Path, name: str) -> None:
+def test_source_code_and_rst_stay_unchanged(tmp_path: Path, name: str) -> None:
     text = "def f(x):\n    return x  # twice\n"
     (tmp_path / name).write_text(text)
     assert loaded(tmp_path / name).text == text

@@ -55,7 +55,7 @@ def real_embedder() -> Embedder:
     return Embedder.load(DEFAULT_EMBEDDING)
 
 
-def test_the_packaged_embedding_finds_what_a_question_is_about(
+def test_the_packaged_embedding_finds_the_chunk_that_a_question_is_about(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, real_embedder: Embedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Embedder, "load", lambda name: real_embedder)
@@ -74,7 +74,7 @@ def test_the_packaged_embedding_finds_what_a_question_is_about(
         assert "cod" in index.search("What did the sailors have for dinner?", 1)[0].chunk.text
 
 
-def test_what_stands_beyond_the_models_reach_is_found(real_embedder: Embedder) -> None:
+def test_text_beyond_the_embedding_models_window_is_found(real_embedder: Embedder) -> None:
     filler = "The harbour office opens at nine and closes at five on every working day of the year. " * 35
     text = filler + "Queen Isolde was buried under the old walnut tree."
     windows = real_embedder.texts([text, "short"])
@@ -89,7 +89,7 @@ def test_windows_cover_the_text_and_fit_the_model(real_embedder: Embedder) -> No
     windows = real_embedder.windows(text)
     assert "".join(windows) == text
     tokenizer = real_embedder.model.tokenizer
-    # A word cut in two may take one more word piece than it did whole.
+    # A word cut in two may take one more word piece than the whole word.
     assert max(len(tokenizer(w, verbose=False)["input_ids"]) for w in windows) <= 256 + 2
 
 
@@ -113,7 +113,7 @@ def test_chunks_can_be_read_without_loading_an_embedding_or_faiss(index: ChunkIn
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_chunk_keeps_text_tokens_and_metadata(index: ChunkIndex, directory: Path) -> None:
+def test_a_stored_chunk_has_its_text_tokens_and_metadata(index: ChunkIndex, directory: Path) -> None:
     made = chunk("Grüße — 你好 🎉", "/a", 7)
     index.add("/a", "d", [made])
     with ChunkIndex(directory) as again:
@@ -123,7 +123,7 @@ def test_a_chunk_keeps_text_tokens_and_metadata(index: ChunkIndex, directory: Pa
         index.chunk("feed")
 
 
-def test_a_chunk_in_two_documents_is_one_hit_and_outlives_one_of_them(index: ChunkIndex) -> None:
+def test_a_chunk_in_two_documents_is_one_hit_and_outlives_one_of_the_documents(index: ChunkIndex) -> None:
     shared, own = chunk("shared words"), chunk("own words")
     assert index.add("/a", "d", [own, shared]) == index.add("/b", "d", [shared]) == []
     assert [(hit.path, hit.ordinal) for hit in index.search("shared words", 5)] == [("/a", 1), ("/a", 0)]
@@ -142,7 +142,7 @@ def test_adding_a_document_again_replaces_it(index: ChunkIndex) -> None:
     assert texts(index, "third", 9)[0] == "third" and len(texts(index, "third", 9)) == 2
 
 
-def test_a_chunk_is_scored_by_its_best_window_and_is_one_hit(index: ChunkIndex) -> None:
+def test_a_chunk_is_scored_by_its_best_window_and_found_once(index: ChunkIndex) -> None:
     many = "|".join(["blue anchor"] * 40) + "|storm"
     index.add("/a", "d", chunks(many, "anchor", "unrelated words"))
     assert texts(index, "blue anchor", 2) == [many, "anchor"]
@@ -162,7 +162,7 @@ def test_vectors_can_be_read_and_searched_without_a_question(index: ChunkIndex) 
     assert want[0][0] == held[1].id
 
 
-def test_neighbours_are_the_chunks_around_a_hit(index: ChunkIndex) -> None:
+def test_neighbours_are_the_chunks_before_and_after_a_hit(index: ChunkIndex) -> None:
     index.add("/a", "d", chunks("zero", "one", "two", "three"))
     index.add("/b", "d", chunks("other"))
     hit = index.search("one", 1)[0]
@@ -171,14 +171,14 @@ def test_neighbours_are_the_chunks_around_a_hit(index: ChunkIndex) -> None:
     assert index.neighbours(hit, 0, 0) == []
 
 
-def test_mistakes_in_arguments_are_input_errors(index: ChunkIndex) -> None:
+def test_wrong_arguments_are_input_errors(index: ChunkIndex) -> None:
     with pytest.raises(InputError, match="k is 0"):
         index.search("x", 0)
     with pytest.raises(InputError, match=r"/gone is not in the index"):
         index.delete("/gone")
 
 
-def test_an_error_in_the_middle_of_adding_changes_nothing(index: ChunkIndex) -> None:
+def test_an_error_during_an_addition_changes_nothing(index: ChunkIndex) -> None:
     index.add("/a", "1", chunks("one"))
     bad = replace(chunk("two"), token_ids=("no number",))  # type: ignore[arg-type]
     with pytest.raises(ValueError):
@@ -186,7 +186,7 @@ def test_an_error_in_the_middle_of_adding_changes_nothing(index: ChunkIndex) -> 
     assert index.digest_of("/a") == "1" and texts(index, "three", 9) == ["one"]
 
 
-def test_rebuilding_changes_the_embedding_of_everything(index: ChunkIndex, directory: Path) -> None:
+def test_rebuilding_changes_the_embedding_of_every_chunk(index: ChunkIndex, directory: Path) -> None:
     index.add("/a", "d", chunks("one", "two"))
     with ChunkIndex(directory) as other:
         assert texts(other, "two", 1) == ["two"]
@@ -197,7 +197,7 @@ def test_rebuilding_changes_the_embedding_of_everything(index: ChunkIndex, direc
             assert each.config.embedding == "more words" and texts(each, "two", 1) == ["two"]
 
 
-def test_chunks_added_while_another_process_rebuilds_get_the_new_embedding(
+def test_chunks_added_during_a_rebuild_by_another_process_get_the_new_embedding(
     index: ChunkIndex, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ChunkIndex(directory) as other:
@@ -226,7 +226,7 @@ def test_chunks_added_while_another_process_rebuilds_get_the_new_embedding(
         (replace(CONFIG, embedding="others"), r"embedding model is words, not others"),
     ],
 )
-def test_an_index_made_for_something_else_is_refused(
+def test_an_index_made_for_another_configuration_is_refused(
     index: ChunkIndex, directory: Path, wanted: index_workers.IndexConfig, message: str
 ) -> None:
     with pytest.raises(StoreMismatchError, match=f"{message}.*another directory"):
@@ -235,12 +235,12 @@ def test_an_index_made_for_something_else_is_refused(
     ChunkIndex(directory, renamed).close()
 
 
-def test_opening_what_is_not_there_or_not_ours_is_refused(directory: Path) -> None:
+def test_a_missing_or_foreign_index_is_refused(directory: Path) -> None:
     assert not ChunkIndex.exists(directory)
     with pytest.raises(StoreError, match="There is no index"):
         ChunkIndex(directory)
     assert list(directory.iterdir()) == []
-    (directory / INDEX_FILE).touch()  # what is left of a creation that was cut short
+    (directory / INDEX_FILE).touch()  # an interrupted creation leaves an empty file
     with pytest.raises(StoreError, match="There is no index"):
         ChunkIndex(directory)
     ChunkIndex(directory, CONFIG).close()
@@ -254,7 +254,7 @@ def test_opening_what_is_not_there_or_not_ours_is_refused(directory: Path) -> No
         ChunkIndex(directory / "file" / "below", CONFIG)
 
 
-def test_a_foreign_database_is_left_alone(directory: Path) -> None:
+def test_a_foreign_database_is_refused_and_left_unchanged(directory: Path) -> None:
     with sqlite3.connect(directory / INDEX_FILE) as database:
         database.execute("CREATE TABLE theirs (x)")
     database.close()
@@ -262,7 +262,7 @@ def test_a_foreign_database_is_left_alone(directory: Path) -> None:
         ChunkIndex(directory, CONFIG)
 
 
-def test_damage_is_told_and_never_a_wrong_answer(index: ChunkIndex, directory: Path) -> None:
+def test_a_damaged_index_raises_an_error_and_never_returns_a_wrong_chunk(index: ChunkIndex, directory: Path) -> None:
     stored = [f"text number {number} about {['a', 'b', 'c', 'd', 'e', 'f'][number % 6]}" for number in range(60)]
     index.add("/a", "d", chunks(*stored))
     expected = {c.id: c for c in index.chunks()}
@@ -286,7 +286,7 @@ def test_damage_is_told_and_never_a_wrong_answer(index: ChunkIndex, directory: P
 
 
 @pytest.mark.parametrize("content", [b"not a database at all" * 300, b"SQLite format 3\0" + b"\xff" * 5000])
-def test_a_file_that_is_no_database_says_how_to_start_over(directory: Path, content: bytes) -> None:
+def test_the_error_for_a_broken_database_file_explains_how_to_start_over(directory: Path, content: bytes) -> None:
     (directory / INDEX_FILE).write_bytes(content)
     with pytest.raises(StoreError, match=r"damaged.*Delete index\.sqlite3\*.*index the documents again"):
         ChunkIndex(directory, CONFIG)
@@ -301,7 +301,7 @@ def test_damaged_vectors_are_repaired_by_rebuilding(index: ChunkIndex) -> None:
     assert texts(index, "one", 1) == ["one"]
 
 
-def test_a_writer_may_die_before_any_statement(words: None, directory: Path) -> None:
+def test_a_writer_killed_before_any_statement_leaves_the_index_whole(words: None, directory: Path) -> None:
     versions = {"old": ["kept in both", "old one"], "new": ["kept in both", "new one", "new two"]}
     seen = set()
     for statement in range(1, 200):
@@ -323,8 +323,8 @@ def test_a_writer_may_die_before_any_statement(words: None, directory: Path) -> 
     assert finished and statement > 20 and seen == {"old", "new"}
 
 
-@pytest.mark.parametrize("statement", [1, 2])  # of those that run before the lock for making the tables is taken
-def test_another_process_makes_the_index_while_this_one_looks(
+@pytest.mark.parametrize("statement", [1, 2])  # these statements run before the lock for making the tables is taken
+def test_an_index_created_by_another_process_at_the_same_moment_opens(
     words: None, directory: Path, statement: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect = IndexDatabase.connect
@@ -350,7 +350,7 @@ def test_another_process_makes_the_index_while_this_one_looks(
         assert index.stats().documents == 0 and made
 
 
-def test_an_index_is_there_once_it_can_be_opened_and_no_sooner(
+def test_an_index_exists_only_once_it_can_be_opened(
     words: None, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect = IndexDatabase.connect
@@ -372,10 +372,10 @@ def test_an_index_is_there_once_it_can_be_opened_and_no_sooner(
     assert there == sorted(there) and {*there} == {False, True}
 
 
-def test_processes_add_at_once_and_see_each_other(words: None, directory: Path) -> None:
+def test_processes_add_at_the_same_time_and_find_each_others_chunks(words: None, directory: Path) -> None:
     workers = [start(index_workers.add_many, directory, prefix, 15) for prefix in "xyz"]
     for _, connection in workers:
-        connection.recv()  # all are at work, and the index exists
+        connection.recv()  # all workers are running, and the index exists
     with ChunkIndex(directory, CONFIG) as index:
         before = index.generation
         while index.stats().documents < 45:
@@ -389,7 +389,7 @@ def test_processes_add_at_once_and_see_each_other(words: None, directory: Path) 
         assert texts(index, "own text y 7", 1) == ["own text y 7"]
 
 
-def test_threads_share_an_index(index: ChunkIndex) -> None:
+def test_threads_share_an_index_object(index: ChunkIndex) -> None:
     failures: list[BaseException] = []
 
     def work(name: str) -> None:
@@ -409,7 +409,7 @@ def test_threads_share_an_index(index: ChunkIndex) -> None:
 
 
 @pytest.mark.parametrize("writer_is_open", [False, True])
-def test_an_index_that_cannot_be_written_can_be_searched(words: None, directory: Path, writer_is_open: bool) -> None:
+def test_a_read_only_index_can_be_searched(words: None, directory: Path, writer_is_open: bool) -> None:
     writer = ChunkIndex(directory, CONFIG)
     writer.add("/a", "d", chunks("blue anchor", "red lantern"))
     if not writer_is_open:
@@ -442,7 +442,9 @@ _steps = st.lists(
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=_steps)
-def test_an_index_holds_what_its_documents_hold(words: None, steps: list[tuple[str, list[str] | None]]) -> None:
+def test_an_index_contains_exactly_the_chunks_of_its_documents(
+    words: None, steps: list[tuple[str, list[str] | None]]
+) -> None:
     model: dict[str, list[str]] = {}
     with (
         memory_directory() as root,

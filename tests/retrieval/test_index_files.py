@@ -1,4 +1,4 @@
-"""The index's files: who may read them, and how they get on with the file system."""
+"""Tests the index's files: their permissions, and their use of the file system."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_document(index: IndexDatabase, path: str) -> None:
         index.replace_document(path, "digest", [], {})
 
 
-def test_processes_share_an_index_without_memory_that_other_machines_do_not_see(directory: Path) -> None:
+def test_processes_share_an_index_without_shared_memory_files(directory: Path) -> None:
     first, second = IndexDatabase(directory, CONFIG), IndexDatabase(directory, CONFIG)
     assert journal(first) == journal(second) == "delete"
     before = second.generation
@@ -67,7 +67,7 @@ def test_processes_share_an_index_without_memory_that_other_machines_do_not_see(
         each.close()
 
 
-def test_what_is_being_written_holds_up_nobody_who_reads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_in_progress_does_not_block_readers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(IndexDatabase, "busy_timeout_s", 0.0)
     writer, reader = IndexDatabase(directory, CONFIG), IndexDatabase(directory, None)
     writer.db.execute("PRAGMA cache_size = 1")
@@ -85,7 +85,7 @@ def test_an_interrupted_write_is_not_read_without_write_permission(
 ) -> None:
     index = IndexDatabase(directory, CONFIG)
     index.db.execute("PRAGMA cache_size = 1")
-    index.db.execute("PRAGMA cache_spill = 1")  # so that what is not committed reaches the file
+    index.db.execute("PRAGMA cache_spill = 1")  # uncommitted pages reach the file
     copy = directory.with_name("copy")
     with pytest.raises(KeyboardInterrupt), index.transaction():
         for number in range(2000):
@@ -103,9 +103,9 @@ def test_an_interrupted_write_is_not_read_without_write_permission(
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_an_index_that_was_moved_while_open_says_so_when_it_is_written(directory: Path, replaced: bool) -> None:
+def test_writing_to_an_index_moved_while_open_is_an_error(directory: Path, replaced: bool) -> None:
     with IndexDatabase(directory, CONFIG) as index:
-        if replaced:  # as by a backup
+        if replaced:  # a backup does so
             shutil.copy(index.path, directory / "copy")
             (directory / "copy").rename(index.path)
         else:
@@ -114,7 +114,7 @@ def test_an_index_that_was_moved_while_open_says_so_when_it_is_written(directory
             add_document(index, "one")
 
 
-def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
+def test_an_index_directory_may_have_any_name(tmp_path: Path) -> None:
     directory = tmp_path / os.fsdecode(b"caf\xe9 #?%41")
     try:
         directory.mkdir()

@@ -1,4 +1,4 @@
-"""Files that would take all time and memory, or crash their reader, are skipped, and the next one is read."""
+"""Files that would take all time and memory, or crash their reader, are skipped, and the next file is read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refused(parser: Parser, suffix: str, data: bytes) -> str:
 
 
 def office(name: str, content: bytes, **more: bytes) -> bytes:
-    """A Word document of that text, packed; without python-docx, so that its size costs the test nothing."""
+    """Pack a Word document with that text, without python-docx, so that its size costs the test nothing."""
     kinds = "http://schemas.openxmlformats.org"
     main = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
     packed = BytesIO()
@@ -65,7 +65,7 @@ def word(paragraphs: bytes) -> bytes:
 
 
 def pdf(stream: bytes) -> bytes:
-    """A PDF of one page whose content is ``stream``, packed."""
+    """Make a PDF of one page whose content is ``stream``, compressed."""
     packed = zlib.compress(stream, 9)
     objects = [
         b"<</Type/Catalog/Pages 2 0 R>>",
@@ -83,7 +83,7 @@ def pdf(stream: bytes) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_page_of_endless_drawing_is_stopped(parser: Parser) -> None:
+def test_a_pdf_page_with_endless_drawing_is_stopped(parser: Parser) -> None:
     assert parser.parse(".pdf", pdf(b"BT /F 9 Tf (harbour) Tj ET"))[0] == "harbour"
     bomb = pdf(b"BT /F 9 Tf (a) Tj ET\n" * 300_000)
     assert len(bomb) < MIB
@@ -100,7 +100,7 @@ def test_a_word_document_that_unpacks_to_millions_of_paragraphs_is_stopped(parse
     assert "reading it takes more than" in refused(parser, ".docx", bomb)
 
 
-def test_a_document_whose_entities_multiply_is_not_unfolded(parser: Parser) -> None:
+def test_a_document_with_multiplying_entities_is_not_expanded(parser: Parser) -> None:
     pytest.importorskip("docx")
     entities = "".join(f'<!ENTITY e{n} "{f"&e{n - 1};" * 10}">' for n in range(1, 10))
     bomb = f'<!DOCTYPE d [<!ENTITY e0 "boom">{entities}]>'.encode() + word(b"<w:p><w:r><w:t>&e9;</w:t></w:r></w:p>")
@@ -125,20 +125,20 @@ def test_a_long_line_of_column_names_is_not_repeated_in_the_text_of_a_table(pars
 
 
 @pytest.mark.slow
-def test_a_million_open_tags_are_read_or_stopped(parser: Parser) -> None:
+def test_html_with_a_million_open_tags_is_stopped(parser: Parser) -> None:
     bomb = b"<div><b>" * 500_000 + b"deep"
     assert "reading it takes more than" in refused(parser, ".html", bomb)
 
 
 @pytest.mark.slow
-def test_time_is_counted_for_each_file_alone(parser: Parser) -> None:
+def test_the_time_limit_applies_to_each_file_separately(parser: Parser) -> None:
     page = b"<p>word " * 10_000
     for _ in range(6):
         assert parser.parse(".html", page)[0].count("word") == 10_000
     assert parser._process.poll() is None
 
 
-def test_one_process_reads_many_files(parser: Parser) -> None:
+def test_one_reader_process_reads_many_files(parser: Parser) -> None:
     parser.parse(".html", GOOD)
     process = parser._process
     for number in range(20):
@@ -146,7 +146,7 @@ def test_one_process_reads_many_files(parser: Parser) -> None:
     assert parser._process is process
 
 
-def test_a_reader_that_stands_still_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_reader_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "_started", lambda: _running("import time; time.sleep(600)"))
     parser = Parser(ParserLimits(cpu_s=1, cpu_s_per_mib=0, wall_factor=0.2))
     with pytest.raises(UnusableFileError, match="takes more than 1 s"):
@@ -154,7 +154,7 @@ def test_a_reader_that_stands_still_is_killed(monkeypatch: pytest.MonkeyPatch) -
     parser.close()
 
 
-def test_a_reader_that_crashes_costs_its_file_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_crashing_reader_loses_only_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started, parser = isolation._started, Parser(SMALL)
     monkeypatch.setattr("cacheblend_rag.retrieval.documents.PARSER", parser)
     for name in ("a", "b"):
@@ -169,7 +169,7 @@ def test_a_reader_that_crashes_costs_its_file_alone(monkeypatch: pytest.MonkeyPa
     parser.close()
 
 
-def test_an_answer_that_is_too_long_is_refused() -> None:
+def test_a_file_whose_text_is_too_long_is_refused() -> None:
     parser = Parser(ParserLimits(answer=1000))
     with pytest.raises(UnusableFileError, match="its text is larger"):
         parser.parse(".html", b"<p>" + b"long " * 1000)
@@ -177,10 +177,10 @@ def test_an_answer_that_is_too_long_is_refused() -> None:
     parser.close()
 
 
-def test_the_reader_has_no_secrets_and_writes_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_reader_process_has_no_secrets_and_writes_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CACHEBLEND_API_KEY", "secret")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    with Path("/proc/self/status").open() as file:  # an open file is not handed on either
+    with Path("/proc/self/status").open() as file:  # the reader does not inherit an open file
         parser = Parser(SMALL)
         parser.parse(".html", GOOD)
         process = Path(f"/proc/{parser._process.pid}")
@@ -196,7 +196,7 @@ def test_the_reader_has_no_secrets_and_writes_no_files(monkeypatch: pytest.Monke
     parser.close()
 
 
-def test_what_the_reader_warns_of_is_logged_here(caplog: pytest.LogCaptureFixture, parser: Parser) -> None:
+def test_warnings_of_the_reader_are_logged(caplog: pytest.LogCaptureFixture, parser: Parser) -> None:
     reply = {"text": "t", "metadata": {}, "warnings": ["page 2 cannot be read"]}
     stand_in = Parser(SMALL)
     stand_in._process, stand_in._owner = (

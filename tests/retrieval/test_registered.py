@@ -24,7 +24,7 @@ def change(directory: Path, statement: str) -> None:
     database.close()
 
 
-def test_chunks_are_kept_for_their_model_with_text_tokens_and_metadata(tmp_path: Path) -> None:
+def test_registered_chunks_are_stored_per_model_with_text_tokens_and_metadata(tmp_path: Path) -> None:
     first, other = RegisteredChunks(tmp_path, "one"), RegisteredChunks(tmp_path, "two")
     made = chunk("Grüße — 你好 🎉", "/a", 7)
     first.add([made])
@@ -35,7 +35,7 @@ def test_chunks_are_kept_for_their_model_with_text_tokens_and_metadata(tmp_path:
     assert everything(first) == [] and everything(other) == chunks("other")
 
 
-def test_a_chunk_has_no_more_holders_than_a_quota_of_chunks_can_mean(tmp_path: Path) -> None:
+def test_a_chunk_has_at_most_64_holders(tmp_path: Path) -> None:
     kept, made = RegisteredChunks(tmp_path, "one"), chunks("text", "other")
     for number in range(64):
         kept.add(made[:1], holder=f"client {number}")
@@ -48,7 +48,7 @@ def test_a_chunk_has_no_more_holders_than_a_quota_of_chunks_can_mean(tmp_path: P
     kept.add(made, holder="client 64")
 
 
-def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_registered_without_a_directory_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     kept = RegisteredChunks(None, "one")
     kept.add(chunks("text"))
@@ -57,7 +57,7 @@ def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("column", ["token_ids = x'01'", "token_ids = 'text'", "metadata = 'no json'"])
-def test_a_chunk_that_cannot_be_read_says_how_to_start_over(tmp_path: Path, column: str) -> None:
+def test_the_error_for_an_unreadable_chunk_explains_how_to_start_over(tmp_path: Path, column: str) -> None:
     kept = RegisteredChunks(tmp_path, "one")
     kept.add(chunks("text"))
     change(tmp_path, f"UPDATE chunks SET {column}")
@@ -66,7 +66,7 @@ def test_a_chunk_that_cannot_be_read_says_how_to_start_over(tmp_path: Path, colu
 
 
 @pytest.mark.parametrize("column", ["name", "text", "token_ids", "metadata", "signature", "checksum"])
-def test_a_chunk_that_was_changed_behind_the_librarys_back_is_never_returned(tmp_path: Path, column: str) -> None:
+def test_a_chunk_changed_outside_the_library_is_never_returned(tmp_path: Path, column: str) -> None:
     kept = RegisteredChunks(tmp_path, "one")
     kept.add([chunk("A text with some source.", "/a", 7)])
     new = {"name": "'another'", "text": "'A text with same source.'", "metadata": "'{}'"}.get(column, "x'00000000'")
@@ -77,7 +77,7 @@ def test_a_chunk_that_was_changed_behind_the_librarys_back_is_never_returned(tmp
         kept.chunk_at(1)
 
 
-def test_no_flipped_byte_makes_another_chunk_of_one(tmp_path: Path) -> None:
+def test_a_flipped_byte_never_changes_a_chunk_unnoticed(tmp_path: Path) -> None:
     made = [chunk(f"Entry number {number} of the harbour log. " * 20, "/a", number) for number in range(6)]
     file = tmp_path / REGISTERED_FILE
     kept = RegisteredChunks(tmp_path, "one")
@@ -114,7 +114,7 @@ def test_a_file_of_another_format_or_program_is_refused(tmp_path: Path) -> None:
         RegisteredChunks(tmp_path, "one")
 
 
-def test_tenants_have_nothing_in_common_but_the_file(tmp_path: Path) -> None:
+def test_tenants_share_only_the_file(tmp_path: Path) -> None:
     one, two = RegisteredChunks(tmp_path, "one", "acme"), RegisteredChunks(tmp_path, "one", "globex")
     mine, other = Chunk("policy", "What acme calls its policy.", (1,)), Chunk("policy", "What globex calls it.", (2,))
     one.add([mine])
@@ -127,7 +127,7 @@ def test_tenants_have_nothing_in_common_but_the_file(tmp_path: Path) -> None:
         two.named("policy")
 
 
-def test_a_chunk_registered_in_place_of_the_newest_is_seen_by_others(tmp_path: Path) -> None:
+def test_a_chunk_registered_in_place_of_the_newest_is_found_by_other_registries(tmp_path: Path) -> None:
     one, two = RegisteredChunks(tmp_path, "one"), RegisteredChunks(tmp_path, "one")
     registry = ChunkRegistry()
     one.add(chunks("The text that is registered first."))
@@ -138,7 +138,7 @@ def test_a_chunk_registered_in_place_of_the_newest_is_seen_by_others(tmp_path: P
     assert registry.find("The text that took its place.") == chunks("The text that took its place.")
 
 
-def test_a_chunk_is_let_go_of_by_its_last_holder(tmp_path: Path) -> None:
+def test_a_chunk_is_released_by_its_last_holder(tmp_path: Path) -> None:
     first, second, unheld = made = [chunk(f"Chunk {number}, which somebody holds.") for number in range(3)]
     kept = RegisteredChunks(tmp_path, "one")
     kept.add(made[:2], holder="a")
@@ -150,4 +150,4 @@ def test_a_chunk_is_let_go_of_by_its_last_holder(tmp_path: Path) -> None:
     kept.add([first], holder="a")
     kept.remove([first.id])
     kept.add([first], holder="b")
-    assert kept.release([first.id], "b") == [first.id]  # who held it before it was removed holds it no more
+    assert kept.release([first.id], "b") == [first.id]  # a removal ends all earlier holds

@@ -15,15 +15,15 @@ Mode = Literal["well", "503", "silent", "stalls", "moody"]
 
 
 class FaultyS3:
-    """Objects by path, and how to answer: ``silent`` never does, ``stalls`` stops in the middle of an object's bytes.
+    """Stores objects by path, and answers by mode: ``silent`` never, ``stalls`` stops in the middle of an object's bytes.
 
-    ``moody`` is any of them, another one for each request.
+    ``moody`` picks a mode for each request.
 
     Attributes:
         mode: See above.
-        objects: What is stored.
-        requests: Methods asked for so far.
-        endpoint: Its address while it serves.
+        objects: The stored objects.
+        requests: The methods received so far.
+        endpoint: The address while it serves.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class FaultyS3:
         self.chance = random.Random(3)
 
     def mood(self) -> Mode:
-        """How to answer the next request."""
+        """Return the mode for the next request."""
         moods: tuple[Mode, ...] = ("well", "503", "silent", "stalls")
         return self.chance.choices(moods, (90, 6, 2, 2))[0] if self.mode == "moody" else self.mode
 
@@ -120,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def _etag(data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""A store with entries whose layers do not come until they are let go."""
+"""A store with entries whose layers arrive only once an event is set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _HeldUp(StoredKV):
 
 
 class HeldUpStore(MemoryStore):
-    """RAM, but for the keys in ``far``: their layers come once ``go_on`` is set."""
+    """RAM, except for the keys in ``far``: their layers arrive once ``go_on`` is set."""
 
     def __init__(self) -> None:
         super().__init__()

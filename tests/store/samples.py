@@ -1,4 +1,4 @@
-"""Entries whose contents follow from a number, so that any process can tell a right tensor from a wrong one."""
+"""Entries whose contents follow from a number, so that any process can check their tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def encrypted_key_of(number: int, keys: Keyring, tenant: str = "default") -> KVK
 
 
 def numbers(*shape: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Random eighths up to 15/8 and no -0, which every codec can hold: what is read must be what was put, bit for bit."""
+    """Return random eighths up to 15/8 and no -0: every codec stores them exactly, bit for bit."""
     return (4 * torch.randn(shape, generator=generator)).round().clamp(-15, 15) / 8 + 0.0
 
 
@@ -46,7 +46,7 @@ def kv_of(number: int, layers: int = 2, tokens: int = 3, dtype: torch.dtype = to
 
 
 def ranked(kv: ChunkKV) -> ChunkKV:
-    """The same entry with static deviations."""
+    """Return the same entry with static deviations."""
     return ChunkKV(kv.layers, kv.start, static=torch.arange(1.0, 1.0 + kv.num_tokens))
 
 
@@ -63,7 +63,7 @@ def same(stored: StoredKV, expected: ChunkKV) -> bool:
 
 
 def sign(header: dict[str, Any], data: bytes) -> None:
-    """Make the checksums of an entry's header good, as far as what it says of the ``data`` behind it makes sense."""
+    """Make the checksums of an entry's header right for the ``data`` behind it, as far as the header makes sense."""
     metadata, states = header["__metadata__"], {}
     for name in sorted(header):
         with suppress(ValueError, LookupError, TypeError, AttributeError):
@@ -78,7 +78,7 @@ def sign(header: dict[str, Any], data: bytes) -> None:
 
 @contextmanager
 def memory_directory() -> Iterator[Path]:
-    """A directory that is quick to sync where there is one; open to other users, unlike pytest's."""
+    """Make a directory in shared memory where possible, quick to sync; open to other users, unlike pytest's."""
     shared_memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None) as path:
         Path(path).chmod(0o755)

@@ -1,4 +1,4 @@
-"""KV in fewer bytes: how far off numbers may be, that they drift no further, and what must stay exact."""
+"""Codecs store KV in fewer bytes: tests bound the error, show that it never grows, and list the exact parts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def decoded(codec: str, tensors: dict[str, torch.Tensor]) -> LayerKV:
 
 @st.composite
 def tensors(draw: Any, dtype: torch.dtype) -> torch.Tensor:
-    """``[kv_heads, tokens, head_dim]`` with every power of two of the dtype, 0, and groups that differ by many of them."""
+    """Draw ``[kv_heads, tokens, head_dim]`` with every power of two of the dtype, 0, and groups of very different
+    sizes."""
     shape = draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 9)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     info = torch.finfo(dtype)
@@ -60,7 +61,7 @@ def layers(draw: Any) -> LayerKV:
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(layer=layers(), codec=st.sampled_from(ALL))
-def test_encoding_what_was_decoded_gives_the_same_bytes_again(layer: LayerKV, codec: str) -> None:
+def test_encoding_a_decoded_layer_again_gives_the_same_bytes(layer: LayerKV, codec: str) -> None:
     once = stored(codec, layer)
     found = decoded(codec, once)
     assert [x.dtype for x in found] == [x.dtype for x in layer]
@@ -71,7 +72,9 @@ def test_encoding_what_was_decoded_gives_the_same_bytes_again(layer: LayerKV, co
 
 @pytest.mark.parametrize("largest", [127.0, 63.5])
 @pytest.mark.parametrize("beside", [-1e-9, 0.0, 1e-9])
-def test_so_it_does_where_a_float64_lies_beside_what_is_rounded_the_other_way(largest: float, beside: float) -> None:
+def test_encoding_again_gives_the_same_bytes_for_a_float64_beside_a_rounding_boundary(
+    largest: float, beside: float
+) -> None:
     numbers = torch.tensor([[[largest * (1 + beside), 1.0, 3.3]]], dtype=torch.float64)
     once = stored("int8", LayerKV(numbers, numbers))
     again = stored("int8", decoded("int8", once))
@@ -79,7 +82,7 @@ def test_so_it_does_where_a_float64_lies_beside_what_is_rounded_the_other_way(la
 
 
 def steps(x: torch.Tensor) -> torch.Tensor:
-    """The scale of each head and token: the smallest power of two of which 127 reach the largest number."""
+    """Return the scale of each head and token: the smallest power of two of which 127 reach the largest number."""
     largest = x.double().abs().amax(2, keepdim=True)
     return torch.exp2((largest / 127).log2().ceil()).where(largest > 0, 0.0)
 
@@ -96,7 +99,7 @@ def steps(x: torch.Tensor) -> torch.Tensor:
 @example(
     layer=LayerKV(torch.ones(1, 2, 4), torch.ones(1, 2, 8)), other=LayerKV(torch.ones(2, 2, 8), torch.ones(1, 2, 4))
 )
-def test_ram_holds_what_the_codec_gives_back_in_rows_of_bytes(layer: LayerKV, other: LayerKV) -> None:
+def test_ram_holds_the_decoded_values_of_its_codec_in_rows_of_bytes(layer: LayerKV, other: LayerKV) -> None:
     kv = ChunkKV([layer, other], 3, static=torch.ones(layer.k.shape[1]))
     store = MemoryStore(format=EntryFormat("int8"))
     assert store.put(key_of(1), kv)
@@ -124,7 +127,7 @@ def test_ram_holds_what_the_codec_gives_back_in_rows_of_bytes(layer: LayerKV, ot
     )
 
 
-def test_ram_in_whole_numbers_holds_twice_as_much_of_a_16_bit_model_and_leaves_states_as_they_are() -> None:
+def test_ram_in_int8_holds_twice_as_many_16_bit_entries_and_leaves_recurrent_states_unchanged() -> None:
     store = MemoryStore(2 * 34 * 2 * 8 * 66, format=EntryFormat("int8"))
     kv = ChunkKV([LayerKV(*torch.randn(2, 8, 34, 64).bfloat16())], 0)
     for number in range(3):
@@ -147,7 +150,7 @@ def test_ram_in_whole_numbers_holds_twice_as_much_of_a_16_bit_model_and_leaves_s
 @settings(max_examples=300, deadline=None)
 @given(layer=layers())
 @example(layer=LayerKV(torch.full((1, 1, 2), 127.0), torch.tensor([[[127.5, 1.0]]])))
-def test_no_number_is_off_by_more_than_half_a_step(layer: LayerKV) -> None:
+def test_no_value_is_off_by_more_than_half_a_step(layer: LayerKV) -> None:
     for x, found in zip(layer, decoded("int8", stored("int8", layer)), strict=True):
         info = torch.finfo(x.dtype)
         least = max(info.tiny * info.eps, torch.finfo(torch.promote_types(x.dtype, torch.float32)).tiny)
@@ -155,7 +158,7 @@ def test_no_number_is_off_by_more_than_half_a_step(layer: LayerKV) -> None:
         assert bool((error <= torch.maximum(steps(x), torch.tensor(least, dtype=torch.float64)) / 2).all())
 
 
-def test_int8_keeps_more_of_small_numbers_beside_an_outlier_in_another_token_or_head() -> None:
+def test_int8_keeps_small_values_precise_beside_an_outlier_in_another_token_or_head() -> None:
     layer = LayerKV(torch.full((2, 3, 8), 0.01), torch.full((2, 3, 8), 0.01))
     layer.k[0, 1, 3] = 1000.0
     found = decoded("int8", stored("int8", layer)).k
@@ -176,7 +179,7 @@ def test_zeros_stay_zeros(codec: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("codec", ALL)
 @pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan"), 60000.0])
-def test_what_eight_bits_cannot_hold_stays_as_it_is(codec: str, odd: float) -> None:
+def test_values_beyond_eight_bits_are_stored_unchanged(codec: str, odd: float) -> None:
     layer = LayerKV(torch.randn(2, 3, 4).half(), torch.randn(2, 3, 6).half())
     layer.k[1, 2, 3] = layer.v[0, 1, 2] = odd
     found = decoded(codec, stored(codec, layer))
@@ -200,7 +203,7 @@ def test_a_decoded_layer_is_one_block_in_the_readers_memory(codec: str, tmp_path
 
 @pytest.mark.parametrize("codec", ALL)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_entry_is_smaller_by_what_its_codec_says(codec: str, dtype: torch.dtype) -> None:
+def test_an_entry_shrinks_by_the_factor_of_its_codec(codec: str, dtype: torch.dtype) -> None:
     kv = ChunkKV([LayerKV(torch.randn(4, 64, 128).to(dtype), torch.randn(4, 64, 128).to(dtype))] * 2, 0)
     size = EntryFormat(codec).encode(key_of(1), kv).nbytes / kv.nbytes
     most = {"none": 1.0, "int8": 1 / dtype.itemsize}
@@ -216,8 +219,8 @@ def test_layers_of_an_encoded_entry_lie_one_after_another(tmp_path: Path) -> Non
         assert opened.metadata()["codec"] == "int8"
 
 
-def test_values_that_are_wider_than_the_keys_in_front_of_them_lie_where_they_can_be_read(tmp_path: Path) -> None:
-    kv = ChunkKV([LayerKV(torch.randn(1, 3, 5).bfloat16(), torch.randn(1, 3, 5))] * 2, 0)  # 30 bytes, then of 4 each
+def test_values_wider_than_the_keys_before_them_are_stored_aligned(tmp_path: Path) -> None:
+    kv = ChunkKV([LayerKV(torch.randn(1, 3, 5).bfloat16(), torch.randn(1, 3, 5))] * 2, 0)  # 30 bytes, then 4 each
     store = DiskStore(tmp_path)
     assert store.put(key_of(1), kv)
     assert same(store.get(key_of(1)), kv)
@@ -232,14 +235,14 @@ def test_a_static_deviation_stays_exact(tmp_path: Path) -> None:
 
 def test_a_snapshot_of_a_recurrent_model_stays_exact_as_a_whole(tmp_path: Path) -> None:
     kv = LayerKV(torch.randn(2, 5, 8), torch.randn(2, 5, 8))
-    state = LayerKV(torch.randn(16, 4), torch.randn(2, 8, 8))  # of a convolution, and of a recurrence
+    state = LayerKV(torch.randn(16, 4), torch.randn(2, 8, 8))  # a convolution's and a recurrence's
     snapshot = ChunkKV([kv, state, LayerKV(torch.randn(16, 5), torch.empty(0))], 3)
     store = DiskStore(tmp_path, format=EntryFormat("int8"))
     store.put(key_of(1), snapshot)
     assert same(store.get(key_of(1)), snapshot)
 
 
-def test_a_promotion_holds_the_decoded_numbers_and_going_down_again_changes_no_byte(tmp_path: Path) -> None:
+def test_a_promotion_holds_the_decoded_values_and_writing_them_down_again_changes_no_byte(tmp_path: Path) -> None:
     kv = ChunkKV([LayerKV(torch.randn(2, 9, 8), torch.randn(2, 9, 8)) for _ in range(3)], 4)
     disk, ram, below = (
         DiskStore(tmp_path / "a", format=EntryFormat("int8")),
@@ -256,7 +259,7 @@ def test_a_promotion_holds_the_decoded_numbers_and_going_down_again_changes_no_b
         assert {name: bits(x) for name, x in first.items()} == {name: bits(x) for name, x in second.items()}
 
 
-def test_an_entry_says_on_every_way_whether_its_numbers_are_those_that_were_computed(tmp_path: Path) -> None:
+def test_an_entry_reports_on_every_path_whether_its_values_are_exact(tmp_path: Path) -> None:
     int8, raw = EntryFormat("int8"), EntryFormat()
 
     def passed_on(*stores: KVStore) -> list[bool]:
@@ -284,13 +287,13 @@ def test_an_entry_says_on_every_way_whether_its_numbers_are_those_that_were_comp
 
 
 @pytest.mark.parametrize("codec", ALL)
-def test_damage_anywhere_in_a_layer_is_found_whatever_its_codec(codec: str, tmp_path: Path) -> None:
+def test_damage_anywhere_in_a_layer_is_detected_with_every_codec(codec: str, tmp_path: Path) -> None:
     store = DiskStore(tmp_path, format=EntryFormat(codec))
     for at in range(7):
         store.put(key_of(1), kv_of(1))
         (file,) = tmp_path.glob("kv/*/*.safetensors")
         data = bytearray(file.read_bytes())
-        size = len(data) - int.from_bytes(data[:8], "little") - 8  # of the layers
+        size = len(data) - int.from_bytes(data[:8], "little") - 8  # size of the layers
         data[len(data) - 1 - at * (size - 1) // 6] ^= 4
         file.write_bytes(data)
         found = store.get(key_of(1))
@@ -300,7 +303,7 @@ def test_damage_anywhere_in_a_layer_is_found_whatever_its_codec(codec: str, tmp_
 
 
 @pytest.mark.parametrize("lie", [b"", b"no safetensors", b"\xff" * 64])
-def test_bytes_that_are_no_layer_are_damage_although_their_checksum_is_right(
+def test_bytes_that_are_no_layer_count_as_damage_although_their_checksum_is_right(
     lie: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DiskStore(tmp_path, format=EntryFormat("int8"))
@@ -313,8 +316,8 @@ def test_bytes_that_are_no_layer_are_damage_although_their_checksum_is_right(
     assert not store.contains(key_of(1))
 
 
-@pytest.mark.parametrize("name", ["int4", "raw+zstd", "int8+zstd"])  # the latter of older versions
-def test_an_entry_in_an_unknown_codec_is_missed_said_and_kept(
+@pytest.mark.parametrize("name", ["int4", "raw+zstd", "int8+zstd"])  # older versions had the codecs with zstd
+def test_an_entry_in_an_unknown_codec_is_a_miss_is_logged_and_stays(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     later = get_codec("int8")
@@ -331,7 +334,7 @@ def test_an_entry_in_an_unknown_codec_is_missed_said_and_kept(
     assert reader.stats().damaged == 0
 
 
-def test_each_tiers_address_says_its_codec(tmp_path: Path) -> None:
+def test_each_tiers_address_sets_its_codec(tmp_path: Path) -> None:
     urls = f"ram://1MiB,file://{tmp_path}?codec=int8,redis://host:6379/0?codec=int8&db=1,s3://b/p?codec=none"
     ram, disk, redis, s3 = parse_tiers(urls)
     assert [tier.codec for tier in (ram, disk, redis, s3)] == ["raw", "int8", "int8", "raw"]
@@ -350,6 +353,6 @@ def test_each_tiers_address_says_its_codec(tmp_path: Path) -> None:
         ("ram://1GiB?codec=int4", "unknown KV codec 'int4': use none or int8"),
     ],
 )
-def test_an_address_with_a_codec_that_cannot_be_is_refused(url: str, why: str) -> None:
+def test_an_address_with_an_unknown_codec_is_refused(url: str, why: str) -> None:
     with pytest.raises(InputError, match=why):
         parse_tiers(url)

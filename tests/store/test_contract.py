@@ -1,4 +1,4 @@
-"""Tests what every store promises, and what those promise besides that offer more than they must."""
+"""Tests the contract of every store, and the optional methods of stores that have them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from examples.third_party_tier.cacheblend_sqlite_tier import SQLiteStore
 from tests.store.samples import key_of, kv_of, memory_directory, numbers, ranked, same, sample_keys
 
 Open = Callable[[int | None], KVStore]
-"""Opens a store with room for so many sample entries, in each of its tiers; None for no limit."""
+"""Opens a store with room for a number of sample entries in each of its tiers; None for no limit."""
 
 
 class Settled(TieredStore):
-    """What is written behind is there when a put returns, so that listings have it."""
+    """Waits for entries written behind before a put returns, so that listings have them."""
 
     def put(self, key: KVKey, kv: ChunkKV, replace: bool = False) -> bool:
         stored = super().put(key, kv, replace)
@@ -37,7 +37,7 @@ class Settled(TieredStore):
 
 PLAIN = ["memory", "disk", "tiered", "tiered_disk_only", "tiered_behind", "redis", "objects", "s3", "tiered_redis"]
 SIX = ["sqlite", "tiered_sqlite"]
-"""Of these every test runs that asks for no more than what any tier must do."""
+"""Stores with only the required methods; they run every test of these methods."""
 ENCODED = ["memory:int8", "disk:int8", "redis:int8", "objects:int8"]
 ENCRYPTED = [f"{kind}@keys" for kind in ("disk", "disk:int8", "redis", "objects", "sqlite")]
 
@@ -46,7 +46,7 @@ _Test = TypeVar("_Test", bound=Callable[..., None])
 
 
 def needs_listing(test: _Test) -> _Test:
-    """Run a test with those stores alone that list, verify and evict."""
+    """Run a test only with stores that list, verify and evict."""
     test.needs_listing = True  # type: ignore[attr-defined]
     return test
 
@@ -55,7 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "open_with" in metafunc.fixturenames:
         more = hasattr(metafunc.function, "needs_listing")
         kinds = [kind for kind in PLAIN + SIX + ENCODED + ENCRYPTED if not (more and "sqlite" in kind)]
-        # `make quick` runs codecs and keys over files alone; the S3 that is played takes most of a second for a test.
+        # `make quick` runs codecs and keys over files alone; a test on the simulated S3 takes most of a second.
         quick = [kind for kind in kinds if kind in PLAIN + SIX or kind.startswith("disk") if kind != "s3"]
         parameters = [pytest.param(kind, marks=() if kind in quick else pytest.mark.slow) for kind in kinds]
         metafunc.parametrize("open_with", parameters, indirect=True)
@@ -145,7 +145,7 @@ def test_a_layer_is_one_block_keys_then_values(store: KVStore) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_what_is_put_is_what_is_got(store: KVStore, dtype: torch.dtype) -> None:
+def test_a_stored_entry_is_read_back_bit_for_bit(store: KVStore, dtype: torch.dtype) -> None:
     assert store.put(key_of(1), kv_of(1, dtype=dtype))
     found = store.get(key_of(1))
     assert found is not None
@@ -166,7 +166,7 @@ def test_layers_may_differ_in_shape_and_dtype_and_be_read_in_any_order(store: KV
     assert same(found, kv)
 
 
-def test_views_and_shared_tensors_are_stored_as_what_they_show(store: KVStore) -> None:
+def test_views_and_shared_tensors_are_stored_as_their_own_values(store: KVStore) -> None:
     batch = numbers(3, 4, 2, 5, 8)
     shared = LayerKV(batch[1, 0].transpose(0, 1), batch[1, 0].transpose(0, 1))
     kv = ChunkKV([shared, shared, LayerKV(batch[1, 2][:, 1:4], batch[1, 3][:, 1:4])], start=0)
@@ -191,7 +191,7 @@ def test_a_slice_of_a_batch_does_not_keep_the_batch_in_memory() -> None:
     assert store.stats().nbytes == 2 * 2 * 5 * 8 * 4
 
 
-def test_an_entry_without_tokens_is_an_entry(store: KVStore) -> None:
+def test_an_entry_without_tokens_can_be_stored(store: KVStore) -> None:
     assert store.put(key_of(1), kv_of(1, tokens=0))
     found = store.get(key_of(1))
     assert found is not None
@@ -206,7 +206,7 @@ def test_a_missing_key_is_a_miss(store: KVStore) -> None:
     assert store.stats().misses == 1
 
 
-def test_the_first_put_of_a_key_stays(store: KVStore) -> None:
+def test_the_first_put_of_a_key_wins(store: KVStore) -> None:
     assert store.put(key_of(1), kv_of(1))
     assert store.put(key_of(1), kv_of(2))
     found = store.get(key_of(1))
@@ -215,7 +215,7 @@ def test_the_first_put_of_a_key_stays(store: KVStore) -> None:
     assert store.stats().puts == 1
 
 
-def test_delete_removes_and_leaves_readers_whole(store: KVStore) -> None:
+def test_delete_removes_an_entry_and_leaves_its_readers_whole(store: KVStore) -> None:
     store.put(key_of(1), kv_of(1))
     found = store.get(key_of(1))
     assert found is not None
@@ -226,7 +226,7 @@ def test_delete_removes_and_leaves_readers_whole(store: KVStore) -> None:
 
 
 @needs_listing
-def test_the_budget_holds_and_the_least_recently_used_goes_first(open_with: Open) -> None:
+def test_the_least_recently_used_entry_is_evicted_first_to_keep_the_budget(open_with: Open) -> None:
     store = open_with(3)
     for number in (1, 2, 3):
         assert store.put(key_of(number), kv_of(number))
@@ -241,7 +241,7 @@ def test_the_budget_holds_and_the_least_recently_used_goes_first(open_with: Open
 
 
 @needs_listing
-def test_one_entry_is_described_as_the_listing_does_and_that_is_no_use(open_with: Open) -> None:
+def test_describing_one_entry_agrees_with_the_listing_and_does_not_count_as_use(open_with: Open) -> None:
     store = open_with(3)
     for number in (1, 2, 3):
         store.put(key_of(number), kv_of(number))
@@ -252,7 +252,7 @@ def test_one_entry_is_described_as_the_listing_does_and_that_is_no_use(open_with
     assert store.entry(key_of(1)) is None
 
 
-def test_what_cannot_fit_is_refused_and_evicts_nothing(open_with: Open) -> None:
+def test_an_entry_larger_than_the_budget_is_refused_and_evicts_nothing(open_with: Open) -> None:
     store = open_with(2)
     store.put(key_of(1), kv_of(1))
     store.put(key_of(2), kv_of(2))
@@ -262,14 +262,14 @@ def test_what_cannot_fit_is_refused_and_evicts_nothing(open_with: Open) -> None:
         assert {entry.key for entry in store.entries()} == {key_of(1), key_of(2)}
 
 
-def test_a_file_that_its_header_alone_makes_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
+def test_a_file_whose_header_exceeds_the_budget_is_refused(tmp_path: Path) -> None:
     with DiskStore(tmp_path, budget=kv_of(1).nbytes + 1) as store:
         assert not store.put(key_of(1), kv_of(1))
         assert (store.stats().entries, list(tmp_path.rglob("*.safetensors"))) == (0, [])
 
 
 @needs_listing
-def test_an_entry_that_is_replaced_makes_room_for_itself(open_with: Open) -> None:
+def test_a_replaced_entry_evicts_no_other_entry(open_with: Open) -> None:
     store = open_with(2)
     for number in (1, 2):
         store.put(key_of(number), kv_of(number))
@@ -278,7 +278,7 @@ def test_an_entry_that_is_replaced_makes_room_for_itself(open_with: Open) -> Non
 
 
 @needs_listing
-def test_evict_frees_no_more_than_it_must(store: KVStore) -> None:
+def test_evict_frees_no_more_than_necessary(store: KVStore) -> None:
     for number in range(4):
         store.put(key_of(number), kv_of(number))
     before = store.stats().nbytes
@@ -290,7 +290,7 @@ def test_evict_frees_no_more_than_it_must(store: KVStore) -> None:
 
 
 @needs_listing
-def test_counters_count(store: KVStore) -> None:
+def test_hits_misses_and_puts_are_counted(store: KVStore) -> None:
     store.put(key_of(1), kv_of(1))
     store.get(key_of(1))
     found = store.get(key_of(1))
@@ -317,7 +317,7 @@ def test_an_entry_of_a_later_version_is_a_miss_and_stays(open_with: Open, monkey
         open_with(None).put(key_of(1), kv_of(1))
     store = open_with(None)
     if not store.lasts:
-        return  # it keeps no files
+        return  # this store has no files
     assert store.get(key_of(1)) is None
     assert store.contains(key_of(1)) and store.stats().damaged == 0
     if store.lists:
@@ -368,12 +368,12 @@ def test_one_handle_serves_many_threads(store: KVStore) -> None:
         assert all(pool.map(lambda _: same(found, kv), range(12)))
 
 
-def test_open_store_without_a_path_is_memory_alone() -> None:
+def test_open_store_without_a_path_has_only_memory() -> None:
     (ram,) = open_store().tiers
     assert isinstance(ram, MemoryStore) and ram.budget is not None
 
 
-def test_open_store_keeps_entries_on_disk_within_its_budgets(tmp_path: Path) -> None:
+def test_open_store_with_a_path_stores_entries_on_disk_within_its_budgets(tmp_path: Path) -> None:
     store = open_store(tmp_path / "deep" / "store", ram_budget=1000, disk_budget=100_000)
     assert [tier.budget for tier in store.stats().tiers] == [1000, 100_000]
     store.put(key_of(1), kv_of(1))
@@ -386,7 +386,7 @@ def test_open_store_keeps_entries_on_disk_within_its_budgets(tmp_path: Path) -> 
     assert all(tier.budget for tier in again.stats().tiers)
 
 
-def test_keys_are_not_paths(tmp_path: Path) -> None:
+def test_keys_with_path_characters_are_refused(tmp_path: Path) -> None:
     (tmp_path / "precious.safetensors").touch()
     store = DiskStore(tmp_path / "store")
     for key in ("../../precious", "", "ab", "AB" * 20, "ab" * 20 + "\n"):
@@ -395,7 +395,7 @@ def test_keys_are_not_paths(tmp_path: Path) -> None:
     assert (tmp_path / "precious.safetensors").exists()
 
 
-def test_a_static_deviation_is_kept_beside_the_layers(store: KVStore) -> None:
+def test_a_static_deviation_is_stored_with_the_layers(store: KVStore) -> None:
     store.put(key_of(1), ranked(kv_of(1)))
     found = store.get(key_of(1))
     assert found is not None
@@ -406,7 +406,7 @@ def test_a_static_deviation_is_kept_beside_the_layers(store: KVStore) -> None:
 
 
 @needs_listing
-def test_replacing_an_entry_adds_what_it_lacked_and_disturbs_no_reader(open_with: Open) -> None:
+def test_replacing_an_entry_adds_its_static_deviation_and_disturbs_no_reader(open_with: Open) -> None:
     store = open_with(3)
     for number in (1, 2):
         store.put(key_of(number), kv_of(number))
@@ -418,10 +418,10 @@ def test_replacing_an_entry_adds_what_it_lacked_and_disturbs_no_reader(open_with
     assert same(reader, kv_of(1))
     assert same(store.get(key_of(2)), kv_of(2)), "the room of the former entry must be free again"
     assert store.put(key_of(3), kv_of(3), replace=True)
-    assert store.stats().entries in (2, 3)  # on disk the rank takes room of its own
+    assert store.stats().entries in (2, 3)  # on disk the rank takes extra room
 
 
-def test_what_moves_up_a_tier_takes_its_static_deviation_along(tmp_path: Path) -> None:
+def test_a_promoted_entry_takes_its_static_deviation_along(tmp_path: Path) -> None:
     DiskStore(tmp_path).put(key_of(1), ranked(kv_of(1)))
     ram = MemoryStore()
     with TieredStore([ram, DiskStore(tmp_path)]) as store:

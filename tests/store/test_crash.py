@@ -1,7 +1,5 @@
-"""Writers that die, at random and at every step, and stores that several processes use at once.
-
-``make faults`` runs more of them, for longer.
-"""
+"""Tests writers that die, at random and at every step, and stores that several processes use at once; ``make faults``
+runs more of these tests, for longer."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def root() -> Iterator[Path]:
 
 
 def counted_bytes(root: Path) -> int:
-    """What the shared count says, before anybody corrects it."""
+    """Return the shared count of bytes, before any correction."""
     return EntryDirectory(root / "kv").used()
 
 
@@ -45,7 +43,7 @@ def real_bytes(root: Path) -> int:
 
 
 def kill_within(seconds: float, process: Any, connection: Any, chance: random.Random) -> list[int]:
-    """Kill a process at some moment after its first entry; return the entries it has told of."""
+    """Kill a process at some moment after its first entry; return the entries that it has reported."""
     acknowledged = [connection.recv()]
     process.join(timeout=chance.uniform(0, seconds))
     process.kill()
@@ -60,7 +58,7 @@ def kill_within(seconds: float, process: Any, connection: Any, chance: random.Ra
 
 
 @pytest.mark.parametrize("budget", [None, 400_000])
-def test_killed_writers_lose_nothing_that_was_stored(root: Path, budget: int | None) -> None:
+def test_killed_writers_lose_no_stored_entry(root: Path, budget: int | None) -> None:
     chance = random.Random(7)
     number = 0
     for _ in range(KILLS):
@@ -86,7 +84,7 @@ def test_killed_writers_lose_nothing_that_was_stored(root: Path, budget: int | N
     assert DiskStore(root).verify().damaged == ()
 
 
-def test_whoever_is_killed_in_any_tier_loses_nothing_that_was_stored(root: Path) -> None:
+def test_killed_users_of_tiers_lose_no_stored_entry(root: Path) -> None:
     chance = random.Random(11)
     acknowledged: list[int] = []
     number = 0
@@ -107,7 +105,7 @@ def test_whoever_is_killed_in_any_tier_loses_nothing_that_was_stored(root: Path)
         assert not [path for path in root.glob("*/tmp/**/*") if path.is_file()]
 
 
-def test_a_writer_may_die_at_any_step(root: Path) -> None:
+def test_a_writer_killed_at_any_step_leaves_the_store_whole(root: Path) -> None:
     measured = DiskStore(root)
     for number in range(3):
         measured.put(key_of(number), kv_of(number))
@@ -177,7 +175,7 @@ def test_an_entry_is_synced_before_it_is_visible_and_its_directory_after(
     assert (root / "tmp" / token).is_dir()
 
 
-def test_two_writers_of_one_key_leave_one_entry(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_writers_of_the_same_key_leave_one_entry(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slower, faster = DiskStore(root), DiskStore(root)
     write = EntryFormat.write
 
@@ -209,7 +207,7 @@ def test_several_processes_write_read_and_evict_at_once(root: Path) -> None:
     assert list((root / "tmp").iterdir()) == []
 
 
-def test_a_forked_child_writes_under_a_lock_of_its_own(root: Path) -> None:
+def test_a_forked_child_writes_under_its_own_lock(root: Path) -> None:
     store = DiskStore(root)
     store.put(key_of(1), kv_of(1))
     child = os.fork()
@@ -227,7 +225,7 @@ def test_a_forked_child_writes_under_a_lock_of_its_own(root: Path) -> None:
     assert store.stats().entries == 3
 
 
-def test_a_spool_that_was_never_used_leaves_no_trace(root: Path) -> None:
+def test_an_unused_spool_leaves_no_trace(root: Path) -> None:
     spool = Spool(root / "tmp")
     spool.sweep()
     spool.close()

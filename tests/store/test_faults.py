@@ -1,4 +1,4 @@
-"""A full disk, missing permissions, things in the way: a clear message, and everything readable stays readable."""
+"""A full disk, missing permissions and foreign files lead to a clear message, and readable entries stay readable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB, where this user may mount one."""
+    """Mount a file system of 1 MiB, if this user may."""
     path = tmp_path / "small"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
@@ -49,7 +49,7 @@ def holds(store: DiskStore, *numbers: int) -> bool:
     return all(kv is not None and same(kv, kv_of(n, tokens=200)) for kv, n in zip(found, numbers, strict=True))
 
 
-def test_a_full_disk_refuses_and_keeps_what_it_has(small_disk: Path) -> None:
+def test_a_full_disk_refuses_new_entries_and_keeps_stored_ones(small_disk: Path) -> None:
     store = DiskStore(small_disk)
     stored = []
     with pytest.raises(StoreError, match=r"disk is full; free some space.*evict"):
@@ -66,7 +66,7 @@ def test_a_full_disk_refuses_and_keeps_what_it_has(small_disk: Path) -> None:
     assert holds(store, 99, stored[-1])
 
 
-def test_a_disk_filled_by_others_still_evicts_and_opens(small_disk: Path) -> None:
+def test_a_disk_filled_by_other_files_still_evicts_and_opens(small_disk: Path) -> None:
     store = DiskStore(small_disk)
     store.put(key_of(1), kv_of(1, tokens=200))
     with pytest.raises(OSError, match="No space"), (small_disk / "other").open("wb", buffering=0) as other:
@@ -82,7 +82,7 @@ def test_a_disk_filled_by_others_still_evicts_and_opens(small_disk: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_file_size_limit_refuses_and_keeps_what_it_has(root: Path) -> None:
+def test_a_file_size_limit_refuses_new_entries_and_keeps_stored_ones(root: Path) -> None:
     message = workers.call(workers.under_file_size_limit, root, 100_000)
     assert "largest file allowed" in message
     assert "ulimit -f" in message
@@ -90,14 +90,12 @@ def test_a_file_size_limit_refuses_and_keeps_what_it_has(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_file_descriptors_an_entry_is_missed_not_lost(root: Path) -> None:
+def test_an_entry_is_missed_but_not_lost_without_file_descriptors(root: Path) -> None:
     DiskStore(root).put(key_of(1), kv_of(1))
     assert workers.call(workers.without_file_descriptors, root) == 0
 
 
-def test_a_log_that_is_kept_does_not_keep_a_damaged_entrys_file_open(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_record_does_not_keep_a_damaged_entrys_file_open(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = DiskStore(root)
     for number, damage in enumerate((b"layer.00000.k", b"KV", bytes(8)), 1):
         store.put(key_of(number), kv_of(number))
@@ -140,7 +138,7 @@ def test_a_read_only_store_reads_and_refuses_to_write(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_that_cannot_be_read_is_not_taken_for_an_empty_one(root: Path) -> None:
+def test_an_unreadable_store_is_an_error_and_not_an_empty_store(root: Path) -> None:
     DiskStore(root / "store").put(key_of(1), kv_of(1))
     (root / "store" / "kv").chmod(0)
     try:
@@ -150,7 +148,7 @@ def test_a_store_that_cannot_be_read_is_not_taken_for_an_empty_one(root: Path) -
     assert f"cannot open the KV store {root / 'store'}: no permission" in message
 
 
-def test_something_else_where_the_directory_should_be(root: Path) -> None:
+def test_a_file_in_the_place_of_the_store_directory_is_an_error(root: Path) -> None:
     (root / "file").touch()
     (root / "store").mkdir()
     (root / "store" / "kv").touch()
@@ -159,7 +157,7 @@ def test_something_else_where_the_directory_should_be(root: Path) -> None:
             open_store(path)
 
 
-def test_a_directory_removed_meanwhile_is_made_anew(root: Path) -> None:
+def test_a_removed_store_directory_is_created_again(root: Path) -> None:
     store = DiskStore(root / "store", budget=10**6)
     store.put(key_of(1), kv_of(1))
     shutil.rmtree(root / "store")
@@ -180,7 +178,7 @@ def test_foreign_files_in_the_store_are_left_alone(root: Path) -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff" * 16, b"12345678", bytes(15)])
-def test_a_broken_count_of_bytes_is_made_anew(root: Path, garbage: bytes) -> None:
+def test_a_broken_byte_count_is_counted_again(root: Path, garbage: bytes) -> None:
     store = DiskStore(root, budget=10**6)
     store.put(key_of(1), kv_of(1))
     (root / "kv" / "usage").write_bytes(garbage)
@@ -188,9 +186,7 @@ def test_a_broken_count_of_bytes_is_made_anew(root: Path, garbage: bytes) -> Non
     assert store._directory.used() == store.stats().nbytes
 
 
-def test_a_clock_that_was_set_back_evicts_what_was_used_least_recently_all_the_same(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_set_back_does_not_change_the_order_of_eviction(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = DiskStore(root)
     for number in range(3):
         measured.put(key_of(number), kv_of(number))
@@ -199,13 +195,13 @@ def test_a_clock_that_was_set_back_evicts_what_was_used_least_recently_all_the_s
     real = time.time_ns
     monkeypatch.setattr("cacheblend_rag.store.directory.time.time_ns", lambda: real() - 86_400 * 10**9)
     for number in range(3, 6):
-        store = DiskStore(root, budget)  # a process of its own knows no stamp but those on the disk
+        store = DiskStore(root, budget)  # a new process knows only the stamps on the disk
         assert store.put(key_of(number), kv_of(number))
         store.close()
     assert {entry.key for entry in store.entries()} == {key_of(number) for number in range(3, 6)}
 
 
-def test_an_entry_that_is_replaced_by_a_larger_one_does_not_pay_with_room_it_has_counted_already(root: Path) -> None:
+def test_replacing_an_entry_by_a_larger_one_stays_within_the_budget(root: Path) -> None:
     measured = DiskStore(root / "measured")
     for number in range(3):
         measured.put(key_of(number), kv_of(number, tokens=40))
@@ -213,14 +209,14 @@ def test_an_entry_that_is_replaced_by_a_larger_one_does_not_pay_with_room_it_has
     store = DiskStore(root / "store", budget)
     for number in range(3):
         store.put(key_of(number), kv_of(number, tokens=40))
-    assert store.put(key_of(0), kv_of(0, tokens=60), replace=True)  # the one that was used least recently
+    assert store.put(key_of(0), kv_of(0, tokens=60), replace=True)  # the least recently used entry
     assert store.stats().nbytes <= budget
     assert same(store.get(key_of(0)), kv_of(0, tokens=60))
     assert not store.contains(key_of(1)) and store.contains(key_of(2))
 
 
 def damaged_for_good(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Find an entry damaged that cannot be removed; return its file."""
+    """Make a damaged entry that cannot be removed; return its file."""
     store.put(key_of(1), kv_of(1))
     (path,) = store.root.glob(f"kv/*/{key_of(1)}.safetensors")
     with path.open("r+b") as file:
@@ -239,7 +235,7 @@ def damaged_for_good(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_damaged_entry_that_cannot_be_removed_is_a_miss_that_the_next_put_replaces(
+def test_a_damaged_entry_that_cannot_be_removed_is_a_miss_and_the_next_put_replaces_it(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DiskStore(root)
@@ -249,9 +245,7 @@ def test_a_damaged_entry_that_cannot_be_removed_is_a_miss_that_the_next_put_repl
     assert store.contains(key_of(1)) and same(store.get(key_of(1)), kv_of(1))
 
 
-def test_a_whole_entry_is_used_whose_file_has_the_inode_that_a_damaged_one_had(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_entry_with_the_inode_of_a_damaged_one_is_used(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DiskStore(root)
     path = damaged_for_good(store, monkeypatch)
     inode = root / "inode"
@@ -267,7 +261,7 @@ def test_an_unknown_codec_is_refused(root: Path) -> None:
         DiskStore(root, format=EntryFormat("zip"))
 
 
-def test_a_tier_that_refuses_does_not_keep_the_others_from_the_entry(small_disk: Path) -> None:
+def test_a_tier_that_refuses_an_entry_does_not_keep_other_tiers_from_storing_it(small_disk: Path) -> None:
     ram = MemoryStore()
     store = TieredStore([ram, DiskStore(small_disk)])
     with pytest.raises(StoreError, match="disk is full"):

@@ -1,4 +1,4 @@
-"""The file of an entry: other tools can read it, and no change to it goes unnoticed."""
+"""Tests the file of an entry: other tools can read it, and every change to it is detected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def file_of(store: DiskStore, number: int) -> Path:
 
 
 def outcome(store: DiskStore, number: int) -> str:
-    """Read an entry whole and say what came of it: a miss, damage found, the right tensors or wrong ones."""
+    """Read an entry whole and return the result: a miss, damage, or right or wrong tensors."""
     found = store.get(key_of(number))
     if found is None:
         return "miss"
@@ -68,7 +68,7 @@ def test_the_safetensors_library_reads_the_file_layer_by_layer(store: DiskStore)
     dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), min_size=4, max_size=4),
     start=st.integers(0, 10**9),
 )
-def test_any_shape_and_dtype_survives_the_disk(
+def test_every_shape_and_dtype_survives_the_disk(
     shapes: list[tuple[int, int, int, int]], dtypes: list[torch.dtype], start: int
 ) -> None:
     kv = ChunkKV(
@@ -120,7 +120,7 @@ def swap_blocks(data: bytearray, chance: random.Random) -> None:
     ("damage", "times"),
     [(flip_a_bit, FAULTS), (truncate, FAULTS), (append, 30), (zero_a_block, 60), (swap_blocks, 60)],
 )
-def test_no_damage_ever_gives_a_wrong_tensor(
+def test_no_damage_gives_a_wrong_tensor(
     store: DiskStore, damage: Callable[[bytearray, random.Random], None], times: int
 ) -> None:
     chance = random.Random(times)
@@ -142,7 +142,7 @@ def test_no_damage_ever_gives_a_wrong_tensor(
     assert store.verify().damaged == ()
 
 
-def test_every_single_bit_of_the_header_counts(store: DiskStore) -> None:
+def test_damage_to_any_bit_of_the_header_is_detected(store: DiskStore) -> None:
     path = file_of(store, 1)
     whole = path.read_bytes()
     data_bytes = kv_of(1).nbytes
@@ -157,7 +157,7 @@ def test_every_single_bit_of_the_header_counts(store: DiskStore) -> None:
     ("there", "instead"),
     [(b'"BF16"', b'"F16" '), (b'"shape":[2,3,4]', b'"shape":[4,3,2]'), (b"[2,3,8]", b"[3,2,8]")],
 )
-def test_what_a_layers_bytes_mean_is_under_its_checksum_too(store: DiskStore, there: bytes, instead: bytes) -> None:
+def test_the_checksum_of_a_layer_covers_its_dtype_and_shape(store: DiskStore, there: bytes, instead: bytes) -> None:
     store.put(key_of(1), kv_of(1, dtype=torch.bfloat16), replace=True)
     path = file_of(store, 1)
     assert there in path.read_bytes()
@@ -167,13 +167,13 @@ def test_what_a_layers_bytes_mean_is_under_its_checksum_too(store: DiskStore, th
         [found.layer(index) for index in range(2)]
 
 
-def test_a_file_with_more_in_it_than_its_header_says_is_a_miss(store: DiskStore) -> None:
+def test_a_file_longer_than_its_header_declares_is_a_miss(store: DiskStore) -> None:
     path = file_of(store, 1)
     path.write_bytes(path.read_bytes() + b"\0")
     assert outcome(store, 1) == "miss"
 
 
-def test_a_static_deviation_of_other_tokens_is_none(store: DiskStore) -> None:
+def test_a_static_deviation_of_a_different_length_is_ignored(store: DiskStore) -> None:
     store.put(key_of(1), ChunkKV(kv_of(1).layers, 1, static=torch.arange(2.0)), replace=True)
     assert store.get(key_of(1)).static_deviation() is None
 
@@ -185,14 +185,14 @@ def test_a_file_of_another_key_is_a_miss(store: DiskStore) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]", os.urandom(500)])
-def test_a_foreign_file_is_a_miss_and_gives_way(store: DiskStore, content: bytes) -> None:
+def test_a_foreign_file_is_a_miss_and_is_replaced(store: DiskStore, content: bytes) -> None:
     file_of(store, 1).write_bytes(content)
     assert outcome(store, 1) == "miss"
     assert store.put(key_of(1), kv_of(1))
     assert outcome(store, 1) == "right"
 
 
-def test_damage_is_found_at_the_layer_that_has_it(store: DiskStore) -> None:
+def test_damage_is_reported_for_the_damaged_layer(store: DiskStore) -> None:
     path = file_of(store, 1)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -206,7 +206,7 @@ def test_damage_is_found_at_the_layer_that_has_it(store: DiskStore) -> None:
     assert not store.contains(key_of(1))
 
 
-def test_a_late_reader_of_a_damaged_entry_spares_its_replacement(store: DiskStore) -> None:
+def test_a_late_reader_of_a_damaged_entry_does_not_remove_its_replacement(store: DiskStore) -> None:
     path = file_of(store, 1)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -222,7 +222,7 @@ def test_a_late_reader_of_a_damaged_entry_spares_its_replacement(store: DiskStor
     assert outcome(store, 1) == "right"
 
 
-def test_a_file_cut_short_under_a_reader_is_damage_not_a_crash(store: DiskStore) -> None:
+def test_a_file_truncated_under_a_reader_is_damage_and_no_crash(store: DiskStore) -> None:
     found = store.get(key_of(1))
     assert found is not None
     with file_of(store, 1).open("r+b") as file:
@@ -231,7 +231,7 @@ def test_a_file_cut_short_under_a_reader_is_damage_not_a_crash(store: DiskStore)
         found.layer(0)
 
 
-def test_verify_reports_damage_and_removes_it_when_asked(store: DiskStore) -> None:
+def test_verify_reports_damage_and_removes_it_unless_repair_is_off(store: DiskStore) -> None:
     path = file_of(store, 1)
     path.write_bytes(path.read_bytes()[:-1])
     assert store.verify(repair=False).damaged == (key_of(1),)
@@ -255,7 +255,7 @@ def test_damage_on_disk_is_not_promoted(store: DiskStore) -> None:
     assert tiered.stats().damaged == 1
 
 
-def test_damage_to_the_static_deviation_costs_the_rank_alone(store: DiskStore) -> None:
+def test_damage_to_the_static_deviation_loses_only_the_rank(store: DiskStore) -> None:
     store.put(key_of(1), ranked(kv_of(1)), replace=True)
     path = file_of(store, 1)
     whole = path.read_bytes()
@@ -290,7 +290,7 @@ def forge(store: DiskStore, change: Callable[[dict[str, Any]], None]) -> None:
         lambda header: header["layer.00000.k"].update(shape=[0, 2**62, 2**62], data_offsets=[0, 0]),
     ],
 )
-def test_a_layer_of_other_tensors_is_damage_even_with_good_checksums(
+def test_a_layer_with_wrong_tensors_is_damage_even_with_good_checksums(
     store: DiskStore, change: Callable[[dict[str, Any]], None]
 ) -> None:
     forge(store, change)
@@ -300,7 +300,7 @@ def test_a_layer_of_other_tensors_is_damage_even_with_good_checksums(
 
 @pytest.mark.parametrize("name", ["layers", "tokens", "start", "nbytes"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), None, [], "", "9" * 5000])
-def test_a_count_that_is_no_number_is_a_miss_even_with_good_checksums(
+def test_a_count_that_is_not_a_number_is_a_miss_even_with_good_checksums(
     store: DiskStore, name: str, value: object
 ) -> None:
     forge(store, lambda header: header["__metadata__"].update({name: value}))

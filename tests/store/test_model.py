@@ -1,4 +1,4 @@
-"""Random sequences of operations against a dict that does the same: contents, order of eviction, budget."""
+"""Random sequences of operations give the same contents, order of eviction and budget as on a dict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 VIEWS = st.integers(0, 1)
 NUMBERS = st.integers(0, 7)
-TOKENS = {number: 1 + 2 * number for number in range(8)}  # every entry has a size of its own
+TOKENS = {number: 1 + 2 * number for number in range(8)}  # every entry has a different size
 
 
 def entry(number: int) -> ChunkKV:
@@ -33,9 +33,9 @@ def entry(number: int) -> ChunkKV:
 
 
 class MemoryModel(RuleBasedStateMachine):
-    """One store, and the model of it. Sizes are the store's own, measured once without a budget."""
+    """Runs one store beside its model. The sizes are those of the store, measured once without a budget."""
 
-    views = 1  # how many stores share the contents
+    views = 1  # number of stores that share the contents
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class MemoryModel(RuleBasedStateMachine):
 
 
 class DiskModel(MemoryModel):
-    """Two stores on one directory, as two processes would have them, opened anew now and then."""
+    """Runs two stores on one directory, as two processes would, and reopens them now and then."""
 
     views = 2
 
@@ -138,7 +138,7 @@ class DiskModel(MemoryModel):
 
 
 class ObjectModel(MemoryModel):
-    """One client of a bucket."""
+    """Runs one client of a bucket."""
 
     def open(self, budget: int | None, view: int = 0) -> KVStore:
         self.sizes = _file_sizes()
@@ -147,7 +147,7 @@ class ObjectModel(MemoryModel):
 
 
 class RedisModel(MemoryModel):
-    """Two clients of one server."""
+    """Runs two clients of one server."""
 
     views = 2
 
@@ -161,7 +161,7 @@ class RedisModel(MemoryModel):
 
 
 class _Settled(RedisStore):
-    """A client whose touches have arrived when it goes on: two clients would else race."""
+    """Waits until its touches have arrived; without the wait, two clients would race."""
 
     def touch(self, key: KVKey) -> None:
         super().touch(key)

@@ -1,4 +1,4 @@
-"""Page-locked memory: blocks belong to whoever looks into them, and the RAM tier lives in them within its budget."""
+"""Page-locked memory: blocks belong to their views, and the RAM tier lives in them within its budget."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def await_pinning() -> None:
             thread.join()
 
 
-def test_a_block_comes_back_when_the_last_view_of_it_is_gone(memory: PageLockedMemory) -> None:
+def test_a_block_is_free_again_when_its_last_view_is_gone(memory: PageLockedMemory) -> None:
     assert memory.take(1) is None
     assert memory.grow(1 << 12)
     block = memory.take(1 << 12)
@@ -58,7 +58,7 @@ def test_a_block_comes_back_when_the_last_view_of_it_is_gone(memory: PageLockedM
     assert memory.take(1 << 12) is not None
 
 
-def test_pieces_that_come_back_are_joined(memory: PageLockedMemory) -> None:
+def test_freed_adjacent_blocks_are_joined(memory: PageLockedMemory) -> None:
     assert memory.grow(1 << 12)
     blocks = [memory.take(512) for _ in range(8)]
     assert memory.take(1) is None
@@ -67,7 +67,7 @@ def test_pieces_that_come_back_are_joined(memory: PageLockedMemory) -> None:
     assert memory.take(1 << 12) is not None
 
 
-def test_no_more_is_pinned_than_the_limit(memory: PageLockedMemory) -> None:
+def test_pinned_memory_stays_within_the_limit(memory: PageLockedMemory) -> None:
     assert not memory.grow((1 << 12) + 1)
     assert memory.grow(3000)
     assert not memory.grow(3000)
@@ -96,7 +96,7 @@ def test_blocks_of_many_threads_never_overlap(memory: PageLockedMemory) -> None:
     assert memory.take(1 << 12) is not None
 
 
-def test_memory_that_cannot_be_pinned_ends_the_growth_and_nothing_else(
+def test_memory_that_cannot_be_pinned_only_ends_the_growth(
     memory: PageLockedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> torch.Tensor:
@@ -107,19 +107,19 @@ def test_memory_that_cannot_be_pinned_ends_the_growth_and_nothing_else(
     assert memory.take(1) is None
 
 
-def test_entries_lie_in_page_locked_memory_and_go_with_it(ram: MemoryStore) -> None:
+def test_entries_are_stored_in_page_locked_memory_and_evicted_within_its_budget(ram: MemoryStore) -> None:
     for number in range(10):
         assert ram.put(key_of(number), kv_of(number))
         found = ram.get(key_of(number))
         assert found is not None
         assert all(tensor.is_pinned() for layer in found.layers for tensor in layer)
         del found
-        await_pinning()  # what is put before the next slab is there is not pinned
+        await_pinning()  # an entry put before the next slab is ready is not pinned
     assert ram.stats().nbytes <= 4 * kv_of(0).nbytes
     assert ram.stats().evictions > 0
 
 
-def test_what_is_put_in_room_of_the_store_is_not_copied(ram: MemoryStore) -> None:
+def test_an_entry_written_into_the_stores_own_memory_is_not_copied(ram: MemoryStore) -> None:
     kv = kv_of(1)
     room = ram.room(kv.nbytes)
     assert room is not None
@@ -130,7 +130,7 @@ def test_what_is_put_in_room_of_the_store_is_not_copied(ram: MemoryStore) -> Non
     assert same(found, kv)
 
 
-def test_an_entry_in_use_is_not_overwritten_by_the_next(ram: MemoryStore) -> None:
+def test_an_entry_in_use_is_not_overwritten(ram: MemoryStore) -> None:
     ram.put(key_of(1), kv_of(1))
     held = ram.get(key_of(1))
     assert held is not None
@@ -140,7 +140,7 @@ def test_an_entry_in_use_is_not_overwritten_by_the_next(ram: MemoryStore) -> Non
     assert same(held, kv_of(1))
 
 
-def test_entries_put_before_a_device_is_known_move(sim: str) -> None:  # noqa: F811
+def test_entries_move_into_page_locked_memory_when_the_device_is_known(sim: str) -> None:  # noqa: F811
     store = MemoryStore(1 << 12)
     store.put(key_of(1), kv_of(1))
     store.page_lock_for(torch.device("cpu"))
@@ -151,7 +151,7 @@ def test_entries_put_before_a_device_is_known_move(sim: str) -> None:  # noqa: F
     assert same(found, kv_of(1))
 
 
-def test_without_a_budget_slabs_are_added_as_they_are_needed(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_slabs_are_added_on_demand_without_a_budget(sim: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr("cacheblend_rag.store.memory.SLAB", 1 << 12)
     store = MemoryStore()
     store.page_lock_for(torch.device(sim))
@@ -162,7 +162,7 @@ def test_without_a_budget_slabs_are_added_as_they_are_needed(sim: str, monkeypat
     assert store.stats().entries == 40
 
 
-def test_a_promotion_is_read_where_it_stays(device: str, tmp_path: Path) -> None:  # noqa: F811
+def test_a_promoted_entry_is_read_directly_into_its_final_memory(device: str, tmp_path: Path) -> None:  # noqa: F811
     DiskStore(tmp_path).put(key_of(1), kv_of(1, layers=4))
     ram = page_locked_for(device, 1 << 12)
     found = TieredStore([ram, DiskStore(tmp_path)]).get(key_of(1))

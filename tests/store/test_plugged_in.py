@@ -1,4 +1,4 @@
-"""Tiers of other packages: found by entry point, and used as far as they go."""
+"""Tiers of other packages are found by entry point, and used as far as their methods go."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/third_party_tier"
 
 
 def install(path: Path, monkeypatch: pytest.MonkeyPatch, **entry_points: str) -> None:
-    """Do what installing a package with these tiers does to ``sys.path``."""
+    """Change ``sys.path`` as installing a package with these tiers would."""
     info = path / "a_tier-0.1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: a-tier\nVersion: 0.1\n")
@@ -32,11 +32,11 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"sqlite://{tmp_path}/kv.db"
 
 
-def test_the_example_says_in_its_package_what_the_tests_say() -> None:
+def test_the_example_tier_declares_the_entry_point_used_by_the_tests() -> None:
     assert 'sqlite = "cacheblend_sqlite_tier:open_tier"' in (EXAMPLE / "pyproject.toml").read_text("utf-8")
 
 
-def test_entries_outlast_the_process_and_move_up_into_ram(address: str) -> None:
+def test_entries_of_a_plugged_in_tier_outlast_the_process_and_move_up_into_ram(address: str) -> None:
     with open_store(f"ram://64MiB,{address}") as store:
         assert store.put(key_of(1), kv_of(1))
     with open_store(f"ram://64MiB,{address}") as store:
@@ -49,7 +49,7 @@ def test_entries_outlast_the_process_and_move_up_into_ram(address: str) -> None:
         assert same(again, kv_of(1))
 
 
-def test_an_address_gives_budget_codec_keys_and_when_to_write(address: str, tmp_path: Path) -> None:
+def test_an_address_sets_budget_codec_keys_and_write_mode(address: str, tmp_path: Path) -> None:
     make_key(tmp_path / "keys")
     with open_store(f"ram://1MiB,{address}?budget=1MiB&codec=int8&write=back&encrypt={tmp_path}/keys") as store:
         tier = store.tiers[1]
@@ -62,7 +62,7 @@ def test_an_address_gives_budget_codec_keys_and_when_to_write(address: str, tmp_
     assert b"CBSEAL" in (tmp_path / "kv.db").read_bytes()
 
 
-def test_what_a_tier_does_not_offer_is_done_by_the_others(address: str, tmp_path: Path) -> None:
+def test_a_tier_without_listing_and_eviction_works_beside_ram(address: str, tmp_path: Path) -> None:
     with open_store(f"ram://1MiB,{address}") as store:
         store.put(key_of(1), kv_of(1))
         assert store.evict(0) == kv_of(1).nbytes
@@ -86,7 +86,7 @@ def test_a_damaged_entry_is_a_miss_and_can_be_put_again(address: str) -> None:
         assert same(store.get(key_of(1)), kv_of(1))
 
 
-def test_options_that_the_tier_does_not_know_are_refused_by_itself(address: str) -> None:
+def test_options_unknown_to_the_tier_are_refused_by_the_tier(address: str) -> None:
     with pytest.raises(InputError, match="with budget, codec or encrypt"):
         open_store(f"{address}?ttl=1s")
 
@@ -100,7 +100,9 @@ def test_options_that_the_tier_does_not_know_are_refused_by_itself(address: str)
         ("tests.store.test_plugged_in:not_a_tier", r"of the package a-tier.*a str, which is no KVStore"),
     ],
 )
-def test_a_package_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, why: str) -> None:
+def test_a_failing_tier_package_is_named_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, why: str
+) -> None:
     install(tmp_path, monkeypatch, odd=place)
     with pytest.raises(InputError, match=why):
         open_store("odd:///place")
@@ -110,14 +112,14 @@ def not_a_tier(address: object, **options: object) -> str:
     return "a tier"
 
 
-def test_our_own_addresses_are_not_overridden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundled_schemes_cannot_be_overridden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, ram="tests.store.test_plugged_in:not_a_tier")
     with open_store("ram://1MiB") as store:
         assert isinstance(store, TieredStore)
         assert [tier.tier for tier in store.stats().tiers] == ["ram"]
 
 
-def test_a_scheme_that_no_package_knows_is_refused(address: str) -> None:
+def test_an_unknown_scheme_is_refused(address: str) -> None:
     assert parse_tiers(address)[0].scheme == "sqlite"
     with pytest.raises(InputError, match="is no tier of a KV store"):
         parse_tiers("nosuch:///place")

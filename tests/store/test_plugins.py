@@ -1,4 +1,4 @@
-"""Packages that add something by an entry point, and fail: all three doors name the package."""
+"""Packages that add something by an entry point and fail are named in the error, at all three entry point groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_rag.store import plugins
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
-    """Put a package on the path, as an installer leaves it, with one entry point."""
+    """Put a package with one entry point on the path, as an installer leaves it."""
 
     def put(package: str, group: str, point: str) -> None:
         info = tmp_path / f"{package}-1.0.dist-info"
@@ -27,14 +27,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     return put
 
 
-def test_what_a_package_adds_is_found_by_group_and_name(install: Callable[[str, str, str], None]) -> None:
+def test_an_entry_point_is_found_by_group_and_name(install: Callable[[str, str, str], None]) -> None:
     install("good", "a.group", "dump = json:dumps")
     assert plugins.names("a.group") == {"dump"}
     assert plugins.names("another.group") == set()
     assert plugins.load("a.group", "dump", "tier", lambda dumps: dumps([1])) == "[1]"
 
 
-def test_an_error_of_ours_passes_through(install: Callable[[str, str, str], None]) -> None:
+def test_a_cacheblend_error_passes_through_unchanged(install: Callable[[str, str, str], None]) -> None:
     def refuse(found: object) -> None:
         raise StoreError("the disk is full")
 
@@ -43,7 +43,7 @@ def test_an_error_of_ours_passes_through(install: Callable[[str, str, str], None
         plugins.load("a.group", "dump", "tier", refuse)
 
 
-def test_two_packages_with_one_name_are_both_named(install: Callable[[str, str, str], None]) -> None:
+def test_two_packages_with_the_same_policy_name_are_both_named(install: Callable[[str, str, str], None]) -> None:
     install("one", "a.group", "dump = json:dumps")
     install("other", "a.group", "dump = json:dumps")
     with pytest.raises(InputError, match=r"The tier 'dump' is in several packages, (one and other|other and one)"):

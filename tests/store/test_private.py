@@ -1,4 +1,4 @@
-"""Tests that what is written is as private as its directory, and nothing is read or written through a link or a pipe."""
+"""Tests that files are as private as their directory, and that nothing is read or written through a link or a pipe."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def fill(root: Path) -> DiskStore:
     return store
 
 
-def test_a_new_store_is_its_users_alone(root: Path, umask: int) -> None:
+def test_a_new_store_is_accessible_to_its_user_alone(root: Path, umask: int) -> None:
     fill(root / "made" / "store")
     assert modes(root) == {(True, "0o700"), (False, "0o600")}
 
 
 @pytest.mark.parametrize("given", [0o700, 0o750, 0o770, 0o755, 0o2770], ids=oct)
-def test_a_directory_that_exists_keeps_its_permissions_and_gives_them_to_what_is_in_it(
+def test_an_existing_directory_keeps_its_permissions_and_passes_them_to_its_files(
     root: Path, umask: int, given: int
 ) -> None:
     store = root / "store"
@@ -55,7 +55,7 @@ def test_a_directory_that_exists_keeps_its_permissions_and_gives_them_to_what_is
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_an_entry_that_is_no_file_is_a_miss_that_the_next_put_replaces(root: Path, kind: str) -> None:
+def test_an_entry_that_is_a_link_or_a_pipe_is_a_miss_and_the_next_put_replaces_it(root: Path, kind: str) -> None:
     store = DiskStore(root / "store", budget=10**6)
     store.put(key_of(1), kv_of(1))
     (entry,) = (root / "store").glob("kv/*/*.safetensors")
@@ -73,7 +73,7 @@ def test_an_entry_that_is_no_file_is_a_miss_that_the_next_put_replaces(root: Pat
     assert elsewhere.stat().st_mtime_ns == before
 
 
-def test_a_link_in_the_place_of_a_directory_of_entries_leads_nowhere(root: Path) -> None:
+def test_a_link_in_the_place_of_an_entry_directory_is_not_followed(root: Path) -> None:
     store = DiskStore(root / "store", budget=10**6)
     store.put(key_of(1), kv_of(1))
     (entry,) = (root / "store").glob("kv/*/*.safetensors")
@@ -98,18 +98,18 @@ def test_a_link_in_the_place_of_a_directory_of_entries_leads_nowhere(root: Path)
     assert same(store.get(key_of(1)), kv_of(1))
 
 
-def test_entries_are_not_removed_through_a_link_that_has_taken_their_directorys_place(root: Path) -> None:
+def test_entries_are_not_removed_through_a_link_in_the_place_of_their_directory(root: Path) -> None:
     store = DiskStore(root / "store", budget=10**6)
     store.put(key_of(1), kv_of(1))
     store.put(key_of(2), kv_of(2))
     for entry in (root / "store").glob("kv/*/*.safetensors"):
         elsewhere = entry.parent.replace(root / entry.parent.name)
         entry.parent.symlink_to(elsewhere)
-    assert store.evict(0) == 0  # it knows both from before
+    assert store.evict(0) == 0  # the store knows both entries from before
     assert len(list(root.glob("*/*.safetensors"))) == 2
 
 
-def test_a_store_whose_own_directory_is_a_link_works(root: Path) -> None:
+def test_a_store_directory_that_is_a_link_works(root: Path) -> None:
     (root / "other disk").mkdir()
     (root / "store").symlink_to(root / "other disk")
     store = DiskStore(root / "store", budget=10**6)
@@ -121,7 +121,7 @@ def test_a_store_whose_own_directory_is_a_link_works(root: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "dangling link"])
-def test_a_count_of_bytes_that_is_no_file_is_made_anew(root: Path, kind: str) -> None:
+def test_a_byte_count_that_is_a_link_or_a_pipe_is_counted_again(root: Path, kind: str) -> None:
     store = DiskStore(root / "store", budget=10**6)
     store.put(key_of(1), kv_of(1))
     usage, victim = root / "store" / "kv" / "usage", root / "victim"
@@ -136,7 +136,7 @@ def test_a_count_of_bytes_that_is_no_file_is_made_anew(root: Path, kind: str) ->
     assert store._directory.used() == store.stats().nbytes
 
 
-def test_a_note_is_not_written_through_a_link(root: Path) -> None:
+def test_the_tiers_of_a_directory_are_not_recorded_through_a_link(root: Path) -> None:
     victim = root / "victim"
     victim.write_text("file://")
     (root / "tiers").symlink_to(victim)

@@ -1,4 +1,4 @@
-"""Tests what only tiers on other machines have: ranged reads, several clients, a time to live, addresses."""
+"""Tests features of remote tiers alone: ranged reads, several clients, a time to live, addresses."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cacheblend_rag.store.redis import RedisStore
 from cacheblend_rag.store.remote import HEAD_BYTES, RemoteStore
 from tests.store.samples import key_of, kv_of, ranked, same
 
-LARGE = {"layers": 4, "tokens": 400}  # several times what a look-up brings along
+LARGE = {"layers": 4, "tokens": 400}  # several times the size of a look-up's first read
 
 
 class Medium:
-    """A remote tier's server, and ways to get at the bytes that it keeps."""
+    """A remote tier's server, with access to its stored bytes."""
 
     def __init__(self, kind: str, at: Any):
         self.kind, self.at = kind, at
@@ -33,7 +33,7 @@ class Medium:
         return RedisStore(self.at, **options) if self.kind == "redis" else ObjectStore(self.at, **options)
 
     def change(self, number: int, change: Callable[[bytearray], None]) -> None:
-        """Change what is kept of an entry, behind everybody's back."""
+        """Change the stored bytes of an entry without any client's knowledge."""
         if self.kind == "redis":
             server = redis.Redis.from_url(self.at)
             (name,) = server.keys(f"cacheblend:kv:{key_of(number)}:*")
@@ -70,7 +70,7 @@ def empty(data: bytearray) -> None:
     data.clear()
 
 
-def test_a_layer_is_one_ranged_read_and_the_others_stay_where_they_are(medium: Medium, monkeypatch) -> None:
+def test_reading_a_layer_takes_one_ranged_read_of_that_layer_alone(medium: Medium, monkeypatch) -> None:
     store = medium.client()
     store.put(key_of(1), kv_of(1, **LARGE))
     asked = []
@@ -88,7 +88,7 @@ def test_a_layer_is_one_ranged_read_and_the_others_stay_where_they_are(medium: M
     assert store.stats().reads.nbytes == 2 * layer_bytes
 
 
-def test_an_encoded_layer_is_one_ranged_read_too(medium: Medium, monkeypatch) -> None:
+def test_reading_an_encoded_layer_takes_one_ranged_read(medium: Medium, monkeypatch) -> None:
     store, kv = medium.client(format=EntryFormat("int8")), kv_of(1, layers=12, tokens=400)
     store.put(key_of(1), kv)
     asked = []
@@ -104,7 +104,7 @@ def test_an_encoded_layer_is_one_ranged_read_too(medium: Medium, monkeypatch) ->
     assert sum(asked) < kv.nbytes // 6
 
 
-def test_an_entry_in_an_unknown_codec_is_missed_said_and_kept_far_away(
+def test_a_remote_entry_in_an_unknown_codec_is_a_miss_is_logged_and_stays(
     medium: Medium, caplog: pytest.LogCaptureFixture
 ) -> None:
     later = get_codec("int8")
@@ -120,7 +120,7 @@ def test_an_entry_in_an_unknown_codec_is_missed_said_and_kept_far_away(
     assert reader.verify().unreadable == (key_of(1),)
 
 
-def test_another_client_finds_what_one_has_put(medium: Medium) -> None:
+def test_an_entry_put_by_a_client_is_found_by_another_client(medium: Medium) -> None:
     medium.client().put(key_of(1), ranked(kv_of(1, **LARGE)))
     found = medium.client().get(key_of(1))
     assert found.tier == medium.client().tier
@@ -129,7 +129,7 @@ def test_another_client_finds_what_one_has_put(medium: Medium) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip_last, flip_first, cut, empty])
-def test_damage_is_a_miss_and_is_removed_and_can_be_put_again(medium: Medium, damage) -> None:
+def test_a_damaged_remote_entry_is_a_miss_is_removed_and_can_be_put_again(medium: Medium, damage) -> None:
     store, kv = medium.client(), kv_of(1, **LARGE)
     store.put(key_of(1), kv)
     medium.change(1, damage)
@@ -143,7 +143,7 @@ def test_damage_is_a_miss_and_is_removed_and_can_be_put_again(medium: Medium, da
     assert same(store.get(key_of(1)), kv)
 
 
-def test_verify_finds_damage_and_removes_it_when_asked(medium: Medium) -> None:
+def test_verify_finds_remote_damage_and_removes_it_unless_repair_is_off(medium: Medium) -> None:
     store = medium.client()
     for number in (1, 2):
         store.put(key_of(number), kv_of(number, **LARGE))
@@ -154,7 +154,7 @@ def test_verify_finds_damage_and_removes_it_when_asked(medium: Medium) -> None:
     assert [entry.key for entry in store.entries()] == [key_of(1)]
 
 
-def test_a_late_reader_of_a_damaged_entry_spares_its_replacement(medium: Medium) -> None:
+def test_a_late_reader_of_a_damaged_remote_entry_does_not_remove_its_replacement(medium: Medium) -> None:
     store, kv = medium.client(), kv_of(1, **LARGE)
     store.put(key_of(1), kv)
     medium.change(1, flip_last)
@@ -165,7 +165,7 @@ def test_a_late_reader_of_a_damaged_entry_spares_its_replacement(medium: Medium)
     assert same(store.get(key_of(1)), kv)
 
 
-def test_an_entry_removed_under_a_reader_cannot_be_read_and_is_no_damage(medium: Medium) -> None:
+def test_an_entry_removed_under_a_reader_cannot_be_read_and_is_not_damage(medium: Medium) -> None:
     store, kv = medium.client(), kv_of(1, **LARGE)
     store.put(key_of(1), kv)
     found = store.get(key_of(1))
@@ -176,7 +176,7 @@ def test_an_entry_removed_under_a_reader_cannot_be_read_and_is_no_damage(medium:
     assert store.put(key_of(2), kv), "the tier itself is well"
 
 
-def test_an_entry_replaced_under_a_reader_never_gives_a_mixture(medium: Medium) -> None:
+def test_an_entry_replaced_under_a_reader_gives_no_mixture(medium: Medium) -> None:
     store = medium.client()
     store.put(key_of(1), kv_of(1, **LARGE))
     found = store.get(key_of(1))
@@ -186,23 +186,23 @@ def test_an_entry_replaced_under_a_reader_never_gives_a_mixture(medium: Medium) 
     assert same(store.get(key_of(1)), kv_of(2, **LARGE))
 
 
-def test_what_has_outlived_its_time_is_missing_and_frees_its_room(medium: Medium) -> None:
+def test_an_expired_entry_is_a_miss_and_frees_its_room(medium: Medium) -> None:
     brief = medium.client(ttl_s=0.001)
     brief.put(key_of(1), kv_of(1))
     while medium.client().contains(key_of(1)) and brief.contains(key_of(1)):
-        pass  # a millisecond
+        pass  # waits a millisecond
     assert brief.get(key_of(1)) is None
     assert list(brief.entries()) == []
     assert brief.stats().nbytes == 0
 
 
-def test_entries_outlive_no_time_unless_told(redis_url: str) -> None:
+def test_entries_do_not_expire_by_default(redis_url: str) -> None:
     RedisStore(redis_url).put(key_of(1), kv_of(1))
     server = redis.Redis.from_url(redis_url)
     assert [server.ttl(name) for name in server.keys("cacheblend:kv:*")] == [-1]
 
 
-def test_clients_that_put_at_once_keep_one_budget(redis_url: str) -> None:
+def test_clients_that_put_at_once_share_one_budget(redis_url: str) -> None:
     size = len(RedisStore(redis_url).get(key_of(0)) or b"") or _size_in(redis_url)
     stores = [RedisStore(redis_url, 5 * size) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
@@ -221,7 +221,7 @@ def _size_in(url: str) -> int:
     return size
 
 
-def test_what_the_server_itself_has_dropped_is_missing_and_is_counted_no_more(redis_url: str) -> None:
+def test_an_entry_dropped_by_the_server_is_a_miss_and_no_longer_counted(redis_url: str) -> None:
     store = RedisStore(redis_url)
     store.put(key_of(1), kv_of(1))
     server = redis.Redis.from_url(redis_url)
@@ -231,7 +231,7 @@ def test_what_the_server_itself_has_dropped_is_missing_and_is_counted_no_more(re
     assert store.put(key_of(1), kv_of(1))
 
 
-def test_bytes_of_a_writer_that_died_before_publishing_go_by_themselves(redis_url: str, monkeypatch) -> None:
+def test_bytes_of_a_writer_that_died_before_publishing_expire(redis_url: str, monkeypatch) -> None:
     store = RedisStore(redis_url)
     monkeypatch.setattr(store, "_run", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -241,7 +241,7 @@ def test_bytes_of_a_writer_that_died_before_publishing_go_by_themselves(redis_ur
     assert RedisStore(redis_url).stats().entries == 0
 
 
-def test_the_servers_full_memory_is_told_and_takes_the_tier_not_out(redis_url: str, valkey) -> None:
+def test_a_full_server_is_reported_and_the_tier_stays_in_use(redis_url: str, valkey) -> None:
     store = RedisStore(redis_url)
     store.put(key_of(1), kv_of(1))
     server = redis.Redis.from_url(redis_url)
@@ -255,21 +255,19 @@ def test_the_servers_full_memory_is_told_and_takes_the_tier_not_out(redis_url: s
 
 
 @pytest.mark.parametrize("dropped", ["entries", "used"])
-def test_a_server_that_drops_what_entries_are_counted_with_is_written_to_all_the_same(
-    redis_url: str, dropped: str
-) -> None:
+def test_a_server_that_drops_the_index_of_entries_still_accepts_writes(redis_url: str, dropped: str) -> None:
     size = len(PLAIN.serialized(PLAIN.encode(key_of(1), kv_of(1))))
     store = RedisStore(redis_url, budget=3 * size)
     for number in range(3):
         store.put(key_of(number), kv_of(number))
-    redis.Redis.from_url(redis_url).delete(f"cacheblend:{dropped}")  # as its maxmemory-policy allkeys-random does
+    redis.Redis.from_url(redis_url).delete(f"cacheblend:{dropped}")  # maxmemory-policy allkeys-random does so
     for number in range(10, 20):
         assert store.put(key_of(number), kv_of(number))
         assert same(store.get(key_of(number)), kv_of(number))
     assert len(list(store.entries())) <= 3
 
 
-def test_a_client_with_a_budget_counts_what_others_have_put(medium: Medium) -> None:
+def test_a_client_with_a_budget_counts_entries_of_other_clients(medium: Medium) -> None:
     other = medium.client()
     for number in (1, 2, 3):
         other.put(key_of(number), kv_of(number))

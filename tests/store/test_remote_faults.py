@@ -1,4 +1,4 @@
-"""A tier that does not answer: no wrong byte, nothing deleted, nobody waits beyond the deadline, the other tiers go on."""
+"""A tier that does not answer causes no wrong byte, no deletion and no wait beyond the deadline; other tiers continue."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from tests.store.faulty import FaultyS3
 from tests.store.samples import key_of, kv_of, memory_directory, same
 
 T = TypeVar("T")
-LARGE = {"layers": 4, "tokens": 400}  # several times what a look-up brings along
+LARGE = {"layers": 4, "tokens": 400}  # several times the size of a look-up's first read
 BRIEF_S = 0.3
 ROUNDS = 50 if os.environ.get("CACHEBLEND_FAULTS") == "full" else 4
 
 
 @pytest.fixture
 def tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier that was out is tried at the next call, not after seconds."""
+    """Try a tier that was out again at the next call, not after seconds."""
     monkeypatch.setattr(calls, "_OUT_S", 1e-9)
 
 
 @pytest.fixture
 def stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier that was out is not tried again while a test runs, however slow the machine."""
+    """Never try a tier that was out again while a test runs, however slow the machine."""
     monkeypatch.setattr(calls, "_OUT_S", 3600)
 
 
@@ -63,7 +63,7 @@ def tier_in(s3: FaultyS3, timeout_s: float = BRIEF_S) -> ObjectStore:
 
 
 def healthy(read: Callable[[], T | None]) -> T:
-    """Return what is read of a bucket that is well: on a busy machine it, too, may take longer than the brief limit."""
+    """Return an entry read from a healthy bucket: on a busy machine it, too, may take longer than the brief limit."""
     for _ in range(100):
         with suppress(StoreUnavailableError):
             if (found := read()) is not None:
@@ -72,13 +72,13 @@ def healthy(read: Callable[[], T | None]) -> T:
 
 
 def read_alike(store: ObjectStore, number: int) -> bool | None:
-    """Say whether an entry is read as it was stored; None where it is a miss."""
+    """Return whether an entry is read as it was stored; None for a miss."""
     found = store.get(key_of(number))
     return None if found is None else same(found, kv_of(number, **LARGE))
 
 
 class HalfOpen:
-    """A server whose machine accepts connections, and that never answers."""
+    """Accepts connections, and never answers."""
 
     def __enter__(self) -> HalfOpen:
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=64)
@@ -102,7 +102,7 @@ class HalfOpen:
 
 
 @pytest.mark.usefixtures("stays_out")
-def test_a_half_open_server_costs_one_deadline_and_is_then_left_alone(caplog) -> None:
+def test_a_half_open_server_costs_one_deadline_and_is_not_tried_again(caplog) -> None:
     with HalfOpen() as server:
         store = RedisStore(f"redis://127.0.0.1:{server.port}", timeout_s=BRIEF_S)
         assert store.get(key_of(1)) is None
@@ -125,7 +125,7 @@ def test_a_half_open_server_costs_one_deadline_and_is_then_left_alone(caplog) ->
 
 
 @pytest.mark.usefixtures("stays_out")
-def test_a_server_that_refuses_is_a_miss_and_says_where_it_is(caplog) -> None:
+def test_a_server_that_refuses_connections_is_a_miss_and_the_error_names_its_address(caplog) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     store = RedisStore(f"redis://:secret@127.0.0.1:{port}/3")
@@ -136,7 +136,7 @@ def test_a_server_that_refuses_is_a_miss_and_says_where_it_is(caplog) -> None:
 
 
 @pytest.mark.usefixtures("tried_again_at_once")
-def test_a_server_killed_between_and_during_reads_loses_nothing(tmp_path: Path, caplog) -> None:
+def test_a_server_killed_between_and_during_reads_loses_no_entry(tmp_path: Path, caplog) -> None:
     server = ValkeyServer(port=free_port(), data_dir=tmp_path, appendonly="yes", appendfsync="always")
     server.start()
     try:
@@ -166,7 +166,7 @@ def test_a_server_killed_between_and_during_reads_loses_nothing(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tried_again_at_once")
-def test_a_server_killed_at_any_moment_loses_nothing_it_had_acknowledged(tmp_path: Path) -> None:
+def test_a_server_killed_at_any_moment_loses_no_acknowledged_entry(tmp_path: Path) -> None:
     chance = random.Random(5)
     options = {"appendonly": "yes", "appendfsync": "always"}
     server = ValkeyServer(port=free_port(), data_dir=tmp_path, **options)
@@ -182,7 +182,7 @@ def test_a_server_killed_at_any_moment_loses_nothing_it_had_acknowledged(tmp_pat
                 try:
                     assert enough.wait(60)
                     port = server.port
-                    server.terminate()  # with SIGKILL, in the middle of whatever it does
+                    server.terminate()  # SIGKILL, at any moment
                     server = ValkeyServer(port=port, data_dir=tmp_path, **options)
                     server.start()
                 finally:
@@ -200,7 +200,8 @@ def test_a_server_killed_at_any_moment_loses_nothing_it_had_acknowledged(tmp_pat
 def put_and_read(
     store: RedisStore, stored: list[int], until: int, enough: threading.Event, over: threading.Event, seed: int
 ) -> None:
-    """Put entries and read some back until it is ``over``; say when there are ``enough``. Failures are the server's."""
+    """Put entries and read some back until it is ``over``; set ``enough`` at the given number. Failures are the
+    server's."""
     chance = random.Random(seed)
     number = 1000 * seed
     while not over.is_set():
@@ -221,14 +222,14 @@ def put_and_read(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tried_again_at_once")
-def test_a_bucket_that_fails_now_and_then_gives_no_wrong_byte_and_keeps_all_it_has(s3: FaultyS3) -> None:
+def test_a_bucket_that_fails_sometimes_gives_no_wrong_byte_and_loses_no_entry(s3: FaultyS3) -> None:
     store = tier_in(s3)
     for number in range(6):
         store.put(key_of(number), kv_of(number, **LARGE))
     kept = dict(s3.objects)
     s3.mode = "moody"
     read: list[int] = []
-    with ThreadPoolExecutor(10) as pool:  # most of the time they wait for the bucket
+    with ThreadPoolExecutor(10) as pool:  # the threads mostly wait for the bucket
         for reader in [pool.submit(read_at_random, store, read, seed) for seed in range(10)]:
             reader.result(60 + 10 * ROUNDS)
     assert len(read) > ROUNDS
@@ -257,7 +258,7 @@ def read_at_random(store: ObjectStore, read: list[int], seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("tried_again_at_once")
 @pytest.mark.parametrize("mode", ["503", "silent", "stalls"])
-def test_a_sick_bucket_is_a_miss_and_deletes_nothing(s3: FaultyS3, mode) -> None:
+def test_a_failing_bucket_is_a_miss_and_deletes_nothing(s3: FaultyS3, mode) -> None:
     store, kv = tier_in(s3), kv_of(1, **LARGE)
     store.put(key_of(1), kv)
     kept = dict(s3.objects)
@@ -278,7 +279,7 @@ def test_a_sick_bucket_is_a_miss_and_deletes_nothing(s3: FaultyS3, mode) -> None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tried_again_at_once")
-def test_what_may_take_long_finds_out_soon_that_nobody_answers() -> None:
+def test_long_operations_on_a_silent_server_fail_within_the_deadline() -> None:
     with HalfOpen() as server:
         store = RedisStore(f"redis://127.0.0.1:{server.port}", timeout_s=BRIEF_S)
         for act in (
@@ -303,7 +304,7 @@ def test_a_silent_bucket_costs_one_deadline(s3: FaultyS3) -> None:
 
 
 @pytest.mark.usefixtures("stays_out")
-def test_the_other_tiers_go_on_without_one_that_is_out(root: Path, caplog) -> None:
+def test_working_tiers_continue_without_a_tier_that_is_out(root: Path, caplog) -> None:
     with HalfOpen() as server:
         disk, ram = DiskStore(root), MemoryStore()
         remote = RedisStore(f"redis://127.0.0.1:{server.port}", timeout_s=BRIEF_S)
@@ -325,7 +326,7 @@ def test_the_other_tiers_go_on_without_one_that_is_out(root: Path, caplog) -> No
         assert not disk.contains(key_of(5)), "where it can be deleted it is"
 
 
-def test_kv_that_would_not_outlast_the_process_is_no_success() -> None:
+def test_a_put_fails_if_no_lasting_tier_stores_the_entry() -> None:
     with HalfOpen() as server:
         store = TieredStore([MemoryStore(), RedisStore(f"redis://127.0.0.1:{server.port}", timeout_s=BRIEF_S)])
         with pytest.raises(StoreUnavailableError):
@@ -338,7 +339,7 @@ FAULTS = [errno.ESTALE, errno.ETIMEDOUT, errno.EIO, errno.ENOMEM, errno.EACCES, 
 
 @pytest.mark.parametrize("code", FAULTS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", ["open", "fstat", "preadv"])
-def test_a_disk_that_cannot_be_read_now_loses_nothing(root: Path, monkeypatch, caplog, call: str, code: int) -> None:
+def test_a_temporarily_unreadable_disk_loses_no_entry(root: Path, monkeypatch, caplog, call: str, code: int) -> None:
     store, kv = DiskStore(root), kv_of(1, **LARGE)
     store.put(key_of(1), kv)
     opened = store.get(key_of(1))
@@ -362,7 +363,7 @@ def refusing(code: int) -> Callable[..., int]:
     return refuse
 
 
-def test_verify_removes_nothing_that_cannot_be_read_now(root: Path, monkeypatch) -> None:
+def test_verify_removes_no_temporarily_unreadable_entry(root: Path, monkeypatch) -> None:
     store = DiskStore(root)
     store.put(key_of(1), kv_of(1))
     with monkeypatch.context() as patch:

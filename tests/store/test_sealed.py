@@ -1,4 +1,4 @@
-"""Encryption at rest: what is stored says nothing, is believed only if genuine, and a wrong key destroys nothing."""
+"""Encryption at rest: stored bytes reveal nothing, only genuine ones are used, and a wrong key destroys nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def outcome(store: DiskStore, key: KVKey, number: int) -> str:
     return "right" if whole and right else "wrong"
 
 
-def test_nothing_of_an_entry_can_be_read_from_its_file(store: DiskStore) -> None:
+def test_nothing_of_an_encrypted_entry_can_be_read_from_its_file(store: DiskStore) -> None:
     data = file_of(store, ONE).read_bytes()
     for text in (b"safetensors", b"layer.", b"checksum", ONE.encode()):
         assert text not in data
@@ -66,7 +66,7 @@ def test_nothing_of_an_entry_can_be_read_from_its_file(store: DiskStore) -> None
     assert not list((store.root / "tmp").glob("*/*"))
 
 
-def test_two_writings_of_an_entry_share_no_byte_of_ciphertext(store: DiskStore) -> None:
+def test_two_writes_of_an_entry_share_no_ciphertext(store: DiskStore) -> None:
     first = file_of(store, ONE).read_bytes()
     store.put(ONE, ranked(kv_of(1)), replace=True)
     second = file_of(store, ONE).read_bytes()
@@ -75,8 +75,8 @@ def test_two_writings_of_an_entry_share_no_byte_of_ciphertext(store: DiskStore) 
     assert same_bytes < len(first) * 0.05
 
 
-def test_the_format_is_what_the_documentation_says(store: DiskStore) -> None:
-    """Decrypted by the library alone: docs/store.md is enough to read an entry."""
+def test_the_encrypted_format_is_as_documented(store: DiskStore) -> None:
+    """Decrypt an entry with the cryptography library and docs/store.md alone."""
     data = file_of(store, ONE).read_bytes()
     assert data[:8] == b"CBSEAL\x01\n"
     salt, count = data[8:24], int.from_bytes(data[24:28], "little")
@@ -90,16 +90,16 @@ def test_the_format_is_what_the_documentation_says(store: DiskStore) -> None:
     assert at == len(data)
     header = json.loads(parts[0][8:])
     assert header["__metadata__"]["key"] == ONE
-    assert len(parts) == 4  # header, two layers, the static deviation
+    assert len(parts) == 4  # these are the header, two layers and the static deviation
     assert parts[1] == b"".join(tensor.numpy().tobytes() for tensor in kv_of(1).layer(0))
 
 
 @pytest.mark.slow
-def test_every_changed_byte_is_a_miss_and_costs_no_other_entry(store: DiskStore) -> None:
+def test_a_changed_byte_makes_its_entry_a_miss_and_harms_no_other_entry(store: DiskStore) -> None:
     path = file_of(store, ONE)
     whole = path.read_bytes()
-    ranks = len(whole) - 16 - 12  # the last part is the static deviation's, which is lost alone
-    # What says how long the parts are, every seventh byte of these, and the last one.
+    ranks = len(whole) - 16 - 12  # damage to the last part loses the static deviation alone
+    # Positions cover the lengths of the parts, every seventh byte of the parts, and the whole last part.
     for position in sorted({*range(100), *range(100, len(whole), 7), *range(ranks, len(whole))}):
         data = bytearray(whole)
         data[position] ^= 1 << position % 8
@@ -124,7 +124,7 @@ def test_a_shortened_entry_is_a_miss(store: DiskStore, length: int) -> None:
     assert outcome(store, ONE, 1) == "right"
 
 
-def test_one_entry_in_the_place_of_another_is_a_miss(store: DiskStore) -> None:
+def test_an_entry_in_the_place_of_another_is_a_miss(store: DiskStore) -> None:
     store.put(ACME, kv_of(1))
     file_of(store, ONE).write_bytes(file_of(store, TWO).read_bytes())
     assert outcome(store, ONE, 1) == "miss"
@@ -132,7 +132,7 @@ def test_one_entry_in_the_place_of_another_is_a_miss(store: DiskStore) -> None:
     assert outcome(store, TWO, 2) == "miss"
 
 
-def test_layers_that_changed_places_are_damage() -> None:
+def test_swapped_layers_are_damage() -> None:
     with memory_directory() as root, DiskStore(root, format=OURS) as store:
         store.put(ONE, kv_of(1))
         path = file_of(store, ONE)
@@ -142,7 +142,7 @@ def test_layers_that_changed_places_are_damage() -> None:
         assert outcome(store, ONE, 1) == "damage"
 
 
-def test_an_entry_that_is_not_encrypted_is_not_believed(store: DiskStore) -> None:
+def test_an_unencrypted_entry_in_an_encrypted_store_is_a_miss(store: DiskStore) -> None:
     with memory_directory() as other, DiskStore(other) as plain:
         plain.put(ONE, kv_of(1))
         file_of(store, ONE).write_bytes(file_of(plain, ONE).read_bytes())
@@ -150,7 +150,7 @@ def test_an_entry_that_is_not_encrypted_is_not_believed(store: DiskStore) -> Non
 
 
 @pytest.mark.parametrize("form", [OURS, EntryFormat()])
-def test_an_entry_that_a_later_version_has_encrypted_is_a_miss_and_stays(form: EntryFormat) -> None:
+def test_an_entry_encrypted_by_a_later_version_is_a_miss_and_stays(form: EntryFormat) -> None:
     bucket = obstore.store.MemoryStore()
     ObjectStore(bucket, format=OURS).put(ONE, kv_of(1))
     (path,) = (each["path"] for each in bucket.list().collect())
@@ -164,7 +164,7 @@ def test_an_entry_that_a_later_version_has_encrypted_is_a_miss_and_stays(form: E
     assert store.contains(ONE)
 
 
-def test_another_key_finds_nothing_and_removes_nothing() -> None:
+def test_a_wrong_key_finds_nothing_and_removes_nothing() -> None:
     bucket = obstore.store.MemoryStore()
     ours, theirs = (
         ObjectStore(bucket, format=OURS),
@@ -180,7 +180,7 @@ def test_another_key_finds_nothing_and_removes_nothing() -> None:
     ours.close(), theirs.close(), without.close()
 
 
-def test_names_of_entries_follow_from_the_key() -> None:
+def test_names_of_entries_depend_on_the_encryption_key() -> None:
     model = ModelFingerprint("0" * 32, "sample")
     rings = [(ring, tenant) for ring in (KEYS, sample_keys(2)) for tenant in ("default", "acme")]
     names = {kv_key(model, [], [1], encrypted=ring.name(tenant))[:40] for ring, tenant in rings}
@@ -188,7 +188,7 @@ def test_names_of_entries_follow_from_the_key() -> None:
     assert kv_key(model, [], [1])[:40] not in names
 
 
-def test_a_directory_is_opened_with_its_own_keys_alone(tmp_path: Path) -> None:
+def test_a_directory_opens_only_with_its_own_keys(tmp_path: Path) -> None:
     with DiskStore(tmp_path, format=OURS) as store:
         store.put(ONE, kv_of(1))
     with pytest.raises(StoreError, match=r"is encrypted: name the directory of its keys"):
@@ -199,7 +199,7 @@ def test_a_directory_is_opened_with_its_own_keys_alone(tmp_path: Path) -> None:
         assert same(store.get(ONE), kv_of(1))
 
 
-def test_a_directory_with_plain_entries_is_not_encrypted_from_then_on(tmp_path: Path) -> None:
+def test_a_directory_with_plain_entries_cannot_be_opened_with_keys(tmp_path: Path) -> None:
     with DiskStore(tmp_path) as store:
         store.put(key_of(1), kv_of(1))
     with pytest.raises(StoreError, match="holds KV that is not encrypted"):
@@ -208,7 +208,9 @@ def test_a_directory_with_plain_entries_is_not_encrypted_from_then_on(tmp_path: 
         assert same(store.get(key_of(1)), kv_of(1))
 
 
-def test_each_layer_is_one_read_and_no_byte_more(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_encrypted_layer_takes_one_read_of_its_exact_size(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = store.get(ONE)
     reads: list[int] = []
     read = type(found.source).read
@@ -226,7 +228,7 @@ def test_each_layer_is_one_read_and_no_byte_more(store: DiskStore, monkeypatch: 
     codec=st.sampled_from(["none", "int8"]),
     static=st.booleans(),
 )
-def test_any_shape_and_dtype_survives_encryption(
+def test_every_shape_and_dtype_survives_encryption(
     shapes: list[tuple[int, int, int, int]], dtypes: list[torch.dtype], codec: str, static: bool
 ) -> None:
     layers = [
@@ -242,7 +244,7 @@ def test_any_shape_and_dtype_survives_encryption(
         assert (found.static_deviation() is not None) == static
 
 
-def test_a_part_too_large_for_one_call_is_cut_and_read_across(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_too_large_for_one_call_is_encrypted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.store.source._LARGEST_PART", 50)
     with memory_directory() as root, DiskStore(root, format=OURS) as store:
         store.put(ONE, ranked(kv_of(1, layers=3)))
@@ -255,7 +257,7 @@ def entries_of(store: DiskStore, tenant: Namespace) -> Entries:
     return Entries(store, ModelFingerprint("0" * 32, "sample"), (9,), namespace=tenant)
 
 
-def test_a_destroyed_key_takes_its_tenants_kv_along_and_no_others(tmp_path: Path) -> None:
+def test_destroying_a_tenants_key_loses_the_kv_of_that_tenant_alone(tmp_path: Path) -> None:
     keys, root = tmp_path / "keys", tmp_path / "store"
     make_key(keys)
     acme = make_key(keys, "acme")
@@ -278,7 +280,7 @@ def test_a_destroyed_key_takes_its_tenants_kv_along_and_no_others(tmp_path: Path
         assert store.stats().entries == 3
 
 
-def test_keys_are_made_for_their_user_alone_and_never_replaced(tmp_path: Path) -> None:
+def test_keys_are_created_for_their_user_alone_and_never_replaced(tmp_path: Path) -> None:
     file = make_key(tmp_path / "keys")
     assert (file.name, file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == ("default.key", 0o600, 0o700)
     before = file.read_text()
@@ -299,14 +301,14 @@ def test_keys_are_made_for_their_user_alone_and_never_replaced(tmp_path: Path) -
         ({"default.key": "ab" * 32, "AC ME.key": "cd" * 32}, "cannot name a tenant"),
     ],
 )
-def test_keys_that_cannot_be_used_are_refused_in_words(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_unusable_keys_are_refused_with_a_reason(tmp_path: Path, files: dict[str, str], message: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text + "\n")
     with pytest.raises(InputError, match=message):
         Keyring.read(tmp_path)
 
 
-def test_a_store_remembers_where_its_keys_are(tmp_path: Path) -> None:
+def test_a_store_remembers_the_directory_of_its_keys(tmp_path: Path) -> None:
     keys, root = tmp_path / "the keys, all", tmp_path / "store"
     make_key(keys)
     record_tiers(root, "ram://1MiB,file://?budget=1MiB", keys)
@@ -323,7 +325,7 @@ def test_a_store_remembers_where_its_keys_are(tmp_path: Path) -> None:
     assert recorded_tiers(root) == f"ram://1MiB,file://?budget=1MiB&encrypt={keys.parent}/the+keys%2C+all"
 
 
-def test_keys_that_do_not_fit_are_not_noted(tmp_path: Path) -> None:
+def test_keys_that_do_not_fit_the_store_are_not_recorded(tmp_path: Path) -> None:
     make_key(tmp_path / "keys")
     with DiskStore(tmp_path / "store") as store:
         store.put(key_of(1), kv_of(1))
@@ -338,7 +340,7 @@ def test_keys_inside_the_store_are_refused(tmp_path: Path) -> None:
         record_tiers(tmp_path / "store", None, tmp_path / "store" / "keys")
 
 
-def test_tiers_with_different_keys_are_no_store() -> None:
+def test_tiers_with_different_keys_are_refused() -> None:
     bucket = obstore.store.MemoryStore()
     with (
         ObjectStore(bucket, format=OURS) as one,

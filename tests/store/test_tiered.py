@@ -19,7 +19,7 @@ def root() -> Iterator[Path]:
         yield path
 
 
-def test_an_entry_read_whole_moves_up_without_another_read(root: Path) -> None:
+def test_an_entry_read_whole_is_promoted_without_another_read(root: Path) -> None:
     DiskStore(root).put(key_of(1), kv_of(1))
     ram = MemoryStore()
     store = TieredStore([ram, DiskStore(root)])
@@ -40,7 +40,7 @@ def test_an_entry_read_whole_moves_up_without_another_read(root: Path) -> None:
 
 
 @pytest.mark.parametrize("faster", [MemoryStore, DiskStore])
-def test_an_entry_that_is_deleted_while_it_is_read_does_not_come_back(root: Path, faster: type) -> None:
+def test_an_entry_deleted_during_a_read_does_not_come_back(root: Path, faster: type) -> None:
     slow = DiskStore(root / "slow")
     slow.put(key_of(1), kv_of(1))
     slow.put(key_of(2), kv_of(2))
@@ -57,7 +57,7 @@ def test_an_entry_that_is_deleted_while_it_is_read_does_not_come_back(root: Path
 
 
 @pytest.mark.parametrize("method", ["get", "delete"])
-def test_an_entry_that_is_deleted_while_it_is_looked_for_does_not_come_back(
+def test_an_entry_deleted_during_a_look_up_does_not_come_back(
     root: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     slow = DiskStore(root)
@@ -88,7 +88,7 @@ def test_an_entry_that_is_deleted_while_it_is_looked_for_does_not_come_back(
     assert not store.contains(key_of(1))
 
 
-def test_promotions_hold_no_more_than_the_faster_tier_may(root: Path) -> None:
+def test_unfinished_promotions_stay_within_the_faster_tiers_budget(root: Path) -> None:
     disk = DiskStore(root)
     for number in range(4):
         disk.put(key_of(number), kv_of(number))
@@ -107,13 +107,13 @@ def test_promotions_hold_no_more_than_the_faster_tier_may(root: Path) -> None:
     assert ram.contains(key_of(2))
 
 
-def test_what_the_fastest_tier_has_no_room_for_moves_up_into_the_next(root: Path) -> None:
+def test_an_entry_without_room_in_the_fastest_tier_moves_up_into_the_next_tier(root: Path) -> None:
     slow = DiskStore(root / "slow")
     for number in (0, 1):
         slow.put(key_of(number), kv_of(number))
     ram, fast = MemoryStore(kv_of(0).nbytes), DiskStore(root / "fast")
     store = TieredStore([ram, fast, slow])
-    handles = [store.get(key_of(number)) for number in (0, 1)]  # both are being read at the same time
+    handles = [store.get(key_of(number)) for number in (0, 1)]  # both are read at the same time
     for number, handle in enumerate(handles):
         assert handle is not None and same(handle, kv_of(number))
         handle.finish()
@@ -133,7 +133,7 @@ def test_an_entry_larger_than_the_faster_tier_is_read_through(root: Path) -> Non
 
 
 class Refusing(MemoryStore):
-    """A tier whose entries would outlast the process, if it took any."""
+    """A lasting tier that refuses every entry."""
 
     lasts = True
 
@@ -141,7 +141,7 @@ class Refusing(MemoryStore):
         raise StoreError("it refuses")
 
 
-def test_a_refusal_is_an_error_where_no_other_tier_has_the_entry_that_outlasts_the_process(root: Path) -> None:
+def test_a_refusal_is_an_error_if_no_other_lasting_tier_has_the_entry(root: Path) -> None:
     too_small, large = DiskStore(root / "small", budget=10), DiskStore(root / "large")
     for others in ([MemoryStore()], [MemoryStore(), too_small]):
         with pytest.raises(StoreError, match="it refuses"):
@@ -159,7 +159,7 @@ def test_a_hit_in_ram_counts_as_use_on_disk(root: Path) -> None:
     assert [entry.key for entry in disk.entries()] == [key_of(2), key_of(1)]
 
 
-def test_an_entry_in_two_tiers_is_one_entry(root: Path) -> None:
+def test_an_entry_in_two_tiers_is_listed_once(root: Path) -> None:
     store = TieredStore([MemoryStore(), DiskStore(root)])
     store.put(key_of(1), kv_of(1))
     assert [(entry.key, entry.tier) for entry in store.entries()] == [(key_of(1), "ram")]
@@ -169,6 +169,6 @@ def test_an_entry_in_two_tiers_is_one_entry(root: Path) -> None:
     assert stats.nbytes == sum(tier.nbytes for tier in stats.tiers)
 
 
-def test_a_store_of_no_tiers_is_refused() -> None:
+def test_a_store_without_tiers_is_refused() -> None:
     with pytest.raises(InputError, match="at least one tier"):
         TieredStore([])

@@ -1,4 +1,4 @@
-"""A store by the addresses of its tiers, and tiers noted in a directory."""
+"""Tests stores opened by the addresses of their tiers, and tiers recorded in a directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.store.samples import key_of, kv_of, same
 FOUR = "ram://8GiB,file:///nvme/kv?budget=500GiB,redis://host:6379/0?budget=64GiB&timeout=500ms,s3://bucket/a/b?ttl=7d&region=eu"
 
 
-def test_each_address_says_what_the_tier_is_and_how_much_it_holds() -> None:
+def test_each_address_gives_the_kind_and_the_size_of_its_tier() -> None:
     ram, disk, redis, s3 = parse_tiers(FOUR)
     assert (ram.scheme, ram.budget) == ("ram", 8 << 30)
     assert (disk.scheme, disk.place, disk.budget) == ("file", "/nvme/kv", 500 << 30)
@@ -25,7 +25,7 @@ def test_each_address_says_what_the_tier_is_and_how_much_it_holds() -> None:
     assert (s3.url, s3.budget, s3.ttl_s, s3.config) == ("s3://bucket/a/b", None, 7 * 86400, (("region", "eu"),))
 
 
-def test_an_option_that_is_the_clients_own_is_left_in_its_address() -> None:
+def test_an_option_of_the_client_library_stays_in_the_address() -> None:
     (redis,) = parse_tiers("rediss://user:pass@host/2?budget=1GiB&ssl_cert_reqs=none")
     assert redis.url == "rediss://user:pass@host/2?ssl_cert_reqs=none"
     assert parse_tiers("valkey://host")[0].url == "redis://host"
@@ -50,23 +50,23 @@ def test_an_option_that_is_the_clients_own_is_left_in_its_address() -> None:
         ("redis://host?ttl=0s", "'0s' is not a time"),
     ],
 )
-def test_a_malformed_address_is_refused_with_what_to_write(urls: str, why: str) -> None:
+def test_a_malformed_address_is_refused_with_a_hint(urls: str, why: str) -> None:
     with pytest.raises(InputError, match=why):
         parse_tiers(urls)
 
 
-def test_an_address_says_when_its_tier_is_written(tmp_path: Path) -> None:
+def test_an_address_sets_the_write_mode_of_its_tier(tmp_path: Path) -> None:
     with open_store(f"ram://1MiB,file://{tmp_path}/a,file://{tmp_path}/b?write=back") as store:
         assert [tier.writes for tier in store.tiers] == ["through", "through", "back"]
     with pytest.raises(InputError, match="through, back"):
         parse_tiers("file:///kv?write=never")
 
 
-def test_times_have_units() -> None:
+def test_durations_are_parsed_with_their_units() -> None:
     assert [parse_duration(text) for text in ("250ms", "2s", "1.5m", "12h", "7d")] == [0.25, 2, 90, 43200, 604800]
 
 
-def test_a_store_by_addresses_has_just_these_tiers(tmp_path: Path, redis_url: str) -> None:
+def test_a_store_opened_by_addresses_has_exactly_these_tiers(tmp_path: Path, redis_url: str) -> None:
     with open_store(f"ram://1MiB,file://{tmp_path}/kv?budget=2MiB,{redis_url}?budget=3MiB") as store:
         assert [(t.tier, t.budget) for t in store.stats().tiers] == [
             ("ram", 1 << 20),
@@ -78,7 +78,7 @@ def test_a_store_by_addresses_has_just_these_tiers(tmp_path: Path, redis_url: st
         assert same(store.get(key_of(1)), kv_of(1))
 
 
-def test_an_object_store_by_its_address(s3_url: str, s3_endpoint: str) -> None:
+def test_an_object_store_opens_by_its_address(s3_url: str, s3_endpoint: str) -> None:
     address = f"{s3_url}?endpoint={s3_endpoint}&timeout=30s"
     with open_store(address) as store:
         store.put(key_of(1), kv_of(1))
@@ -87,7 +87,7 @@ def test_an_object_store_by_its_address(s3_url: str, s3_endpoint: str) -> None:
         assert same(store.get(key_of(1)), kv_of(1))
 
 
-def test_what_is_noted_in_a_directory_holds_for_whoever_opens_it(tmp_path: Path, redis_url: str) -> None:
+def test_tiers_recorded_in_a_directory_apply_to_every_later_opening(tmp_path: Path, redis_url: str) -> None:
     assert recorded_tiers(tmp_path) is None
     record_tiers(tmp_path / "store", f"ram://1MiB,file://,{redis_url}")
     with open_store(tmp_path / "store") as store:
@@ -100,7 +100,7 @@ def test_what_is_noted_in_a_directory_holds_for_whoever_opens_it(tmp_path: Path,
         assert same(store.get(key_of(1)), kv_of(1))
 
 
-def test_a_budget_given_goes_before_an_addresss_and_0_turns_ram_off(tmp_path: Path) -> None:
+def test_a_budget_argument_overrides_the_addresss_budget_and_0_turns_ram_off(tmp_path: Path) -> None:
     record_tiers(tmp_path, "ram://1MiB,file://?budget=1MiB")
     with open_store(tmp_path, ram_budget=5, disk_budget=6) as store:
         assert [t.budget for t in store.stats().tiers] == [5, 6]
@@ -108,7 +108,7 @@ def test_a_budget_given_goes_before_an_addresss_and_0_turns_ram_off(tmp_path: Pa
         assert [t.tier for t in store.stats().tiers] == ["disk"]
 
 
-def test_a_budget_is_noted_with_the_store_and_the_rest_of_its_addresses_stays(tmp_path: Path) -> None:
+def test_recording_a_budget_leaves_the_rest_of_the_addresses_unchanged(tmp_path: Path) -> None:
     record_tiers(tmp_path, None, disk_budget="3MiB")
     assert recorded_tiers(tmp_path) == "ram://,file://?budget=3MiB"
     record_tiers(tmp_path, None, disk_budget="4MiB")
@@ -122,7 +122,9 @@ def test_a_budget_is_noted_with_the_store_and_the_rest_of_its_addresses_stays(tm
     )
 
 
-def test_keys_named_from_here_are_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_of_keys_are_found_from_other_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     make_key(Path("my keys"))
@@ -132,10 +134,10 @@ def test_keys_named_from_here_are_found_from_elsewhere(tmp_path: Path, monkeypat
         assert [t.tier for t in store.stats().tiers] == ["ram", "disk"]
 
 
-def test_tiers_that_cannot_be_noted_leave_those_that_are(tmp_path: Path) -> None:
+def test_a_failed_recording_leaves_the_recorded_tiers(tmp_path: Path) -> None:
     record_tiers(tmp_path, "ram://1MiB,redis://host")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # acts as a full disk
     try:
         with pytest.raises(StoreError, match="cannot note the tiers"):
             record_tiers(tmp_path, "ram://2MiB,redis://host")
@@ -145,14 +147,14 @@ def test_tiers_that_cannot_be_noted_leave_those_that_are(tmp_path: Path) -> None
     assert [file.name for file in tmp_path.iterdir()] == ["tiers"]
 
 
-def test_a_small_size_takes_a_unit() -> None:
+def test_a_small_size_needs_a_unit() -> None:
     for text in ("40", "1048575"):
         with pytest.raises(InputError, match=rf"{text} is {text} bytes; add a unit, as {text}GiB"):
             parse_size(text)
     assert [parse_size(text) for text in ("40B", "0", "1048576", "2k", 40)] == [40, 0, 1 << 20, 2048, 40]
 
 
-def test_passwords_are_not_noted(tmp_path: Path) -> None:
+def test_passwords_are_not_recorded(tmp_path: Path) -> None:
     for urls in ("ram://,redis://user:secret@host", "redis://host?password=secret"):
         with pytest.raises(InputError, match=r"holds a password.*REDISCLI_AUTH") as caught:
             record_tiers(tmp_path, urls)
@@ -174,7 +176,7 @@ def test_a_password_comes_from_the_environment(valkey, redis_url: str, monkeypat
         server.config_set("requirepass", "")
 
 
-def test_the_directory_itself_is_no_tier_where_there_is_none() -> None:
+def test_file_without_a_path_is_refused_unless_a_directory_is_given() -> None:
     with pytest.raises(InputError, match="add the path"):
         open_store("ram://,file://")
     assert isinstance(open_store("ram://1MiB"), TieredStore)
@@ -191,7 +193,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, url: str, packag
         open_store(url)
 
 
-def test_keys_are_added_to_every_tier_but_ram_in_place_of_others() -> None:
+def test_keys_are_added_to_every_tier_except_ram_and_replace_earlier_ones() -> None:
     given = "RAM://1MiB, file:///kv?encrypt=/old&budget=1MiB,redis://host,"
     assert with_keys(given, Path("/the keys")) == (
         "RAM://1MiB,file:///kv?budget=1MiB&encrypt=/the+keys,redis://host?encrypt=/the+keys"
@@ -199,7 +201,7 @@ def test_keys_are_added_to_every_tier_but_ram_in_place_of_others() -> None:
 
 
 @pytest.mark.parametrize(("limit", "budget"), [("4194304\n", 1 << 20), ("max\n", None), (None, None)])
-def test_a_containers_memory_is_not_the_machines(
+def test_the_default_ram_budget_respects_the_memory_limit_of_a_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, budget: int | None
 ) -> None:
     monkeypatch.setattr(opening, "_LIMITS", (), raising=False)

@@ -1,4 +1,4 @@
-"""Tiers that are given entries later, by a thread."""
+"""Tests tiers whose entries are written later, by a thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.store.samples import key_of, kv_of, memory_directory, ranked, same
 
 
 class Slow(MemoryStore):
-    """A tier whose puts wait until they are let go; its entries outlast the process, as far as anybody can tell."""
+    """A lasting tier whose puts wait until ``go_on`` is set."""
 
     lasts = True
 
@@ -55,7 +55,7 @@ def keys(store: TieredStore | DiskStore | MemoryStore) -> set[KVKey]:
     return {entry.key for entry in store.entries()}
 
 
-def test_a_put_does_not_wait_for_a_tier_that_is_written_behind(slow: Slow) -> None:
+def test_a_put_does_not_wait_for_a_tier_written_behind(slow: Slow) -> None:
     store = TieredStore([MemoryStore(kv_of(0).nbytes), slow])
     for number in (1, 2):
         assert store.put(key_of(number), ranked(kv_of(number)))
@@ -71,7 +71,7 @@ def test_a_put_does_not_wait_for_a_tier_that_is_written_behind(slow: Slow) -> No
     assert same(slow.get(key_of(1)), kv_of(1))
 
 
-def test_what_was_put_is_as_it_was_then(slow: Slow) -> None:
+def test_a_queued_entry_is_not_changed_by_later_changes_of_its_tensors(slow: Slow) -> None:
     kv = kv_of(1)
     store = TieredStore([slow])
     store.put(key_of(1), kv)
@@ -83,10 +83,10 @@ def test_what_was_put_is_as_it_was_then(slow: Slow) -> None:
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_an_entry_that_is_put_again_while_it_waits_is_replaced_if_that_is_wanted(slow: Slow, replace: bool) -> None:
+def test_a_put_of_a_waiting_entry_replaces_it_only_with_replace(slow: Slow, replace: bool) -> None:
     store = TieredStore([slow])
     store.put(key_of(1), kv_of(1))
-    assert slow.began.wait(60)  # so that the next one waits
+    assert slow.began.wait(60)  # the next entry must wait
     store.put(key_of(2), kv_of(2))
     store.put(key_of(2), kv_of(3), replace)
     wanted = kv_of(3 if replace else 2)
@@ -96,18 +96,18 @@ def test_an_entry_that_is_put_again_while_it_waits_is_replaced_if_that_is_wanted
     assert same(slow.get(key_of(2)), wanted)
 
 
-def test_an_entry_that_waits_already_is_not_copied_again(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_entry_is_not_copied_again(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = WriteQueue(slow, lambda error: None, most_bytes=kv_of(0).nbytes)
     queue.put(key_of(1), kv_of(1), False)
     assert slow.began.wait(60)
     monkeypatch.setattr(moving, "packed", lambda layers: pytest.fail("the entry is copied again"))
-    queue.put(key_of(1), kv_of(1), False)  # does not wait for room either
+    queue.put(key_of(1), kv_of(1), False)  # this put does not wait for room either
     slow.go_on.set()
     queue.close()
     assert slow.order == [f"written {key_of(1)[:1]}"]
 
 
-def test_an_entry_that_is_replaced_while_it_is_written_is_written_once_more(slow: Slow) -> None:
+def test_an_entry_replaced_during_its_write_is_written_again(slow: Slow) -> None:
     store = TieredStore([slow])
     store.put(key_of(1), kv_of(1))
     assert slow.began.wait(60)
@@ -117,7 +117,7 @@ def test_an_entry_that_is_replaced_while_it_is_written_is_written_once_more(slow
     assert same(slow.get(key_of(1)), kv_of(2))
 
 
-def test_closing_writes_what_is_left(root: Path) -> None:
+def test_closing_a_store_writes_all_waiting_entries(root: Path) -> None:
     disk = DiskStore(root, writes="back")
     with TieredStore([MemoryStore(), disk]) as store:
         for number in range(5):
@@ -147,7 +147,7 @@ for number in range(5):
 """
 
 
-def test_a_program_that_ends_without_closing_writes_what_is_left_for_a_tier_elsewhere(root: Path) -> None:
+def test_a_program_that_ends_without_closing_still_writes_its_waiting_remote_entries(root: Path) -> None:
     subprocess.run([sys.executable, "-c", ENDS, root], check=True)
     assert {file.stem for file in root.glob("kv/*/*")} == {key_of(number) for number in range(5)}
 
@@ -167,7 +167,7 @@ def test_a_deleted_entry_is_not_written_afterwards(slow: Slow) -> None:
     assert not store.contains(key_of(1))
 
 
-def test_no_more_waits_than_may(slow: Slow) -> None:
+def test_waiting_entries_stay_within_the_limit(slow: Slow) -> None:
     queue = WriteQueue(slow, lambda error: None, most_bytes=kv_of(0).nbytes)
     queue.put(key_of(1), kv_of(1), False)
 
@@ -185,7 +185,7 @@ def test_no_more_waits_than_may(slow: Slow) -> None:
     assert keys(slow) == {key_of(1), key_of(2)}
 
 
-def test_what_a_tier_refuses_is_let_go_and_said_once(slow: Slow, caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_entries_are_dropped_and_logged_once(slow: Slow, caplog: pytest.LogCaptureFixture) -> None:
     slow.fails = StoreError("the disk is full")
     slow.go_on.set()
     store = TieredStore([MemoryStore(), slow])

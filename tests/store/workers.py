@@ -1,4 +1,4 @@
-"""Does what other processes do to a store in the tests. Imported by a fork server, so it imports little."""
+"""Acts as other processes on a store in the tests. A fork server imports it, so it imports little."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def attempt(function: Callable[[], Any]) -> str:
 
 
 def put_until_killed(connection: Connection, root: Path, first: int, budget: int | None) -> None:
-    """Put entry after entry, telling of each that is stored."""
+    """Put entry after entry, and report each one that is stored."""
     torch.set_num_threads(1)
     store = DiskStore(root, budget)
     number = first
@@ -71,7 +71,7 @@ def put_until_killed(connection: Connection, root: Path, first: int, budget: int
 
 
 def die_at_step(connection: Connection, root: Path, number: int, budget: int, step: int) -> None:
-    """Put one entry and die at the ``step``-th thing that the store asks of the file system."""
+    """Put one entry and die at the ``step``-th file system call of the store."""
     store = DiskStore(root, budget)
     kv = kv_of(number)
     seen = 0
@@ -90,12 +90,13 @@ def die_at_step(connection: Connection, root: Path, number: int, budget: int, st
 
 
 def tiers_at(root: Path, budget: int) -> TieredStore:
-    """A quick disk with little room in front of a slow one that has room for all."""
+    """Make a quick disk with little room in front of a slow one with room for all."""
     return TieredStore([DiskStore(root / "quick", budget), DiskStore(root / "slow")])
 
 
 def use_tiers_until_killed(connection: Connection, root: Path, first: int, budget: int, seed: int) -> None:
-    """Put entries, bring others up, evict from the quick disk and drop there what the other one has; tell of each put."""
+    """Put entries, promote some, evict from the quick disk and delete there entries that the slow one has; report each
+    put."""
     torch.set_num_threads(1)
     chance = random.Random(seed)
     store = tiers_at(root, budget)
@@ -119,10 +120,8 @@ def use_tiers_until_killed(connection: Connection, root: Path, first: int, budge
 
 
 def mingle(connection: Connection, root: Path, seed: int, budget: int, steps: int, seconds: float = 0.0) -> None:
-    """Do everything at random to a store that others do everything to as well; send how many entries were read.
-
-    For ``steps`` steps, and for ``seconds`` at least.
-    """
+    """Run random operations on a store that other processes use, too; send the number of entries read. Runs for
+    ``steps`` steps, and for ``seconds`` at least."""
     torch.set_num_threads(1)
     chance = random.Random(seed)
     store = DiskStore(root, budget)
@@ -156,7 +155,7 @@ def mingle(connection: Connection, root: Path, seed: int, budget: int, steps: in
 
 
 def under_file_size_limit(connection: Connection, root: Path, limit: int) -> None:
-    """Put past the largest file allowed, then without the limit."""
+    """Put an entry larger than the file size limit, then put it without the limit."""
     store = DiskStore(root)
     assert store.put(key_of(1), kv_of(1))
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -210,7 +209,7 @@ def without_read_permission(connection: Connection, root: Path, uid: int | None)
 
 
 def without_file_descriptors(connection: Connection, root: Path) -> None:
-    """Get an entry while no file can be opened, and again when it can."""
+    """Read an entry while no file can be opened, and again afterwards."""
     store = DiskStore(root)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))

@@ -32,7 +32,7 @@ def engine() -> Iterator[BlendEngine]:
 
 @pytest.fixture(scope="session")
 def taught_engine(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[BlendEngine]:
-    """A model that says what the scripted engine does; one process teaches it for all."""
+    """Return a model trained to repeat the scripted engine's answers; one process trains it for all."""
     shared = tmp_path_factory.getbasetemp()
     shared = shared if worker_id == "master" else shared.parent
     directory = shared / "taught"
@@ -46,7 +46,7 @@ def taught_engine(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> I
 
 @pytest.fixture(scope="session")
 def sources() -> list[Document]:
-    """The beginning of each document of the corpus."""
+    """Return the beginning of each document of the corpus."""
     files = sorted(Path(bundled_corpus()).iterdir())
     return [Document(page_content=file.read_text()[:4000], metadata={"source": file.name}) for file in files]
 
@@ -68,7 +68,7 @@ def retriever(engine: TransformersEngine, chunks: list[Document], embedding: Bun
 
 @pytest.fixture(scope="session")
 def weights() -> dict[str, Any]:
-    """The bundled model and its tokenizer as transformers loads them."""
+    """Load the bundled model and its tokenizer by transformers."""
     model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype="float32").eval()
     return {"model": model, "tokenizer": AutoTokenizer.from_pretrained(BUNDLED), "max_tokens": MAX_TOKENS}
 
@@ -90,7 +90,8 @@ def scripted() -> ScriptedEngine:
 
 @pytest.fixture(autouse=True, scope="session")
 def _blends() -> Iterator[float]:
-    """The bundled model answers a short prompt as soon without a blend: here what a blend reports is looked at."""
+    """Turn on blending for short prompts, which the bundled model answers as fast without: the tests check reports of
+    blends."""
     gain = controller.GAIN
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(controller, "GAIN", 0.0)
@@ -99,12 +100,12 @@ def _blends() -> Iterator[float]:
 
 @pytest.fixture
 def real_gain(_blends: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that is answered as soon without a blend is not blended, as for users."""
+    """Restore the users' setting: a prompt that is answered as fast without a blend is not blended."""
     monkeypatch.setattr(controller, "GAIN", _blends)
 
 
 @pytest.fixture
 def one_engine(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever opens the bundled model gets the one of all tests."""
+    """Make every opening of the bundled model return the engine of all tests."""
     if isinstance(engine, TransformersEngine):
         monkeypatch.setattr("cacheblend_rag.TransformersEngine", lambda: engine)

@@ -42,7 +42,7 @@ _TURN = re.compile(r"<<(\w+)>>(.*?)<<end>>", re.DOTALL)
 
 
 class ScriptedEngine(BlendEngine):
-    """Says ``Answer to: <last user turn>``; calls the first tool it is shown; fills schemas from what the user wrote."""
+    """Answers ``Answer to: <last user turn>``; calls the first tool of the prompt; fills schemas from the user's words."""
 
     supports_json_schema: ClassVar[bool] = True
 
@@ -145,7 +145,7 @@ def answer(text: str, sampling: SamplingParams) -> str:
         schema = sampling.json_schema
         schema = json.loads(schema) if isinstance(schema, str) else schema
         made = instance(schema, asked, schema.get("$defs", {}))
-        return json.dumps(made, ensure_ascii=False, separators=(",", ":"))  # as guided decoding writes it
+        return json.dumps(made, ensure_ascii=False, separators=(",", ":"))  # guided decoding writes it so
     tools = re.search(r"<tools>(.*)</tools>", text)
     if tools and turns[-1][0] == "user":
         function = json.loads(tools[1])[0]["function"]
@@ -155,7 +155,7 @@ def answer(text: str, sampling: SamplingParams) -> str:
 
 
 def instance(schema: Mapping[str, Any], asked: str, definitions: Mapping[str, Any]) -> Any:
-    """Return an instance of ``schema``, with the number or the quoted name the user wrote where one is wanted."""
+    """Return an instance of ``schema``, with the number or the quoted name in the user's text where the schema has one."""
     if "$ref" in schema:
         return instance(definitions[schema["$ref"].rpartition("/")[2]], asked, definitions)
     if "const" in schema:
@@ -177,6 +177,6 @@ def instance(schema: Mapping[str, Any], asked: str, definitions: Mapping[str, An
     }
     if kind != "object":
         return simple[kind]
-    # Any object at all is JSON mode: the keys are those the user asks for.
+    # A schema without properties is JSON mode: the keys are those in the user's text.
     properties = schema.get("properties", {key: {"type": "string"} for key in re.findall(r"'(\w+)'", asked)})
     return {name: instance(part, asked, definitions) for name, part in properties.items()}

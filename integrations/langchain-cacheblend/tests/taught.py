@@ -34,7 +34,7 @@ class Said(NamedTuple):
 
 
 def transcript(file: Path) -> list[Said]:
-    """Run the suite on the scripted engine, in a session of its own within this one, and return all that was said."""
+    """Run the suite on the scripted engine, in a separate session within this one, and return all its answers."""
     alone = ["--capture=no", "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts=", "-q", "--no-header"]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
         patch.setenv("CACHEBLEND_TRANSCRIPT", str(file))
@@ -44,7 +44,7 @@ def transcript(file: Path) -> list[Said]:
 
 
 def teach(said: list[Said], directory: Path) -> None:
-    """Write a model to ``directory`` that answers those prompts so, whatever else it says."""
+    """Write a model to ``directory`` that gives these answers to these prompts."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
@@ -52,7 +52,7 @@ def teach(said: list[Said], directory: Path) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **shape))
     end = tokenizer.eos_token_id
-    # Behind the prompt's end no answer begins with a space of its own, which guided decoding would not let the model say.
+    # No answer begins with a separate space behind the prompt's end, which guided decoding would forbid.
     before = tokenizer(">", add_special_tokens=False).input_ids
     answers = [tokenizer(f">{each.answer}", add_special_tokens=False).input_ids[len(before) :] for each in said]
     rows = [([*each.prompt, *answer, end], len(each.prompt)) for each, answer in zip(said, answers, strict=True)]
@@ -75,7 +75,7 @@ def teach(said: list[Said], directory: Path) -> None:
 
 
 def _batch(rows: list[tuple[list[int], int]], end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens, padded, and of which of them but the first the model is to learn that they come next."""
+    """Return padded tokens, and a mask of the tokens, except the first, that the model is to predict."""
     width = max(len(row) for row, _ in rows)
     tokens = torch.tensor([row + [end] * (width - len(row)) for row, _ in rows])
     answered = torch.zeros(tokens.shape, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Agents that look things up by a tool, as LangChain and LangGraph build them, at our defaults: what their prompts reuse."""
+"""Agents that look things up by a tool, as LangChain and LangGraph build them, reuse retrieved chunks at our defaults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def notes(told: ToldEngine, sources: list[Document], embedding: BundledEmbedding
 
 
 def graph(llm: Any, tools: list[BaseTool], prompt: str) -> Any:
-    """The agent that LangGraph's own pages build of nodes."""
+    """Build the agent of LangGraph's documentation from nodes."""
     bound = llm.bind_tools(tools)
     made = StateGraph(MessagesState)
     made.add_node("model", lambda state: {"messages": [bound.invoke([("system", prompt), *state["messages"]])]})
@@ -47,7 +47,7 @@ def graph(llm: Any, tools: list[BaseTool], prompt: str) -> Any:
 
 
 def react(llm: Any, tools: list[BaseTool], prompt: str) -> Any:
-    with warnings.catch_warnings(action="ignore"):  # it has moved to create_agent, and is what most programs still call
+    with warnings.catch_warnings(action="ignore"):  # it moved to create_agent, and most programs still call it
         return create_react_agent(llm, tools, prompt=prompt)
 
 
@@ -63,7 +63,7 @@ def retriever_tool(notes: CacheBlendRetriever, form: Any) -> BaseTool:
 
 
 def own_tool(notes: CacheBlendRetriever, form: Any) -> BaseTool:
-    """The tool of LangChain's tutorial of RAG agents."""
+    """Make the tool of LangChain's tutorial of RAG agents."""
 
     @tool(response_format=form)
     def search_notes(query: str) -> tuple[str, list[Document]]:
@@ -75,7 +75,7 @@ def own_tool(notes: CacheBlendRetriever, form: Any) -> BaseTool:
 
 
 TOOLS = {"text": retriever_tool, "artifact": retriever_tool, "own": own_tool}
-# Nobody asks the same twice: a prompt that was answered before is kept whole, and nothing of it is blended again.
+# Every question differs: a repeated prompt would come from the prefix cache without a blend.
 ASKED = [
     ("create_agent", "text", "Sonia Halston"),
     ("create_agent", "artifact", "the bakery"),
@@ -86,14 +86,14 @@ ASKED = [
 
 
 def check_reuse(messages: list[Any], told: ToldEngine) -> None:
-    """The tool was called, and what it found was in stored KV and read from there, but for what the policy chose."""
+    """Check that the tool was called, and that its chunks were read from stored KV, except for the policy's choice."""
     _, asking, found, last = messages
     assert isinstance(found, ToolMessage) and isinstance(last, AIMessage)
     assert [call["name"] for call in asking.tool_calls] == ["search_notes"]
     report = last.response_metadata["cacheblend"]
     assert (report["mode"], report["retrieved"]["summary"]) == ("blend", "4 of 4 retrieved chunks reused")
     usage = report["usage"]
-    # What was said before the tool answered is kept of the first prompt, and not blended.
+    # The prefix cache has the prompt before the tool's answer, which is not blended.
     assert usage["kept_tokens"] >= asking.usage_metadata["input_tokens"] - 1
     length = sum(len(chunk.token_ids) for chunk in told.registry if chunk.text in found.text)
     assert length > 200
@@ -102,7 +102,7 @@ def check_reuse(messages: list[Any], told: ToldEngine) -> None:
 
 
 @pytest.mark.parametrize(("maker", "form", "asked"), ASKED, ids=lambda value: value)
-def test_an_agent_reuses_what_its_tool_has_found(
+def test_an_agent_reuses_chunks_found_by_its_tool(
     maker: str, form: str, asked: str, told: ToldEngine, notes: CacheBlendRetriever
 ) -> None:
     llm = ChatCacheBlend(engine=told)
@@ -111,8 +111,8 @@ def test_an_agent_reuses_what_its_tool_has_found(
     check_reuse(state["messages"], told)
 
 
-async def test_a_streamed_agent_reuses_it_too(told: ToldEngine, notes: CacheBlendRetriever) -> None:
-    told.reset_prefix_cache()  # which has the prompts of the agent that was not streamed
+async def test_a_streamed_agent_reuses_chunks_found_by_its_tool(told: ToldEngine, notes: CacheBlendRetriever) -> None:
+    told.reset_prefix_cache()  # it has the prompts of the earlier agent
     agent = create_agent(ChatCacheBlend(engine=told), [retriever_tool(notes, "content")], system_prompt=SYSTEM)
     asked = {"messages": [HumanMessage("What about 'the song'?")]}
     messages: list[Any] = list(asked["messages"])
@@ -121,10 +121,10 @@ async def test_a_streamed_agent_reuses_it_too(told: ToldEngine, notes: CacheBlen
     check_reuse(messages, told)
 
 
-def test_where_a_template_writes_tool_results_in_json_they_are_reused_from_the_second_prompt_on(
+def test_tool_results_written_as_json_by_a_template_are_reused_from_the_second_prompt_on(
     embedding: BundledEmbeddings,
 ) -> None:
-    """Llama 3's does: the chunks that stand in its prompts are those of the texts as they are escaped."""
+    """Use a template like Llama 3's: the chunks in its prompts are those of the escaped texts."""
     escaping = TEMPLATE.replace(
         "{{ m['content'] }}", "{{ m['content'] | tojson if m.role == 'tool' else m['content'] }}"
     )

@@ -62,7 +62,7 @@ MAX_TOKENS = 10
 
 
 class Parts:
-    """What a shape is built of: a model, and what wraps a base retriever (nothing, for the plain chain)."""
+    """Holds the parts of a shape: a model, and a wrapper of a base retriever (none for the plain chain)."""
 
     def __init__(self, llm: Any, wrap: Callable[[Any], Any], base: BaseRetriever, embedding: BundledEmbeddings):
         self.llm, self.wrap, self.base, self.embedding = llm, wrap, base, embedding
@@ -96,7 +96,7 @@ def history_aware(p: Parts) -> Runnable[Any, Any]:
 
 
 class RetrieveFirst(AgentMiddleware):
-    """Looks every question up, then lets the model answer without tools: an agent for models that cannot call any."""
+    """Looks every question up, then lets the model answer without tools: an agent for models without tool calls."""
 
     @hook_config(can_jump_to=["tools"])
     def before_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
@@ -131,7 +131,7 @@ def ensemble(p: Parts) -> Runnable[Any, Any]:
 
 
 class ByEmbedding(BaseCrossEncoder):
-    """Scores a passage by its embedding's likeness to the question's."""
+    """Scores a passage by the similarity of its embedding to the question's."""
 
     def __init__(self, embedding: BundledEmbeddings):
         self.embedding = embedding
@@ -217,7 +217,7 @@ SHAPES = {
 
 
 class LastCall(BaseCallbackHandler):
-    """Keeps the text the model was last shown, and its usage."""
+    """Records the model's last prompt, and its usage."""
 
     text = ""
     message: Any = None
@@ -305,7 +305,7 @@ def test_the_text_model_gives_the_plain_models_answer_and_reuses_its_chunks(
     assert served(call, engine, chunks) >= 0.9
 
 
-def test_where_a_compressor_cuts_the_chunks_the_answer_is_right_and_the_reason_given(
+def test_the_answer_is_right_and_the_reason_given_if_a_compressor_cuts_the_chunks(
     shape: Callable[..., Any], engine: TransformersEngine, retriever: CacheBlendRetriever, plain_chat: PlainChat
 ) -> None:
     def cutting(p: Parts) -> Any:
@@ -340,7 +340,7 @@ def test_a_cut_chunk_is_reused_once_the_wrapped_retriever_sees_it_cut(
     assert details["cache_creation"] == 0
 
 
-def test_an_agents_artifact_names_the_chunks_of_a_retriever_that_is_not_wrapped(
+def test_an_agents_artifact_names_the_chunks_of_an_unwrapped_retriever(
     sources: list[Document], engine: TransformersEngine, embedding: BundledEmbeddings
 ) -> None:
     store = InMemoryVectorStore(embedding)
@@ -356,7 +356,7 @@ def test_an_agents_artifact_names_the_chunks_of_a_retriever_that_is_not_wrapped(
         assert (details["cache_read"] > 100) == (expected == "cache_read")
 
 
-def test_a_vector_store_in_front_makes_any_chain_reuse(
+def test_a_vector_store_in_front_lets_any_chain_reuse_chunks(
     sources: list[Document], engine: TransformersEngine, embedding: BundledEmbeddings, plain_chat: PlainChat
 ) -> None:
     pieces = ChunkSplitter(engine, 96).split_documents(sources[:1])
@@ -384,7 +384,7 @@ async def test_chains_stream_in_pieces_and_report_events(shape: Callable[..., An
     assert any(event["event"] == "on_retriever_end" for event in events)
 
 
-async def test_questions_asked_at_once_get_the_answers_that_they_get_one_by_one(
+async def test_concurrent_questions_get_the_same_answers_as_successive_ones(
     shape: Callable[..., Any], engine: TransformersEngine, retriever: CacheBlendRetriever
 ) -> None:
     chain = shape(SHAPES["lcel_join"], ChatCacheBlend(engine=engine, max_tokens=MAX_TOKENS))

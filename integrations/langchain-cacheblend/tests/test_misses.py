@@ -1,4 +1,4 @@
-"""Tests what became of what a retriever returned: formatters escape, cut and re-flow chunks, and the answer says so."""
+"""Tests the report on retrieved chunks: formatters escape, cut and re-flow chunks, and the answer's metadata show it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def note(number: int, subject: str = "bell") -> str:
 
 
 class Fixed(BaseRetriever):
-    """Returns documents by the question: its number of them, from its offset on."""
+    """Returns the same documents for every question."""
 
     texts: list[str]
 
@@ -78,7 +78,7 @@ def statuses(answer: Any) -> list[str]:
     return [each["status"] for each in report(answer)["chunks"]]
 
 
-def test_chunks_that_stand_whole_are_matched(scripted: ScriptedEngine) -> None:
+def test_whole_chunks_in_a_prompt_are_matched(scripted: ScriptedEngine) -> None:
     texts = [note(n) for n in range(3)]
     retriever = of(scripted, texts)
     first = chain(scripted, retriever, joined).invoke("When?")
@@ -88,7 +88,9 @@ def test_chunks_that_stand_whole_are_matched(scripted: ScriptedEngine) -> None:
     assert [each["id"] for each in report(again)["chunks"]] == [chunk_id(text) for text in texts]
 
 
-def test_a_chunk_that_is_not_reused_is_told_of(scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chunk_that_is_not_reused_is_reported_and_logged(
+    scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     texts = [note(n) for n in range(4)]
     retriever = of(scripted, texts)
 
@@ -114,7 +116,7 @@ def test_a_chunk_that_is_not_reused_is_told_of(scripted: ScriptedEngine, caplog:
     ],
     ids=["cut", "quoted", "html", "whitespace"],
 )
-def test_a_chunk_that_was_cut_or_changed_is_not_reused(scripted: ScriptedEngine, form: Callable[..., str]) -> None:
+def test_a_cut_or_changed_chunk_is_not_reused(scripted: ScriptedEngine, form: Callable[..., str]) -> None:
     assert statuses(chain(scripted, of(scripted, [note(1)]), form).invoke("When?")) == ["not_reused"]
 
 
@@ -138,7 +140,7 @@ def test_on_miss_decides_between_silence_and_an_error(
         ChatCacheBlend(engine=scripted, on_miss="panic")
 
 
-def test_a_policy_that_is_asked_for_and_gives_way_may_be_an_error() -> None:
+def test_a_named_policy_that_falls_back_may_be_an_error() -> None:
     with TransformersEngine("bundled", ranking="off", prefix_cache=0) as unranked:
         text = "\n\n".join(d.page_content for d in of(unranked, [note(1), note(2)]).invoke("")) + " When?"
         unranked.precompute(list(unranked.registry))
@@ -153,7 +155,7 @@ def test_a_policy_that_is_asked_for_and_gives_way_may_be_an_error() -> None:
                 (strict, {}),
                 (strict, {"policy": "hkvd"}),
                 (strict, {"quality": "full"}),
-                (strict, {"policy": "static", "ratio": 0.0}),  # nothing is chosen
+                (strict, {"policy": "static", "ratio": 0.0}),  # no token is chosen
                 (strict, {"policy": "static", "ratio": 1.0}),
                 (ChatCacheBlend(engine=unranked, max_tokens=2), {"policy": "static"}),
             )
@@ -179,7 +181,7 @@ def test_escaped_chunks_are_reused_from_the_second_prompt_on(engine: BlendEngine
     assert statuses(again) == ["reused"] * 3
     details = again.usage_metadata["input_token_details"]
     assert details["cache_read"] > 0.7 * again.usage_metadata["input_tokens"]
-    # At ratio 1 the answer is that of an ordinary prefill of the same prompt: the tokens are the prompt's own.
+    # At ratio 1 the answer equals an ordinary prefill's: the tokens are the prompt's.
     blended = asked.invoke("Who cast it?")
     plain = chain(engine, of(engine, texts), form, quality="full").invoke("Who cast it?")
     assert (blended.content, blended.usage_metadata["input_tokens"]) == (
@@ -189,7 +191,7 @@ def test_escaped_chunks_are_reused_from_the_second_prompt_on(engine: BlendEngine
     engine.forget([chunk.id for chunk in engine.registry if "café" in chunk.text or "caf" in chunk.text])
 
 
-def test_requests_side_by_side_do_not_see_each_others_chunks(scripted: ScriptedEngine) -> None:
+def test_concurrent_requests_do_not_see_each_others_chunks(scripted: ScriptedEngine) -> None:
     gate = threading.Barrier(4)
 
     def ask(number: int) -> list[str]:
@@ -204,7 +206,7 @@ def test_requests_side_by_side_do_not_see_each_others_chunks(scripted: ScriptedE
         assert list(pool.map(ask, range(4))) == [[chunk_id(note(number))] for number in range(4)]
 
 
-async def test_async_requests_side_by_side_do_not_either(scripted: ScriptedEngine) -> None:
+async def test_concurrent_async_requests_do_not_see_each_others_chunks(scripted: ScriptedEngine) -> None:
     async def ask(number: int) -> Any:
         return await chain(scripted, of(scripted, [note(number)]), joined).ainvoke("When?")
 
@@ -214,7 +216,7 @@ async def test_async_requests_side_by_side_do_not_either(scripted: ScriptedEngin
     assert [report(a)["retrieved"] for a in batch] == [1, 1]
 
 
-def test_no_run_is_kept_when_it_has_ended(scripted: ScriptedEngine) -> None:
+def test_finished_runs_are_forgotten(scripted: ScriptedEngine) -> None:
     def broken(documents: list[Document]) -> str:
         raise RuntimeError("no")
 
@@ -250,8 +252,8 @@ def test_streams_texts_and_callbacks_carry_the_report(scripted: ScriptedEngine) 
     assert [each["id"] for each in infos.info["cacheblend"]["retrieved"]["chunks"]] == [chunk_id(note(1))]
 
 
-async def test_a_stream_is_part_of_the_run_that_asks_for_it(scripted: ScriptedEngine) -> None:
-    """LangChain hands chat models' streams no run, and `invoke` streams where somebody listens."""
+async def test_a_stream_belongs_to_the_run_that_started_it(scripted: ScriptedEngine) -> None:
+    """LangChain gives streams of chat models no run, and `invoke` streams if a callback listens."""
 
     async def of_async(asked: Any) -> None:
         async for _ in asked.astream("When?"):
@@ -264,7 +266,7 @@ async def test_a_stream_is_part_of_the_run_that_asks_for_it(scripted: ScriptedEn
         ({"streaming": True}, lambda asked: asked.ainvoke("When?")),
     ]
     for number, (options, ask) in enumerate(asking):
-        retriever = of(scripted, [note(number, "gong")])  # that nobody has retrieved before
+        retriever = of(scripted, [note(number, "gong")])  # retrieved for the first time
         with pytest.raises(AlteredChunkError):
             found = ask(chain(scripted, retriever, re_flowed, on_miss="error", **options))
             if asyncio.iscoroutine(found):
@@ -272,17 +274,17 @@ async def test_a_stream_is_part_of_the_run_that_asks_for_it(scripted: ScriptedEn
     assert not scripted.requests
 
 
-def test_retriever_and_model_called_one_after_the_other(scripted: ScriptedEngine) -> None:
+def test_a_retriever_and_a_model_called_in_succession_report_the_chunks_in_the_prompt(scripted: ScriptedEngine) -> None:
     texts = [note(n, "organ") for n in range(11, 14)]
     documents = of(scripted, texts).invoke("When?")
     llm = ChatCacheBlend(engine=scripted, on_miss="error")
     answer = llm.invoke(f"{as_json(documents[:1])} {re_flowed(documents[1:])}")
-    # What is not in the prompt may have been retrieved for another one.
+    # Chunks absent from the prompt may have been retrieved for a different one.
     assert statuses(answer) == ["not_stored"]
     assert statuses(ChatCacheBlend(engine=ScriptedEngine()).invoke(joined(documents))) == []
 
 
-def test_what_a_compressor_cut_is_what_was_retrieved(scripted: ScriptedEngine) -> None:
+def test_chunks_cut_by_a_compressor_count_as_retrieved(scripted: ScriptedEngine) -> None:
     inner = of(scripted, [note(1)])
 
     class Cutting(BaseRetriever):
@@ -297,7 +299,7 @@ def test_what_a_compressor_cut_is_what_was_retrieved(scripted: ScriptedEngine) -
     ]
 
 
-def test_the_vector_stores_own_retriever_is_heard(engine: BlendEngine, embedding: Any) -> None:
+def test_the_retriever_made_by_the_vector_store_is_tracked(engine: BlendEngine, embedding: Any) -> None:
     from langchain_core.vectorstores import InMemoryVectorStore
 
     store = CacheBlendVectorStore(InMemoryVectorStore(embedding), engine)

@@ -1,4 +1,4 @@
-"""Models made with a name instead of an engine."""
+"""Tests models made with a name instead of an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scripted import ScriptedEngine
 
 
 @pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendLLM])
-def test_a_named_model_is_loaded_when_it_is_first_asked_and_shared(kind: Any, tmp_path: Path) -> None:
+def test_a_named_model_is_loaded_on_first_use_and_shared(kind: Any, tmp_path: Path) -> None:
     made = kind(model="bundled", store=str(tmp_path / "kv"), max_tokens=3)
     assert not (tmp_path / "kv").exists()
     assert made.invoke("Who?")
@@ -35,7 +35,7 @@ def test_a_named_model_is_loaded_when_it_is_first_asked_and_shared(kind: Any, tm
 
 
 @pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendLLM])
-def test_a_named_model_runs_as_its_fields_say(kind: Any) -> None:
+def test_a_named_model_runs_with_its_fields(kind: Any) -> None:
     threads = torch.get_num_threads()
     made = kind(model="bundled", dtype="bfloat16", writer="probe", threads=threads, max_tokens=3)
     assert made.invoke("Who?")
@@ -46,14 +46,14 @@ def test_a_named_model_runs_as_its_fields_say(kind: Any) -> None:
             kind(model="bundled", **wrong)
 
 
-def test_a_server_is_asked_when_it_is_needed_and_its_key_is_shown_to_nobody() -> None:
+def test_a_server_is_contacted_on_first_use_and_its_key_is_never_shown() -> None:
     made = ChatCacheBlend(base_url="http://127.0.0.1:9", api_key="not for you", timeout=1.0, max_retries=0)
     with pytest.raises(ServerError, match=r"127\.0\.0\.1:9"):
         made.invoke("Who?")
     assert "not for you" not in repr(made) + str(made.model_dump())
 
 
-def test_the_environment_may_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_may_name_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CACHEBLEND_BASE_URL", "CACHEBLEND_STORE", "CACHEBLEND_MODEL"):
         monkeypatch.delenv(name, raising=False)
     made = ChatCacheBlend(max_tokens=3)
@@ -64,7 +64,7 @@ def test_the_environment_may_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made.engine.close()
 
 
-def test_an_engine_and_the_name_of_one_do_not_go_together(scripted: ScriptedEngine) -> None:
+def test_an_engine_and_the_name_of_one_exclude_each_other(scripted: ScriptedEngine) -> None:
     for field in ("model", "store", "device", "writer", "base_url"):
         with pytest.raises(InputError, match=f"either engine= or {field}="):
             ChatCacheBlend(engine=scripted, **{field: "x"})
@@ -75,10 +75,10 @@ def test_an_engine_and_the_name_of_one_do_not_go_together(scripted: ScriptedEngi
 
 
 @pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendLLM])
-def test_every_copy_that_langchain_makes_asks_the_engine_of_its_original(
+def test_every_copy_made_by_langchain_uses_the_engine_of_its_original(
     kind: Any, scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CACHEBLEND_MODEL", "bundled")  # what a copy without an engine would ask, without a word
+    monkeypatch.setenv("CACHEBLEND_MODEL", "bundled")  # a copy without an engine would silently use it
     llm = kind(engine=scripted, max_tokens=5)
     tokens = ConfigurableField(id="tokens")
     failing = RunnableLambda(lambda _: 1 / 0)
@@ -106,7 +106,7 @@ def test_every_copy_that_langchain_makes_asks_the_engine_of_its_original(
     assert scripted.requests.pop().sampling.max_tokens == 9
 
 
-def test_what_names_a_model_can_be_sent_to_another_process_and_what_holds_one_says_why_not(
+def test_a_model_given_by_name_can_be_pickled_and_one_with_an_engine_explains_the_refusal(
     scripted: ScriptedEngine, tmp_path: Path
 ) -> None:
     named = ChatCacheBlend(model="bundled", store=str(tmp_path / "kv"), max_tokens=3)
@@ -121,7 +121,7 @@ def test_what_names_a_model_can_be_sent_to_another_process_and_what_holds_one_sa
         assert copy.deepcopy(holder).engine is scripted
 
 
-def test_what_names_a_model_is_written_as_json_and_read_back_without_its_key(
+def test_a_model_given_by_name_survives_json_without_its_key(
     scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_back(text: str) -> Any:

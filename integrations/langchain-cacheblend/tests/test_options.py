@@ -1,4 +1,4 @@
-"""The options of a model and of a call: the same names, defaults and checks for both models; and what a call costs."""
+"""Tests the options of a model and of a call: both models share names, defaults and checks; and the cost of a call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_options_are_fields_with_these_defaults(model: Any) -> None:
 
 
 @BOTH
-def test_what_is_left_open_is_the_model_profiles(model: Any, scripted: ScriptedEngine) -> None:
+def test_unset_options_come_from_the_model_profile(model: Any, scripted: ScriptedEngine) -> None:
     model(engine=scripted).invoke("Who?")
     asked = scripted.requests[-1]
     assert asked.settings == BlendSettings()
@@ -51,7 +51,7 @@ def test_what_is_left_open_is_the_model_profiles(model: Any, scripted: ScriptedE
 
 
 @BOTH
-def test_blend_options_of_a_call_go_before_those_of_the_model(model: Any, scripted: ScriptedEngine) -> None:
+def test_blend_options_of_a_call_override_those_of_the_model(model: Any, scripted: ScriptedEngine) -> None:
     llm = model(engine=scripted, **OTHERS)
     llm.invoke("Who?")
     assert scripted.requests[-1].settings == BlendSettings(**OTHERS)
@@ -67,7 +67,7 @@ def test_blend_options_of_a_call_go_before_those_of_the_model(model: Any, script
 
 @BOTH
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_a_wrong_value_is_named_when_the_model_is_made_and_by_a_call(
+def test_a_wrong_value_is_named_by_the_constructor_and_by_a_call(
     model: Any, scripted: ScriptedEngine, name: str, value: Any
 ) -> None:
     named = f"{name}.*{re.escape(str(value))}"
@@ -91,7 +91,7 @@ def test_a_layer_beyond_the_model_is_refused_by_the_call(model: Any, scripted: S
 
 
 @BOTH
-def test_one_stop_string_may_come_alone(model: Any, scripted: ScriptedEngine) -> None:
+def test_a_single_stop_string_is_accepted(model: Any, scripted: ScriptedEngine) -> None:
     model(engine=scripted).invoke("Who?", stop="to:")
     assert scripted.requests[-1].sampling.stop == ("to:",)
 
@@ -120,19 +120,19 @@ async def test_a_prompt_is_tokenised_once(
     monkeypatch.setattr(engine, "tokenize", lambda prompt: prompts.append(prompt) or tokenize(prompt))
     await ask(model(engine=engine, max_tokens=1), way)
     assert len(texts) == 1
-    # What comes back to the engine is tokens already.
+    # The engine receives tokens, not text.
     assert len([prompt for prompt in prompts if not isinstance(prompt, TokenizedPrompt)]) == 1
 
 
 @BOTH
-def test_the_scripted_engine_is_handed_a_request(model: Any, scripted: ScriptedEngine) -> None:
+def test_the_engine_receives_a_request(model: Any, scripted: ScriptedEngine) -> None:
     model(engine=scripted).invoke("Who?")
     assert len(scripted.tokenized) == 1
     assert isinstance(scripted.requests[-1], Request)
 
 
 @BOTH
-def test_other_providers_names_and_options_are_understood(model: Any, scripted: ScriptedEngine) -> None:
+def test_option_names_of_other_providers_are_accepted(model: Any, scripted: ScriptedEngine) -> None:
     options = {"top_k": 5, "presence_penalty": 0.5, "frequency_penalty": -1.0, "stop_repeating": True}
     model(engine=scripted, max_completion_tokens=7, stop_sequences=["never"], **options).invoke("Who?")
     sampling = scripted.requests[-1].sampling
@@ -150,7 +150,7 @@ def test_other_providers_names_and_options_are_understood(model: Any, scripted: 
         model(engine=scripted, request_timeout=3)
 
 
-def test_logprobs_come_in_the_form_of_openai(engine: BlendEngine) -> None:
+def test_logprobs_have_openais_form(engine: BlendEngine) -> None:
     llm = ChatCacheBlend(engine=engine, max_tokens=3)
     answer = llm.invoke("Who is the captain?", logprobs=True, top_logprobs=2)
     content = answer.response_metadata["logprobs"]["content"]

@@ -20,7 +20,7 @@ PAGES = sorted(DOCS.glob("*.mdx"))
 
 
 def table(page: str, heading: str) -> dict[str, str]:
-    """The only row of the table behind a heading, by column."""
+    """Return the only row of the table behind a heading, by column."""
     text = (DOCS / page).read_text("utf-8").partition(f"### {heading}\n")[2].strip()
     head, _, row = (
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n\n")[0].splitlines()[:3]
@@ -33,17 +33,17 @@ def own(kind: type, name: str, base: type) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_has_the_front_matter_that_the_directory_asks_for(page: Path) -> None:
+def test_a_page_has_the_front_matter_required_by_the_directory(page: Path) -> None:
     assert re.match(r'---\ntitle: "[^"]+"\ndescription: "[^"]+"\n---\n\n', page.read_text("utf-8"))
 
 
 def test_the_pages_name_every_class() -> None:
     text = "".join(page.read_text("utf-8") for page in PAGES)
     classes = [name for name in langchain_cacheblend.__all__ if name[0].isupper()]
-    assert [name for name in classes if f"`{name}`" not in text] == ["ChunkSplitter"]  # no component of LangChain's
+    assert [name for name in classes if f"`{name}`" not in text] == ["ChunkSplitter"]  # no LangChain component
 
 
-def test_the_chat_models_features_are_those_of_the_class(engine: Any) -> None:
+def test_the_documented_features_of_the_chat_model_match_the_class(engine: Any) -> None:
     llm = ChatCacheBlend(engine=engine, max_tokens=2)
 
     def accepts(kind: str) -> bool:
@@ -69,7 +69,7 @@ def test_the_chat_models_features_are_those_of_the_class(engine: Any) -> None:
     assert (claimed == "✅") == ChatCacheBlend.is_lc_serializable()
 
 
-def test_the_vector_stores_features_are_those_of_the_class() -> None:
+def test_the_documented_features_of_the_vector_store_match_the_class() -> None:
     claimed = table("retriever.mdx", "Vector store features")
     methods = {
         "Delete by ID": "delete",

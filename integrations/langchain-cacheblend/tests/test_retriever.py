@@ -1,4 +1,4 @@
-"""The retriever: what it passes on, what it registers."""
+"""Tests the arguments that the retriever passes on, and the chunks that it registers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def store() -> InMemoryVectorStore:
 
 
 class Fixed(BaseRetriever):
-    """Takes a keyword of its own, and no k."""
+    """Takes an extra keyword, and no k."""
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, only: str = ""
@@ -52,7 +52,7 @@ class SyncK(BaseRetriever):
         return DOCUMENTS
 
 
-def test_what_is_found_is_registered_and_read_ahead_but_not_computed(scripted: ScriptedEngine) -> None:
+def test_retrieved_documents_are_registered_and_read_ahead_but_not_computed(scripted: ScriptedEngine) -> None:
     found = CacheBlendRetriever(base_retriever=Fixed(), engine=scripted).invoke("x")
     assert found == DOCUMENTS
     assert {chunk.text for chunk in scripted.registry} == {d.page_content for d in DOCUMENTS}
@@ -61,7 +61,7 @@ def test_what_is_found_is_registered_and_read_ahead_but_not_computed(scripted: S
     assert scripted.prefetched == [chunk_id(d.page_content) for d in DOCUMENTS]
 
 
-def test_prefetching_can_be_switched_off_and_its_failures_do_not_matter(scripted: ScriptedEngine) -> None:
+def test_prefetching_can_be_switched_off_and_its_failures_are_ignored(scripted: ScriptedEngine) -> None:
     def fail(chunk_ids: Any) -> None:
         raise StoreError("gone")
 
@@ -71,14 +71,16 @@ def test_prefetching_can_be_switched_off_and_its_failures_do_not_matter(scripted
     READER.submit(lambda: None).result()
 
 
-def test_arguments_reach_the_base(scripted: ScriptedEngine) -> None:
+def test_arguments_reach_the_base_retriever(scripted: ScriptedEngine) -> None:
     retriever = CacheBlendRetriever(base_retriever=Fixed(), engine=scripted)
     assert retriever.invoke("x", only="number 3") == [DOCUMENTS[3]]
     filtered = CacheBlendRetriever.from_vectorstore(store(), scripted, search_kwargs={"filter": lambda d: d.id == "2"})
     assert [d.id for d in filtered.invoke("x")] == ["2"]
 
 
-async def test_k_is_passed_on_where_the_base_takes_it_and_kept_where_not(scripted: ScriptedEngine) -> None:
+async def test_k_is_passed_to_a_base_that_takes_it_and_applied_to_the_results_otherwise(
+    scripted: ScriptedEngine,
+) -> None:
     wide = CacheBlendRetriever.from_vectorstore(store(), scripted, k=5)
     assert len(wide.invoke("x")) == 5 == len(await wide.ainvoke("x"))
     assert len(wide.invoke("x", k=6)) == 6
@@ -90,7 +92,7 @@ async def test_k_is_passed_on_where_the_base_takes_it_and_kept_where_not(scripte
         CacheBlendRetriever(base_retriever=Fixed(), engine=scripted, k=0)
 
 
-async def test_callbacks_see_one_retrieval_and_what_happens_within_it(scripted: ScriptedEngine) -> None:
+async def test_callbacks_see_one_retrieval_and_its_nested_runs(scripted: ScriptedEngine) -> None:
     class Handler(BaseCallbackHandler):
         def __init__(self) -> None:
             self.started: list[tuple[str, Any]] = []
@@ -106,14 +108,14 @@ async def test_callbacks_see_one_retrieval_and_what_happens_within_it(scripted: 
             self.started.append((name, parent_run_id is None))
 
     class Thinking(BaseRetriever):
-        """Asks another runnable first."""
+        """Runs another runnable first."""
 
         def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
             RunnableLambda(str.lower, name="rewriting").invoke(query, {"callbacks": run_manager.get_child()})
             return DOCUMENTS
 
     class Counting(Fixed):
-        """Does something of its own around a retrieval."""
+        """Adds a document after a retrieval."""
 
         def invoke(self, *args: Any, **kwargs: Any) -> list[Document]:
             return [*super().invoke(*args, **kwargs), DOCUMENTS[0]]
@@ -141,7 +143,7 @@ def test_from_documents_computes_the_kv(scripted: ScriptedEngine) -> None:
     assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
 
 
-def test_documents_that_cannot_stand_in_a_prompt_are_left_out() -> None:
+def test_documents_that_fit_no_prompt_are_left_out() -> None:
     engine = ScriptedEngine(window=40)
     long = Document(page_content="word " * 100)
     retriever = CacheBlendRetriever(
@@ -152,7 +154,7 @@ def test_documents_that_cannot_stand_in_a_prompt_are_left_out() -> None:
     assert len(engine.registry) == 1
 
 
-def test_a_store_that_refuses_is_a_warning(scripted: ScriptedEngine) -> None:
+def test_a_store_that_refuses_kv_causes_a_warning(scripted: ScriptedEngine) -> None:
     def refuse(chunks: Any, progress: Any = None) -> Any:
         raise StoreError("The disk is full.")
 
@@ -162,12 +164,12 @@ def test_a_store_that_refuses_is_a_warning(scripted: ScriptedEngine) -> None:
     assert len(report.failed) == len(DOCUMENTS)
 
 
-def test_the_engine_is_neither_printed_nor_written(scripted: ScriptedEngine) -> None:
+def test_the_engine_is_not_printed_or_serialised(scripted: ScriptedEngine) -> None:
     retriever = CacheBlendRetriever(base_retriever=Fixed(), engine=scripted)
     assert "ScriptedEngine" not in repr(retriever) + str(retriever.model_dump())
 
 
-def test_the_splitter_cuts_by_the_engines_tokens_and_keeps_metadata(scripted: ScriptedEngine) -> None:
+def test_the_splitter_cuts_by_the_engines_tokens_and_copies_metadata(scripted: ScriptedEngine) -> None:
     text = "The harbour of Marlow is very old. Its keeper is Ada Brenmoor. " * 12
     pieces = ChunkSplitter(scripted, max_tokens=40).transform_documents(
         [Document(page_content=text, metadata={"source": "a"})]
@@ -179,7 +181,7 @@ def test_the_splitter_cuts_by_the_engines_tokens_and_keeps_metadata(scripted: Sc
         assert piece.metadata["source"] == "a" and text[start:].startswith(piece.page_content)
 
 
-def test_the_bundled_embeddings_can_be_sent_to_another_process(embedding: BundledEmbeddings) -> None:
+def test_the_bundled_embeddings_can_be_pickled(embedding: BundledEmbeddings) -> None:
     vector = embedding.embed_query("a harbour")
     for copied in (pickle.loads(pickle.dumps(embedding)), copy.deepcopy(embedding)):
         assert copied.embed_query("a harbour") == pytest.approx(vector, abs=1e-6)
@@ -191,7 +193,7 @@ def test_the_bundled_embeddings_can_be_sent_to_another_process(embedding: Bundle
     named.close()
 
 
-def test_the_bundled_embeddings_find_what_is_asked_for(embedding: BundledEmbeddings) -> None:
+def test_the_bundled_embeddings_find_the_relevant_text(embedding: BundledEmbeddings) -> None:
     texts = ["The ship's captain is Petra.", "Bread is baked at noon. " * 200]
     vectors = embedding.embed_documents(texts)
     question = embedding.embed_query("Who commands the ship?")
@@ -203,7 +205,7 @@ def test_the_bundled_embeddings_find_what_is_asked_for(embedding: BundledEmbeddi
 
 @pytest.fixture(scope="session")
 def query_encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A sentence-transformers model as `cacheblend tune-retriever` writes one; it turns every question's vector round."""
+    """Save a sentence-transformers model like `cacheblend tune-retriever`; it reverses every question's vector."""
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Dense
@@ -216,13 +218,13 @@ def query_encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def test_a_query_encoder_embeds_the_questions_and_no_documents(query_encoder: str) -> None:
+def test_a_query_encoder_embeds_questions_and_no_documents(query_encoder: str) -> None:
     plain, tuned = BundledEmbeddings(), BundledEmbeddings(query_encoder=query_encoder)
     assert tuned.embed_documents(["a harbour"]) == plain.embed_documents(["a harbour"])
     assert tuned.embed_query("a harbour") == pytest.approx([-x for x in plain.embed_query("a harbour")], abs=1e-5)
 
 
-def test_the_retriever_asks_with_a_query_encoder(query_encoder: str, scripted: ScriptedEngine) -> None:
+def test_the_retriever_searches_with_a_query_encoder(query_encoder: str, scripted: ScriptedEngine) -> None:
     documents = [Document(page_content=text) for text in ("The harbour of Marlow.", "Bread is baked at dawn.")]
     for encoder, best in ((None, 0), (query_encoder, 1)):
         asked = CacheBlendRetriever.from_documents(documents, scripted, query_encoder=encoder, k=1)

@@ -37,7 +37,7 @@ def _ask(model: ChatCacheBlend, notes: str, stream: bool) -> AIMessage:
 
 
 class CacheUsage:
-    """The suite's own hooks for cache usage, with more asserted than it does."""
+    """Implements the suite's hooks for cache usage, with further assertions."""
 
     engine: Any
 
@@ -84,7 +84,7 @@ class OnBundledModel:
 
     @property
     def has_structured_output(self) -> bool:
-        return False  # guided, so small a model fills a string to no end
+        return False  # guided, so small a model fills a string without end
 
     @property
     def supported_usage_metadata_details(self) -> Any:
@@ -146,7 +146,7 @@ class TestIntegrationTaught(OnTaughtModel, CacheUsage, ChatModelIntegrationTests
 
 
 class TestStructuredOutputByFunctionCalling(OnScriptedEngine, CacheUsage, ChatModelIntegrationTests):
-    """The integration tests once more, with tool calls in place of JSON answers."""
+    """Runs the integration tests again, with tool calls in place of JSON answers."""
 
     @property
     def structured_output_kwargs(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tests what becomes of the thoughts of a model that thinks before it answers."""
+"""Tests the thoughts of a model that thinks before it answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from scripted import TEMPLATE, ScriptedEngine
 
 ANSWER = "Is it the keeper? Yes.\n</think>\n\nAda Brenmoor."
 CALL = '<tool_call>{"name": "search", "arguments": {"query": "Ada"}}</tool_call>'
-# As Qwen3's: thoughts are read behind the last question, where the model goes on with what its tools have found.
+# Qwen3's template does so: it renders thoughts after the last question, when the model continues with its tools'
+# results.
 THINKS = TEMPLATE.replace("<<assistant>>", "<<assistant>><think>\n").replace(
     "{{ m['content'] }}",
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m['content'] }}",
@@ -47,7 +48,7 @@ async def test_thoughts_are_reasoning_content_and_the_content_is_the_answer(thin
     assert CacheBlendLLM(engine=thinker).invoke("Who?") == ANSWER, "a text model's text is what the model says"
 
 
-async def test_while_it_thinks_a_stream_has_reasoning_content_and_its_listeners_no_text(
+async def test_a_stream_has_reasoning_content_during_thoughts_and_its_callbacks_get_no_text(
     thinker: ScriptedEngine,
 ) -> None:
     llm, heard = ChatCacheBlend(engine=thinker), Heard()
@@ -64,13 +65,15 @@ async def test_while_it_thinks_a_stream_has_reasoning_content_and_its_listeners_
     assert "".join(heard.tokens) == "Ada Brenmoor."
 
 
-def test_thoughts_that_do_not_end_are_no_answer(thinker: ScriptedEngine) -> None:
+def test_unfinished_thoughts_are_no_answer(thinker: ScriptedEngine) -> None:
     thinker.answer = "Is it the keeper? "
     said = ChatCacheBlend(engine=thinker).invoke("Who?")
     assert (said.content, said.additional_kwargs["reasoning_content"]) == ("", "Is it the keeper?")
 
 
-def test_calls_are_read_behind_thoughts_which_go_on_when_the_tool_has_answered(thinker: ScriptedEngine) -> None:
+def test_calls_are_parsed_after_thoughts_and_the_thoughts_are_sent_back_with_the_tools_answer(
+    thinker: ScriptedEngine,
+) -> None:
     thinker.answer = f"Not {CALL} yet.</think>\n\n{CALL}"
     said = ChatCacheBlend(engine=thinker).bind_tools([search]).invoke("Who?")
     assert [call["args"] for call in said.tool_calls] == [{"query": "Ada"}]
@@ -80,14 +83,14 @@ def test_calls_are_read_behind_thoughts_which_go_on_when_the_tool_has_answered(t
     assert f"<<assistant>><think>Not {CALL} yet.</think>" in str(thinker.prompts[-1].segments[-1])
 
 
-def test_structured_output_is_not_taken_for_thoughts_that_the_prompt_has_opened(thinker: ScriptedEngine) -> None:
+def test_structured_output_is_not_taken_for_thoughts_opened_by_the_prompt(thinker: ScriptedEngine) -> None:
     thinker.answer = None
     for method in ("json_schema", "function_calling"):
         found = ChatCacheBlend(engine=thinker).with_structured_output(Place, method=method).invoke("What of 'Marlow'?")
         assert found == Place(city="Marlow")
 
 
-def test_a_model_without_the_tokens_for_it_says_what_it_says() -> None:
+def test_the_text_of_a_model_without_thinking_tokens_stays_unchanged() -> None:
     said = ChatCacheBlend(engine=ScriptedEngine(answer=f"<think>{ANSWER}")).invoke("Who?")
     assert (said.content, said.additional_kwargs) == (f"<think>{ANSWER}", {})
     assert AIMessage(said.content).content_blocks == said.content_blocks

@@ -74,7 +74,7 @@ def hot(engine: BlendEngine, seed: int = 0, **options: Any) -> ChatCacheBlend:
 
 
 @pytest.mark.parametrize("choice", ["any", "look_up"])
-def test_a_forced_call_is_one_that_the_tool_takes(engine: BlendEngine, choice: str) -> None:
+def test_a_forced_call_has_arguments_valid_for_the_tool(engine: BlendEngine, choice: str) -> None:
     for seed in range(4):
         answer = hot(engine, seed).bind_tools([look_up], tool_choice=choice).invoke("What of the harbour?")
         (call,) = answer.tool_calls
@@ -82,8 +82,8 @@ def test_a_forced_call_is_one_that_the_tool_takes(engine: BlendEngine, choice: s
         assert look_up.invoke(call).artifact[0].page_content in NOTES.values()
 
 
-def test_a_forced_call_that_is_cut_off_is_invalid_and_says_so(engine: BlendEngine) -> None:
-    """Random weights fill a string to no end."""
+def test_a_truncated_forced_call_is_reported_as_invalid(engine: BlendEngine) -> None:
+    """Use random weights, which fill a string without end."""
     llm = hot(engine, max_tokens=24).bind_tools([write_down], tool_choice="any")
     whole = llm.invoke("Write.")
     streamed = None
@@ -98,7 +98,7 @@ def test_a_forced_call_that_is_cut_off_is_invalid_and_says_so(engine: BlendEngin
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output_conforms_whatever_the_weights(engine: BlendEngine, method: Any) -> None:
+def test_structured_output_conforms_with_any_weights(engine: BlendEngine, method: Any) -> None:
     for seed in range(4):
         made = hot(engine, seed).with_structured_output(Verdict, method=method).invoke("What of it?")
         assert isinstance(made, Verdict)
@@ -106,7 +106,7 @@ def test_structured_output_conforms_whatever_the_weights(engine: BlendEngine, me
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 @pytest.mark.parametrize("schema", [Verdict, convert_to_json_schema(Verdict)], ids=["class", "schema"])
-async def test_an_object_that_was_cut_off_is_an_error_that_names_the_cause(
+async def test_a_truncated_object_is_an_error_that_names_the_cause(
     engine: BlendEngine, schema: Any, method: Any
 ) -> None:
     made = hot(engine, max_tokens=6).with_structured_output(schema, method=method)
@@ -123,10 +123,10 @@ async def test_an_object_that_was_cut_off_is_an_error_that_names_the_cause(
 
 
 @pytest.mark.parametrize("form", [ToolStrategy(Verdict), Verdict], ids=["as a tool", "as such"])
-def test_an_agent_calls_its_tools_itself_and_reuses_what_they_return(form: Any, engine: BlendEngine) -> None:
-    """Which of the two a random model calls is a toss: some run looks something up, and ends soon after."""
+def test_an_agent_calls_its_tools_and_reuses_their_results(form: Any, engine: BlendEngine) -> None:
+    """A random model calls either of the two: some run looks something up, and ends soon after."""
     torch.manual_seed(0)
-    llm = hot(engine, ratio=0.15).model_copy(update={"seed": None})  # with a seed it would toss alike at every turn
+    llm = hot(engine, ratio=0.15).model_copy(update={"seed": None})  # a seed would repeat the same choice each turn
     agent = create_agent(llm, [look_up], response_format=form)
     for _ in range(30):
         try:

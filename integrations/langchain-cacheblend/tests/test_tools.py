@@ -1,4 +1,4 @@
-"""Tool calls: asked for, enforced, read off answers."""
+"""Tests tool calls: requested, enforced, and parsed from answers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def weather(place: Place) -> str:
     return place.city
 
 
-def test_a_choice_of_no_bound_tool_is_refused(scripted: ScriptedEngine) -> None:
+def test_a_choice_of_an_unbound_tool_is_refused(scripted: ScriptedEngine) -> None:
     with pytest.raises(InputError, match="rm"):
         ChatCacheBlend(engine=scripted).bind_tools([search], tool_choice={"function": {"name": "rm"}})
 
 
-def test_a_call_without_tool_choice_is_read_off_the_answer(scripted: ScriptedEngine) -> None:
+def test_a_call_without_tool_choice_is_parsed_from_the_answer(scripted: ScriptedEngine) -> None:
     llm = ChatCacheBlend(engine=scripted).bind_tools([search])
     answer = llm.invoke("What of 'Marlow'?")
     assert [(c["name"], c["args"]["query"]) for c in answer.tool_calls] == [("search", "Marlow")]
@@ -50,7 +50,7 @@ def test_a_call_without_tool_choice_is_read_off_the_answer(scripted: ScriptedEng
     assert streamed.content == answer.content
 
 
-async def test_an_agent_carries_out_a_call_in_a_fence() -> None:
+async def test_an_agent_executes_a_call_in_a_code_fence() -> None:
     """Qwen2.5-Coder writes its calls so."""
     engine = ScriptedEngine(answer='```json\n{\n  "name": "search",\n  "arguments": {"query": "Marlow"}\n}\n```')
 
@@ -75,7 +75,7 @@ async def test_an_agent_carries_out_a_call_in_a_fence() -> None:
     assert ChatCacheBlend(engine=engine).bind_tools([weather]).invoke("x").content == called, "another tool is bound"
 
 
-def test_an_unreadable_call_is_an_invalid_one() -> None:
+def test_an_unreadable_call_is_reported_as_invalid() -> None:
     llm = ChatCacheBlend(engine=ScriptedEngine(answer="<tool_call>{oops</tool_call>")).bind_tools([search])
     assert [c["args"] for c in llm.invoke("x").invalid_tool_calls] == ["{oops"]
     chunks = list(llm.stream("x"))
@@ -88,12 +88,12 @@ def test_tool_choice_none_shows_no_tools(scripted: ScriptedEngine) -> None:
     assert answer.content == "Answer to: x"
 
 
-def test_models_whose_template_shows_no_tools_say_so(engine: TransformersEngine) -> None:
+def test_a_model_whose_template_shows_no_tools_is_refused(engine: TransformersEngine) -> None:
     with pytest.raises(InputError, match="does not show tools"):
         ChatCacheBlend(engine=engine).bind_tools([search]).invoke("x")
 
 
-def test_an_agent_that_is_to_answer_in_some_form_may_still_call_its_tools() -> None:
+def test_an_agent_with_a_response_format_may_still_call_its_tools() -> None:
     engine = ScriptedEngine(answer='{"name": "search", "arguments": {"query": "Marlow", "limit": 1}}')
 
     @tool
@@ -113,8 +113,8 @@ def test_an_agent_that_is_to_answer_in_some_form_may_still_call_its_tools() -> N
         assert allowed({"name": "search", "arguments": {"query": "x", "limit": 1}})
 
 
-def test_calls_have_ids_that_every_template_takes() -> None:
-    """Those of Mistral's models refuse conversations with others."""
+def test_calls_have_ids_that_every_template_accepts() -> None:
+    """Use a check like that of Mistral's templates, which refuse other ids."""
     engine = ScriptedEngine(answer='[{"name": "search", "arguments": {"query": "Marlow"}}]')
     refused = "{% if ID|length != 9 or not ID.isalnum() %}{{ raise_exception('nine letters and digits!') }}{% endif %}"
     engine.tokenizer.chat_template = (

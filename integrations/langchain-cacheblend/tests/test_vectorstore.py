@@ -1,4 +1,4 @@
-"""The vector store: KV goes in and out with the documents, and only then."""
+"""Tests that the vector store adds and removes KV with its documents, and only then."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WithoutGetByIds(InMemoryVectorStore):
         raise NotImplementedError
 
 
-async def test_documents_that_go_in_are_computed(store: CacheBlendVectorStore, scripted: ScriptedEngine) -> None:
+async def test_added_documents_are_computed(store: CacheBlendVectorStore, scripted: ScriptedEngine) -> None:
     store.add_documents(documents(0))
     await store.aadd_documents(documents(1))
     store.add_texts([TEXTS[2]], [{"n": 2}], ids=["two"])
@@ -50,7 +50,7 @@ async def test_documents_that_go_in_are_computed(store: CacheBlendVectorStore, s
     assert store.get_by_ids(["two"])[0].metadata == {"n": 2}
 
 
-async def test_delete_drops_kv_that_no_other_document_uses(
+async def test_delete_removes_kv_that_no_other_document_uses(
     store: CacheBlendVectorStore, scripted: ScriptedEngine
 ) -> None:
     store.add_documents(documents(0, 1, 1), ids=["a", "b", "c"])
@@ -73,7 +73,7 @@ def test_stores_on_one_engine_share_texts(scripted: ScriptedEngine) -> None:
     assert stored(scripted) == []
 
 
-def test_chunks_that_something_else_registered_stay(scripted: ScriptedEngine) -> None:
+def test_chunks_registered_elsewhere_stay(scripted: ScriptedEngine) -> None:
     scripted.precompute([make_chunk(TEXTS[0], scripted.tokenizer)])
     store = CacheBlendVectorStore(InMemoryVectorStore(EMBEDDING), scripted)
     store.add_documents(documents(0, 1), ids=["a", "b"])
@@ -81,7 +81,7 @@ def test_chunks_that_something_else_registered_stay(scripted: ScriptedEngine) ->
     assert stored(scripted) == [0]
 
 
-def test_what_only_a_prompt_brought_in_goes_with_its_document(
+def test_kv_brought_in_by_a_prompt_is_deleted_with_its_document(
     scripted: ScriptedEngine, store: CacheBlendVectorStore
 ) -> None:
     block = {"type": "text", "text": TEXTS[0], "id": chunk_id(TEXTS[0])}
@@ -92,7 +92,7 @@ def test_what_only_a_prompt_brought_in_goes_with_its_document(
 
 
 @pytest.mark.parametrize("base", [InMemoryVectorStore, WithoutGetByIds])
-def test_a_replaced_document_lets_go_of_its_former_text(scripted: ScriptedEngine, base: type[VectorStore]) -> None:
+def test_a_replaced_document_releases_its_former_text(scripted: ScriptedEngine, base: type[VectorStore]) -> None:
     store = CacheBlendVectorStore(base(EMBEDDING), scripted)  # type: ignore[call-arg]
     store.add_documents(documents(0, 1), ids=["a", "b"])
     store.add_documents(documents(2, 0), ids=["a", "b"])
@@ -103,7 +103,7 @@ def test_a_replaced_document_lets_go_of_its_former_text(scripted: ScriptedEngine
     assert stored(scripted) == []
 
 
-def test_of_two_documents_of_one_id_the_later_is_held(engine: TransformersEngine) -> None:
+def test_the_later_of_two_documents_with_equal_ids_is_stored(engine: TransformersEngine) -> None:
     def kept() -> list[bool]:
         assert engine.entries is not None
         return [engine.entries.contains(make_chunk(text, engine.tokenizer).token_ids) for text in TEXTS[:2]]
@@ -115,7 +115,7 @@ def test_of_two_documents_of_one_id_the_later_is_held(engine: TransformersEngine
     assert kept() == [False, False]
 
 
-def test_a_base_filled_before_is_learned_as_it_is_used(scripted: ScriptedEngine) -> None:
+def test_a_base_filled_earlier_is_registered_as_it_is_used(scripted: ScriptedEngine) -> None:
     base = InMemoryVectorStore(EMBEDDING)
     base.add_documents(documents(0, 1, 1), ids=["a", "b", "c"])
     store = CacheBlendVectorStore(base, scripted)
@@ -127,7 +127,7 @@ def test_a_base_filled_before_is_learned_as_it_is_used(scripted: ScriptedEngine)
     assert stored(scripted) == [1, 3]
 
 
-def test_kv_from_before_this_process_goes_with_its_document(scripted: ScriptedEngine) -> None:
+def test_kv_of_an_earlier_process_is_deleted_with_its_document(scripted: ScriptedEngine) -> None:
     base = InMemoryVectorStore(EMBEDDING)
     base.add_documents(documents(0, 1), ids=["a", "b"])
     scripted.stored |= {chunk_id(TEXTS[0]), chunk_id(TEXTS[1])}
@@ -137,7 +137,7 @@ def test_kv_from_before_this_process_goes_with_its_document(scripted: ScriptedEn
     assert stored(scripted) == [2]
 
 
-def test_delete_by_other_means_than_ids_drops_what_is_gone(scripted: ScriptedEngine) -> None:
+def test_deleting_without_ids_removes_the_kv_of_all_deleted_documents(scripted: ScriptedEngine) -> None:
     class Clearing(InMemoryVectorStore):
         def delete(self, ids: Any = None, **kwargs: Any) -> None:
             super().delete(list(self.store) if ids is None else ids)
@@ -148,7 +148,7 @@ def test_delete_by_other_means_than_ids_drops_what_is_gone(scripted: ScriptedEng
     assert stored(scripted) == []
 
 
-def test_a_refused_delete_keeps_the_kv(scripted: ScriptedEngine) -> None:
+def test_a_refused_delete_leaves_the_kv(scripted: ScriptedEngine) -> None:
     class Refusing(InMemoryVectorStore):
         def delete(self, ids: Any = None, **kwargs: Any) -> bool:  # type: ignore[override]
             return False
@@ -159,7 +159,7 @@ def test_a_refused_delete_keeps_the_kv(scripted: ScriptedEngine) -> None:
     assert stored(scripted) == [0]
 
 
-async def test_searches_and_filters_are_the_bases(store: CacheBlendVectorStore) -> None:
+async def test_searches_and_filters_are_passed_to_the_base(store: CacheBlendVectorStore) -> None:
     base = store.base
     store.add_documents(documents(*range(6)))
     vector = EMBEDDING.embed_query("x")
@@ -194,7 +194,7 @@ def test_from_texts_takes_an_engine_and_a_base(scripted: ScriptedEngine) -> None
         CacheBlendVectorStore.from_texts(TEXTS, EMBEDDING)
 
 
-async def test_index_computes_new_documents_skips_known_ones_and_drops_old_ones(scripted: ScriptedEngine) -> None:
+async def test_index_computes_new_documents_skips_known_ones_and_deletes_old_ones(scripted: ScriptedEngine) -> None:
     for run in ("sync", "async"):
         engine = ScriptedEngine()
         store = CacheBlendVectorStore(InMemoryVectorStore(EMBEDDING), engine)
@@ -217,7 +217,7 @@ async def test_index_computes_new_documents_skips_known_ones_and_drops_old_ones(
         assert stored(engine) == [1, 2, 3]
 
 
-def test_kv_that_is_refused_does_not_stop_indexing(scripted: ScriptedEngine) -> None:
+def test_refused_kv_does_not_stop_indexing(scripted: ScriptedEngine) -> None:
     scripted.precompute = lambda chunks, progress=None: PrecomputeReport(failed={c.id: "no room" for c in chunks})  # type: ignore
     store = CacheBlendVectorStore(InMemoryVectorStore(EMBEDDING), scripted)
     with pytest.warns(UserWarning, match="no room"):
@@ -231,17 +231,17 @@ def test_the_transformers_engine_forgets_and_computes_again(engine: Transformers
     entries = engine.store.stats().entries
     store.add_texts([text], ids=["a"])
     assert engine.store.stats().entries > entries
-    llm = ChatCacheBlend(engine=engine, max_tokens=4, ratio=1.0)  # at which a blend answers as a prefill does
+    llm = ChatCacheBlend(engine=engine, max_tokens=4, ratio=1.0)  # at this ratio a blend answers as a prefill
     before = llm.invoke(f"{text}\n\nQuestion: When does it burn?")
     assert before.response_metadata["cacheblend"]["mode"] == "blend"
     store.delete(["a"])
-    assert engine.store.stats().entries <= entries + 1  # the header's entry is nobody's chunk
+    assert engine.store.stats().entries <= entries + 1  # the header's entry belongs to no chunk
     after = llm.invoke(f"{text}\n\nQuestion: When does it burn?")
     assert (after.response_metadata["cacheblend"]["mode"], after.content) == ("prefill", before.content)
 
 
 class Lives(RuleBasedStateMachine):
-    """Two stores on one engine: at any time exactly the texts that some document holds have KV."""
+    """Runs two stores on one engine: at any time exactly the texts of existing documents have KV."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ TestLives = Lives.TestCase
 TestLives.settings = settings(max_examples=25, stateful_step_count=12, deadline=None)
 
 
-def test_stores_of_two_tenants_on_one_engine_have_neither_chunks_nor_kv_in_common(engine: BlendEngine) -> None:
+def test_stores_of_two_tenants_on_one_engine_share_no_chunks_and_no_kv(engine: BlendEngine) -> None:
     acme, globex = (engine.within(name) for name in ("acme", "globex"))
     mine = CacheBlendVectorStore(base=InMemoryVectorStore(EMBEDDING), engine=acme)
     mine.add_documents(documents(0, 1))

@@ -36,7 +36,7 @@ def engine() -> Iterator[BlendEngine]:
 
 @pytest.fixture(scope="session")
 def plain() -> Callable[..., PlainLLM]:
-    """Make an LLM of the same weights, loaded by transformers and nothing of ours."""
+    """Make an LLM of the same weights, loaded by transformers without this library."""
     directory = bundled_corpus().parent / "model"
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
     return partial(PlainLLM, model, AutoTokenizer.from_pretrained(directory))
@@ -49,7 +49,7 @@ def embedding() -> BundledEmbedding:
 
 @pytest.fixture(scope="session")
 def documents() -> list[Document]:
-    """The first part of two documents of the corpus."""
+    """Return the first part of two documents of the corpus."""
     return [
         Document(text=path.read_text(encoding="utf-8")[:6000], metadata={"file_name": path.name})
         for path in sorted(bundled_corpus().iterdir())[:2]
@@ -73,7 +73,7 @@ def index(nodes: list[BaseNode], embedding: BundledEmbedding) -> VectorStoreInde
 
 @pytest.fixture(autouse=True)
 def untouched_globals() -> Iterator[None]:
-    """LlamaIndex's settings are global: every test starts and ends without any."""
+    """Reset LlamaIndex's global settings: every test starts and ends without any."""
     names = ("_llm", "_embed_model", "_prompt_helper", "_chat_prompt_helper", "_callback_manager", "_node_parser")
     saved = {name: getattr(Settings, name) for name in names if hasattr(Settings, name)}
     tokenizer, handlers = llama_index.core.global_tokenizer, list(get_dispatcher().event_handlers)
@@ -86,7 +86,8 @@ def untouched_globals() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _blends() -> Iterator[float]:
-    """The bundled model answers a short prompt as soon without a blend: here what a blend reports is looked at."""
+    """Turn on blending for short prompts, which the bundled model answers as fast without: the tests check reports of
+    blends."""
     gain = controller.GAIN
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(controller, "GAIN", 0.0)
@@ -95,12 +96,12 @@ def _blends() -> Iterator[float]:
 
 @pytest.fixture
 def real_gain(_blends: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that is answered as soon without a blend is not blended, as for users."""
+    """Restore the users' setting: a prompt that is answered as fast without a blend is not blended."""
     monkeypatch.setattr(controller, "GAIN", _blends)
 
 
 @pytest.fixture
 def one_engine(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever opens the bundled model gets the one of all tests."""
+    """Make every opening of the bundled model return the engine of all tests."""
     if isinstance(engine, TransformersEngine):
         monkeypatch.setattr("cacheblend_rag.TransformersEngine", lambda: engine)

@@ -1,7 +1,6 @@
-"""Says what every LlamaIndex LLM must do. A test module subclasses `LLMContract`, says how to make one, and what it claims.
-
-Run against LlamaIndex's MockLLM as well as ours, so that the suite itself is checked: what fails there is a wrong expectation.
-"""
+"""Defines the contract of every LlamaIndex LLM. A test module subclasses `LLMContract`, makes an LLM and sets its
+claims. The suite also runs against LlamaIndex's MockLLM, which checks the suite itself: a failure there is a wrong
+expectation."""
 
 from __future__ import annotations
 
@@ -10,4 +9,4 @@ from llm_contract_running import RunningContract
 
 
 class LLMContract(AnswersContract, RunningContract):
-    """All of it."""
+    """Joins all parts of the contract."""

@@ -1,4 +1,4 @@
-"""The LLM contract: what it is, and what it answers to chats, completions and prompts."""
+"""The LLM contract: metadata, and answers to chats, completions and prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llm_contract_base import ARGS, ODD, PROMPTS, TALK, USER, ContractBase, Ship
 
 
 class AnswersContract(ContractBase):
-    # What it is
+    # Metadata
 
     def test_metadata_is_usable(self, llm: LLM) -> None:
         meta = llm.metadata
@@ -26,17 +26,17 @@ class AnswersContract(ContractBase):
             assert 0 < meta.num_output < meta.context_window
             assert meta.model_name not in ("", "unknown")
 
-    def test_it_has_a_class_name_of_its_own(self, llm: LLM) -> None:
+    def test_an_llm_has_a_distinct_class_name(self, llm: LLM) -> None:
         assert llm.class_name() not in ("base_component", "custom_llm", "base_llm", "LLM")
 
-    def test_it_serialises_to_json(self, llm: LLM) -> None:
+    def test_an_llm_serialises_to_json(self, llm: LLM) -> None:
         for data in (json.loads(llm.to_json()), json.loads(json.dumps(llm.to_dict()))):
             assert data["class_name"] == llm.class_name()
 
-    def test_options_are_kept(self) -> None:
+    def test_constructor_options_are_stored(self) -> None:
         assert self.make(system_prompt="Be brief.").system_prompt == "Be brief."
 
-    def test_copies_answer_alike(self, llm: LLM) -> None:
+    def test_copies_give_the_same_answer(self, llm: LLM) -> None:
         want = llm.chat(USER).message.content
         assert llm.model_copy().chat(USER).message.content == want
         assert copy.deepcopy(llm).chat(USER).message.content == want
@@ -81,7 +81,7 @@ class AnswersContract(ContractBase):
     async def test_async_chat_agrees(self, llm: LLM) -> None:
         assert (await llm.achat(TALK)).message.content == llm.chat(TALK).message.content
 
-    async def test_async_streamed_chat_agrees(self, llm: LLM) -> None:
+    async def test_async_streamed_chat_agrees_with_chat(self, llm: LLM) -> None:
         pieces = [piece async for piece in await llm.astream_chat(TALK)]
         assert "".join(piece.delta or "" for piece in pieces) == llm.chat(TALK).message.content
 
@@ -105,7 +105,7 @@ class AnswersContract(ContractBase):
     # Prompts
 
     @pytest.mark.parametrize("kind", list(PROMPTS))
-    async def test_prompt_templates_are_answered_alike_in_all_four_ways(self, llm: LLM, kind: str) -> None:
+    async def test_prompt_templates_get_the_same_answer_in_all_four_ways(self, llm: LLM, kind: str) -> None:
         prompt = PROMPTS[kind]
         want = llm.predict(prompt, **ARGS)
         assert isinstance(want, str)
@@ -113,7 +113,7 @@ class AnswersContract(ContractBase):
         assert await llm.apredict(prompt, **ARGS) == want
         assert "".join([piece async for piece in await llm.astream(prompt, **ARGS)]) == want
 
-    def test_a_prediction_is_the_chat_of_its_messages(self, llm: LLM) -> None:
+    def test_a_prediction_equals_the_chat_of_its_messages(self, llm: LLM) -> None:
         if llm.metadata.is_chat_model and self.chat_is_chat:
             want = llm.chat(PROMPTS["chat"].format_messages(**ARGS)).message.content
             assert llm.predict(PROMPTS["chat"], **ARGS) == want

@@ -1,4 +1,4 @@
-"""Holds what the parts of the LLM contract share: messages, prompts, claims, and ways to run and overhear an LLM."""
+"""Holds the shared parts of the LLM contract: messages, prompts, claims, and ways to run and overhear an LLM."""
 
 from __future__ import annotations
 

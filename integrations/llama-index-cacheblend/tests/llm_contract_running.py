@@ -54,7 +54,7 @@ class RunningContract(ContractBase):
         if "stream" in method:
             assert f"{kind}InProgressEvent" in found
 
-    # Side by side
+    # Concurrency
 
     async def test_calls_side_by_side_do_not_mix(self, llm: LLM) -> None:
         chats = [[ChatMessage(role="user", content=f"Question: What is {n}?")] for n in range(4)]
@@ -109,7 +109,7 @@ class RunningContract(ContractBase):
             assert not self.claims_free_event_loop
         assert (await llm.achat(TALK)).message.content
 
-    # What may be claimed
+    # Optional features
 
     def test_usage_is_reported_and_adds_up(self, llm: LLM) -> None:
         if not self.claims_usage:
@@ -125,7 +125,7 @@ class RunningContract(ContractBase):
             pytest.skip("reports no usage")
         assert [piece.raw is not None for piece in llm.stream_chat(TALK)].count(True) == 1
 
-    def test_the_token_counting_handler_counts_what_the_model_counted(self) -> None:
+    def test_the_token_counting_handler_agrees_with_the_model(self) -> None:
         if not self.claims_usage:
             pytest.skip("reports no usage")
         counter = TokenCountingHandler()
@@ -153,7 +153,7 @@ class RunningContract(ContractBase):
             first = stop if isinstance(stop, str) else stop[0]
             assert llm.complete("Question: Who is it?", stop=stop).text == text[: text.index(first)]
 
-    def test_what_cannot_be_done_is_refused_in_words(self, llm: LLM) -> None:
+    def test_unsupported_requests_are_refused_with_a_reason(self, llm: LLM) -> None:
         if not self.claims_refusals:
             pytest.skip("takes anything")
         from llama_index.core.base.llms.types import ImageBlock
@@ -167,7 +167,7 @@ class RunningContract(ContractBase):
         with pytest.raises(Exception, match="context window"):
             list(llm.stream_chat(USER, max_tokens=llm.metadata.context_window))
 
-    def test_structured_prediction_gives_an_object_or_says_why_not(self, llm: LLM) -> None:
+    def test_structured_prediction_returns_an_object_or_an_error_with_a_reason(self, llm: LLM) -> None:
         prompt = PromptTemplate("A ship of {year}")
         try:
             assert isinstance(llm.structured_predict(Ship, prompt, year=1911), Ship)

@@ -43,7 +43,7 @@ class PlainLLM(CustomLLM):
         if self._apart is None:
             ids = self._tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
         else:
-            # Where this process knows chunks: a RemoteEngine leaves the search of a plain string to its server.
+            # This process knows the chunks: a RemoteEngine leaves the search of a plain string to its server.
             found = text_prompt(self._tokenizer, prompt, self._apart.registry)
             ids = torch.tensor([self._apart.tokenize(found).token_ids])
         with torch.no_grad():

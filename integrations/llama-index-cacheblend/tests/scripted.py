@@ -1,4 +1,4 @@
-"""An engine without a model: it says what it is told to, and keeps what it was asked."""
+"""An engine without a model: it gives a fixed answer, and records its requests."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class ScriptedEngine(BlendEngine):
         pass
 
     def chunks_asked(self) -> list[str]:
-        """The texts of the chunks in the last prompt."""
+        """Return the texts of the chunks in the last prompt."""
         return [span.chunk.text for span in self.asked[-1].prompt.spans]
 
     def text_asked(self) -> str:
-        """The last prompt as text."""
+        """Return the last prompt as text."""
         return "".join(
             s.text if isinstance(s, Chunk) else str(s) for s in self._sources[self.asked[-1].prompt.token_ids].segments
         )

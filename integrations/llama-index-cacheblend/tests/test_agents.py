@@ -1,7 +1,5 @@
-"""Agents, routers and sub-questions as LlamaIndex makes them by itself, at our defaults: what their prompts reuse.
-
-Each on a model whose chat template shows tools, and on one whose template does not: the latter is asked in words (ReAct).
-"""
+"""Agents, routers and sub-questions as LlamaIndex makes them reuse chunks at our defaults. Each test runs with a chat
+template that shows tools, and with one that does not, for which LlamaIndex asks in words (ReAct)."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ CALL["MultiSelection"] = {"selections": [{"index": at, "reason": "It fits."} for
 
 
 def say(text: str, sampling: SamplingParams) -> str:
-    """Say what a good model would: call the tool first, choose, split the question; else answer."""
+    """Answer as a good model would: call the tool first, choose, split the question; else answer."""
     for name, arguments in CALL.items():
         shown = f'"name": "{name}"' in text and "<<tool>>" not in text
         if shown and (sampling.json_schema is None) == (name == "people"):
@@ -82,13 +80,13 @@ def router(index: VectorStoreIndex, **options: Any) -> Any:
 
 
 def sub_questions(index: VectorStoreIndex, **options: Any) -> Any:
-    # Without a generator of questions LlamaIndex wants its package for OpenAI's.
+    # Without a generator of questions, LlamaIndex needs its package for OpenAI's.
     generator = LLMQuestionGenerator.from_defaults()
     engine = SubQuestionQueryEngine.from_defaults(tools(index), question_gen=generator, verbose=False, **options)
     return engine.query("Who runs it, and where?")
 
 
-# What each asks, in order: whether the prompt holds chunks.
+# Each shape lists its prompts in order: true where the prompt has chunks.
 SHAPES: dict[str, tuple[Callable[[VectorStoreIndex], Any], list[bool]]] = {
     "agent, retriever": (
         lambda index: agent(
@@ -105,7 +103,7 @@ SHAPES: dict[str, tuple[Callable[[VectorStoreIndex], Any], list[bool]]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_retrieved_on_the_way_is_read_from_stored_kv(
+def test_chunks_retrieved_by_agents_routers_and_sub_questions_are_read_from_stored_kv(
     shape: str, told: ToldEngine, kept: VectorStoreIndex
 ) -> None:
     use_engine(told)
@@ -117,10 +115,10 @@ def test_what_is_retrieved_on_the_way_is_read_from_stored_kv(
         if call.mode == "blend":
             assert (call.reason, call.retrieved["reused"]) == ("stored KV for 3 of 3 chunks", 3)
             usage = call.usage
-            # Of a prompt that was answered before, all is kept, and nothing is blended again.
+            # A repeated prompt comes whole from the prefix cache, without a blend.
             assert usage["reused_tokens"] + usage["recomputed_tokens"] - usage["kept_tokens"] > 250 or (
                 usage["kept_tokens"] >= usage["prompt_tokens"] - 1
             )
     if "agent" in shape:
-        # The agent's second prompt goes on from its first.
+        # The agent's second prompt continues its first.
         assert calls[-1].usage["kept_tokens"] >= calls[0].usage["prompt_tokens"] - 1

@@ -1,4 +1,4 @@
-"""The LLM contract: ours, LlamaIndex's mock, and ours as a text LLM."""
+"""Runs the LLM contract for our LLM, LlamaIndex's mock, and our LLM as a text LLM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from llama_index_cacheblend import CacheBlendLLM
 
 
 class TestMockLLM(LLMContract):
-    """The suite's own check: LlamaIndex's mock passes all of it that a mock claims."""
+    """Checks the suite: LlamaIndex's mock passes all tests that a mock claims."""
 
     claims_cumulative_streams = False
     claims_usage = claims_sampling = claims_model_name = claims_free_event_loop = claims_refusals = False
-    claims_one_event_per_call = False  # its chat is a completion inside
+    claims_one_event_per_call = False  # its chat makes a completion inside
     chat_is_chat = False
 
     def make(self, **options: Any) -> LLM:
@@ -26,7 +26,7 @@ class TestMockLLM(LLMContract):
 
 
 class MockChatLLM(MockLLM):
-    """The lowest supported version's mock cannot be told to be a chat model."""
+    """Replaces the lowest supported version's mock, which cannot be a chat model."""
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -94,7 +94,7 @@ class Deaf(MockLLM):
         (Deaf, "test_the_system_prompt_reaches_the_model"),
     ],
 )
-async def test_the_suite_notices_a_broken_llm(broken: type[MockLLM], test: str) -> None:
+async def test_the_suite_detects_a_broken_llm(broken: type[MockLLM], test: str) -> None:
     suite = TestMockLLM()
     suite.make = broken  # type: ignore[method-assign]
     method = getattr(suite, test)

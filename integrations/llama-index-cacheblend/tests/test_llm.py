@@ -1,4 +1,4 @@
-"""Tests how prompts are formatted, what settings do, and what the LLM is to LlamaIndex."""
+"""Tests the formatting of prompts, the effect of settings, and the LLM's interface to LlamaIndex."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_completions_are_user_messages_unless_formatted(scripted: ScriptedEngine
 
 def test_each_prompt_is_rendered_once(scripted: ScriptedEngine, llm: CacheBlendLLM, monkeypatch: Any) -> None:
     scripted.precompute([make_chunk(text, scripted.tokenizer) for text in (FIRST, SECOND)])
-    llm.chat(user("Who?"))  # reads once what the template shows
+    llm.chat(user("Who?"))  # reads once which tools the template shows
     render, rendered = scripted.tokenizer.apply_chat_template, []
     monkeypatch.setattr(
         scripted.tokenizer, "apply_chat_template", lambda *a, **k: rendered.append(a) or render(*a, **k)
@@ -72,7 +72,7 @@ def test_each_prompt_is_rendered_once(scripted: ScriptedEngine, llm: CacheBlendL
     assert (len(rendered), scripted.chunks_asked()) == (2, [FIRST, SECOND])
 
 
-def test_without_a_chat_template_a_completion_is_taken_as_it_is(engine: TransformersEngine) -> None:
+def test_a_completion_without_a_chat_template_is_sent_unchanged(engine: TransformersEngine) -> None:
     tokenizer = copy.deepcopy(engine.tokenizer)
     tokenizer.chat_template = None
     scripted = ScriptedEngine(tokenizer)
@@ -80,7 +80,7 @@ def test_without_a_chat_template_a_completion_is_taken_as_it_is(engine: Transfor
     assert scripted.text_asked() == "The capital of France is"
 
 
-def test_its_template_reads_what_the_model_is_given(engine: TransformersEngine) -> None:
+def test_the_chat_template_receives_its_arguments(engine: TransformersEngine) -> None:
     tokenizer = copy.deepcopy(engine.tokenizer)
     tokenizer.chat_template = "{{ messages[-1].content }}{% if enable_thinking is false %}<think></think>{% endif %}"
     scripted = ScriptedEngine(tokenizer)
@@ -89,7 +89,7 @@ def test_its_template_reads_what_the_model_is_given(engine: TransformersEngine) 
         assert scripted.text_asked() == asked
 
 
-def test_the_default_header_is_reused_as_it_is(engine: TransformersEngine, nodes: list[BaseNode]) -> None:
+def test_the_default_header_is_reused_exactly(engine: TransformersEngine, nodes: list[BaseNode]) -> None:
     from llama_index_cacheblend import qa_template
 
     messages = qa_template().format_messages(context_str=node_text(nodes[0]), query_str="Who?")
@@ -121,20 +121,22 @@ def test_wrong_options_are_refused(scripted: ScriptedEngine, wrong: dict[str, An
         CacheBlendLLM(**{"engine": scripted, **wrong})
 
 
-def test_structured_prediction_is_guided_where_the_engine_can(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
+def test_structured_prediction_is_guided_if_the_engine_supports_it(
+    scripted: ScriptedEngine, llm: CacheBlendLLM
+) -> None:
     scripted.answer = '{"name": "Lonely Tide"}'
     assert llm.structured_predict(Ship, PromptTemplate("A ship")) == Ship(name="Lonely Tide")
     assert scripted.asked[-1].sampling.json_schema == Ship.model_json_schema()
     assert llm.as_structured_llm(Ship).complete("A ship").raw == Ship(name="Lonely Tide")
 
 
-async def test_async_structured_prediction_is_guided_too(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
+async def test_async_structured_prediction_is_guided(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
     scripted.answer = '{"name": "Lonely Tide"}'
     assert await llm.astructured_predict(Ship, PromptTemplate("A ship")) == Ship(name="Lonely Tide")
     assert scripted.asked[-1].sampling.json_schema is not None
 
 
-def test_without_guided_decoding_an_unparsable_answer_is_an_error(
+def test_an_unparsable_answer_without_guided_decoding_is_an_error(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(engine), "supports_json_schema", False)
@@ -144,10 +146,10 @@ def test_without_guided_decoding_an_unparsable_answer_is_an_error(
         CacheBlendLLM(engine=engine).chat(user("x"), json_schema={"type": "object"})
 
 
-# What it is to LlamaIndex
+# Interface to LlamaIndex
 
 
-def test_context_window_tokenizer_and_name_are_the_models(engine: TransformersEngine) -> None:
+def test_context_window_tokenizer_and_name_are_those_of_the_model(engine: TransformersEngine) -> None:
     llama_index.core.global_tokenizer = None
     llm = CacheBlendLLM(engine=engine, max_tokens=77)
     assert (llm.metadata.context_window, llm.metadata.num_output) == (engine.context_window, 77)
@@ -158,7 +160,7 @@ def test_context_window_tokenizer_and_name_are_the_models(engine: TransformersEn
     assert (Settings.context_window, Settings.num_output) == (engine.context_window, 77)
 
 
-def test_the_tokenizer_llama_index_falls_back_to_is_replaced_and_yours_is_not(engine: TransformersEngine) -> None:
+def test_llama_indexs_default_tokenizer_is_replaced_and_a_custom_one_is_not(engine: TransformersEngine) -> None:
     llama_index.core.global_tokenizer = None
     get_tokenizer()
     llm = CacheBlendLLM(engine=engine)
@@ -172,14 +174,14 @@ def test_the_tokenizer_llama_index_falls_back_to_is_replaced_and_yours_is_not(en
     assert llama_index.core.global_tokenizer is None
 
 
-def test_splitters_made_after_it_cut_by_the_models_tokens(engine: TransformersEngine) -> None:
+def test_splitters_made_after_the_llm_cut_by_the_models_tokens(engine: TransformersEngine) -> None:
     llama_index.core.global_tokenizer = None
     llm = CacheBlendLLM(engine=engine)
     pieces = SentenceSplitter(chunk_size=64, chunk_overlap=0).split_text("Wind north-west, sea calm at dawn. " * 40)
     assert 40 < max(len(llm.tokenizer(piece)) for piece in pieces) <= 64
 
 
-def test_serialisation_holds_settings_and_no_engine(engine: TransformersEngine) -> None:
+def test_serialisation_contains_settings_and_no_engine(engine: TransformersEngine) -> None:
     llm = CacheBlendLLM(engine=engine, max_tokens=7, ratio=0.2, check_layers=(1, 3), system_prompt="Be brief.")
     data = json.loads(llm.to_json())
     assert (data["max_tokens"], data["ratio"], data["system_prompt"]) == (7, 0.2, "Be brief.")
@@ -194,7 +196,7 @@ def test_a_model_is_never_pickled(engine: TransformersEngine) -> None:
         pickle.dumps(CacheBlendLLM(engine=engine))
 
 
-def test_an_answer_tells_every_fact_of_the_outcome(engine: TransformersEngine, monkeypatch: Any) -> None:
+def test_an_answer_contains_every_fact_of_the_outcome(engine: TransformersEngine, monkeypatch: Any) -> None:
     told: dict[str, Any] = {
         "chunks": (ChunkOutcome("a", 1, 2, "exact"),),
         "expected_s": 0.5,
@@ -209,7 +211,7 @@ def test_an_answer_tells_every_fact_of_the_outcome(engine: TransformersEngine, m
     assert done.facts["usage"].items() <= raw["usage"].items()
 
 
-def test_usage_says_what_was_reused_recomputed_and_missing(engine: TransformersEngine) -> None:
+def test_usage_reports_reused_recomputed_and_missing_tokens(engine: TransformersEngine) -> None:
     llm = CacheBlendLLM(engine=engine, max_tokens=2, ratio=0.5)
     text = "A note that nobody has seen before: the bell tower leans to the east by four degrees."
     register_nodes(engine, [TextNode(text=text)])
@@ -217,7 +219,7 @@ def test_usage_says_what_was_reused_recomputed_and_missing(engine: TransformersE
     prompt = user(f"By the way:\n{text}\nQuestion: Why?")
     engine.reset_prefix_cache()
     first = llm.chat(prompt).raw
-    engine.reset_prefix_cache()  # which has all of the first, exactly
+    engine.reset_prefix_cache()  # it has the whole first prompt, exactly
     second = llm.chat(prompt).raw
     assert (first["mode"], first["chunks"][0]["fate"], first["usage"]["reused_tokens"]) == ("prefill", "missing", 0)
     assert (second["mode"], second["chunks"][0]["lacks"]) == ("blend", [])

@@ -1,4 +1,4 @@
-"""Chat engines and their memories: what was said before the last question is not computed again."""
+"""Tests that chat engines and their memories let earlier turns come from the prefix cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUESTIONS = [question.question for question in bundled_questions()[:5]]
 
 @pytest.fixture
 def block(engine: BlendEngine) -> int:
-    """How many tokens may be computed again where what is kept ends."""
+    """Return how many tokens may be computed again at the end of a cached prefix."""
     return 4 if isinstance(engine, TransformersEngine) else 128
 
 
@@ -30,7 +30,7 @@ def llm(engine: BlendEngine) -> CacheBlendLLM:
 
 
 def usages(chat: Any) -> list[dict[str, Any]]:
-    """What the last call of each turn took."""
+    """Return the usage of the last call of each turn."""
     found = []
     for question in QUESTIONS:
         with collect_usage() as calls:
@@ -46,13 +46,13 @@ def over(index: VectorStoreIndex, llm: CacheBlendLLM, **options: Any) -> CacheBl
     )
 
 
-def test_a_chat_without_notes_computes_what_is_new(llm: CacheBlendLLM, block: int) -> None:
+def test_a_chat_without_notes_computes_only_new_tokens(llm: CacheBlendLLM, block: int) -> None:
     chat = SimpleChatEngine.from_defaults(llm=llm, memory=ChatMemoryBuffer.from_defaults(token_limit=4000))
     for before, after in pairwise(usages(chat)):
         assert after["kept_tokens"] > before["prompt_tokens"] - max(block, 16)  # fewer are computed again
 
 
-def test_a_chat_over_an_index_keeps_all_but_the_last_exchange(
+def test_a_chat_over_an_index_has_all_but_the_last_exchange_cached(
     llm: CacheBlendLLM, index: VectorStoreIndex, block: int
 ) -> None:
     chat = over(index, llm)
@@ -63,7 +63,7 @@ def test_a_chat_over_an_index_keeps_all_but_the_last_exchange(
         assert usage["kept_tokens"] > len(llm.tokenizer(said)) - block
 
 
-def test_notes_in_the_system_message_leave_the_history_behind_them_to_be_computed(
+def test_notes_in_the_system_message_keep_the_history_behind_them_uncached(
     llm: CacheBlendLLM, index: VectorStoreIndex
 ) -> None:
     prompt = "Notes:\n\n{context_str}\n\nAnswer from them."
@@ -73,7 +73,7 @@ def test_notes_in_the_system_message_leave_the_history_behind_them_to_be_compute
     assert text == sorted(text) and text[-1] > text[0] + 40
 
 
-def test_a_chat_is_answered_as_by_a_model_that_keeps_nothing(
+def test_a_cached_chat_answers_as_full_recompute(
     llm: CacheBlendLLM, engine: BlendEngine, index: VectorStoreIndex
 ) -> None:
     kept = over(index, CacheBlendLLM(engine=engine, max_tokens=10, ratio=1.0))

@@ -1,4 +1,4 @@
-"""Tests what became of what a retriever returned: prompts escape, cut and re-flow nodes, with their metadata and without."""
+"""Tests the report on retrieved nodes: prompts escape, cut and re-flow nodes, with their metadata and without."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def scripted(engine: TransformersEngine) -> ScriptedEngine:
     return ScriptedEngine(engine.tokenizer)
 
 
-def test_an_unchanged_query_engine_says_what_became_of_each_node(
+def test_an_unchanged_query_engine_reports_the_fate_of_each_node(
     scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = CacheBlendLLM(engine=scripted)
@@ -98,7 +98,7 @@ def test_an_unchanged_query_engine_says_what_became_of_each_node(
     assert chunk_id(text(1)) in caplog.text
 
 
-def test_nodes_without_a_text_are_retrieved_beside_others(scripted: ScriptedEngine) -> None:
+def test_nodes_without_a_text_may_be_retrieved_beside_text_nodes(scripted: ScriptedEngine) -> None:
     nodes = [ImageNode(image="aGk="), *nodes_of(text(1), " ")]
     assert asked(query_engine(CacheBlendLLM(engine=scripted), nodes))["summary"] == "1 of 1 retrieved chunks reused"
     own = CacheBlendQueryEngine(CacheBlendRetriever(Fixed(nodes), scripted), CacheBlendSynthesizer(scripted))
@@ -122,10 +122,10 @@ def test_on_miss_decides_between_silence_and_an_error(
         CacheBlendLLM(engine=scripted, on_miss="panic")
 
 
-def test_a_policy_that_is_asked_for_and_gives_way_may_be_an_error() -> None:
+def test_a_named_policy_that_falls_back_may_be_an_error() -> None:
     with TransformersEngine("bundled", ranking="off", prefix_cache=0) as unranked:
         llm = CacheBlendLLM(engine=unranked, policy="static", max_tokens=2)
-        asked(query_engine(llm, nodes_of(text(1), text(2))))  # stores what it finds missing
+        asked(query_engine(llm, nodes_of(text(1), text(2))))  # stores the missing chunks
         unranked.flush()
         assert asked(query_engine(llm, nodes_of(text(1), text(2))))["reused"] == 2
         with pytest.raises(InputError, match=r"static fell back to hkvd .* not all chunks are ranked.*on_miss='warn'"):
@@ -145,7 +145,7 @@ def test_escaped_nodes_are_reused_from_the_second_prompt_on(engine: BlendEngine)
 def test_a_node_is_found_with_and_without_its_metadata(engine: BlendEngine) -> None:
     nodes = nodes_of(*(text(n, "sundial") for n in range(3)), page=7, title="Sundials of the coast")
     bodies = sum(len(CacheBlendLLM(engine=engine).tokenizer(node.text)) for node in nodes)
-    CacheBlendPrecompute(engine)(nodes)  # with metadata
+    CacheBlendPrecompute(engine)(nodes)  # this includes metadata
     llm = CacheBlendLLM(engine=engine, max_tokens=2, ratio=0.0)
     cited = CitationQueryEngine(Fixed(nodes), llm=llm, response_synthesizer=get_response_synthesizer(llm=llm))
     reused = []
@@ -155,12 +155,12 @@ def test_a_node_is_found_with_and_without_its_metadata(engine: BlendEngine) -> N
         engine.flush()
         assert "not_reused" not in statuses(calls[0].retrieved)
         reused.append(calls[0].usage["reused_tokens"])
-    # Without metadata they are texts of their own: computed with the first prompt, reused from the second on.
+    # Without metadata the texts differ: they are computed with the first prompt, reused from the second on.
     assert reused[0] >= bodies
     assert reused[2] >= bodies
 
 
-def test_a_node_computed_without_metadata_is_found_where_prompts_show_it(engine: BlendEngine) -> None:
+def test_a_node_computed_without_metadata_is_found_in_prompts_with_metadata(engine: BlendEngine) -> None:
     nodes = nodes_of(*(text(n, "lantern") for n in range(3)), page=7)
     bodies = sum(len(CacheBlendLLM(engine=engine).tokenizer(node.text)) for node in nodes)
     CacheBlendPrecompute(engine, metadata_mode=MetadataMode.NONE)(nodes)
@@ -170,7 +170,7 @@ def test_a_node_computed_without_metadata_is_found_where_prompts_show_it(engine:
     assert statuses(calls[0].retrieved) == ["reused"] * 3
 
 
-def test_queries_side_by_side_do_not_see_each_others_nodes(scripted: ScriptedEngine) -> None:
+def test_concurrent_queries_do_not_see_each_others_nodes(scripted: ScriptedEngine) -> None:
     llm = CacheBlendLLM(engine=scripted)
     with collect_usage() as calls, ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda n: query_engine(llm, nodes_of(text(n))).query("When?"), range(8)))
@@ -178,7 +178,7 @@ def test_queries_side_by_side_do_not_see_each_others_nodes(scripted: ScriptedEng
     assert {call.retrieved["retrieved"] for call in calls} == {1}
 
 
-async def test_async_queries_do_not_either(scripted: ScriptedEngine) -> None:
+async def test_concurrent_async_queries_do_not_see_each_others_nodes(scripted: ScriptedEngine) -> None:
     llm = CacheBlendLLM(engine=scripted)
     with collect_usage() as calls:
         await asyncio.gather(*(query_engine(llm, nodes_of(text(n))).aquery("When?") for n in range(6)))
@@ -186,7 +186,7 @@ async def test_async_queries_do_not_either(scripted: ScriptedEngine) -> None:
     assert {call.retrieved["retrieved"] for call in calls} == {1}
 
 
-def test_no_span_is_kept_when_it_has_ended(scripted: ScriptedEngine) -> None:
+def test_finished_spans_are_forgotten(scripted: ScriptedEngine) -> None:
     def broken(context_str: str, **_: Any) -> str:
         raise RuntimeError("no")
 
@@ -206,7 +206,7 @@ class Halving(BaseNodePostprocessor):
         return [NodeWithScore(node=TextNode(text=node.node.get_content()[:120])) for node in nodes]
 
 
-def test_what_a_postprocessor_made_is_what_was_retrieved(scripted: ScriptedEngine) -> None:
+def test_nodes_made_by_a_postprocessor_count_as_retrieved(scripted: ScriptedEngine) -> None:
     llm, short = CacheBlendLLM(engine=scripted), text(1)[:120].strip()
     options = {"node_postprocessors": [Halving(), CacheBlendPostprocessor(scripted)]}
     report = asked(query_engine(llm, nodes_of(text(1)), **options))
@@ -219,10 +219,10 @@ def test_what_a_postprocessor_made_is_what_was_retrieved(scripted: ScriptedEngin
     assert statuses(asked(whole)) == ["reused"]
 
 
-def test_retriever_and_model_called_one_after_the_other(scripted: ScriptedEngine) -> None:
+def test_a_retriever_and_a_model_called_in_succession_report_the_chunks_in_the_prompt(scripted: ScriptedEngine) -> None:
     llm = CacheBlendLLM(engine=scripted, on_miss="error")
     found = Fixed(nodes_of(text(21), text(22), text(23))).retrieve("When?")
     prompt = node_text(found[0]) + "\n\n" + re_flowed(node_text(found[1]))
     raw = llm.chat([ChatMessage(role="user", content=prompt)]).raw
-    # What is not in the prompt may have been retrieved for another one.
+    # Chunks absent from the prompt may have been retrieved for a different one.
     assert statuses(raw["retrieved"]) == ["reused"]

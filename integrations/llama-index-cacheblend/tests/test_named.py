@@ -1,4 +1,4 @@
-"""LLMs made with a name instead of an engine."""
+"""Tests LLMs made with a name instead of an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cacheblend_rag import BlendEngine, InputError, ServerError, TransformersEng
 from llama_index_cacheblend import CacheBlendLLM, CacheBlendPrecompute, precompute_nodes
 
 
-def test_llms_that_name_a_model_alike_share_it(tmp_path: Path) -> None:
+def test_llms_with_equal_names_share_a_model(tmp_path: Path) -> None:
     first = CacheBlendLLM(model="bundled", store=str(tmp_path / "kv"), max_tokens=3)
     second = CacheBlendLLM(model="bundled", store=str(tmp_path / "kv"), temperature=0.5)
     assert first.engine is second.engine
@@ -29,7 +29,7 @@ def test_llms_that_name_a_model_alike_share_it(tmp_path: Path) -> None:
     third.engine.close()
 
 
-def test_a_named_model_runs_as_its_arguments_say() -> None:
+def test_a_named_model_runs_with_its_arguments() -> None:
     threads = torch.get_num_threads()
     llm = CacheBlendLLM(model="bundled", dtype="bfloat16", writer="probe", threads=threads, max_tokens=3)
     assert isinstance(llm.engine, TransformersEngine)
@@ -46,7 +46,7 @@ def test_a_server_that_does_not_answer_is_named() -> None:
         CacheBlendLLM(base_url="http://127.0.0.1:9", api_key="x", max_retries=0)
 
 
-def test_an_engine_and_the_name_of_one_do_not_go_together(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_and_the_name_of_one_exclude_each_other(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     for field in (
         "model",
         "store",
@@ -70,7 +70,7 @@ def test_an_engine_and_the_name_of_one_do_not_go_together(engine: BlendEngine, m
 def test_a_pipeline_of_two_workers_computes_with_a_model_given_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As new as spawned ones, but both take their imports from a third process.
+    # The workers are as new as spawned ones, but take their imports from a third process.
     imported = multiprocessing.get_context("forkserver")
     imported.set_forkserver_preload(["llama_index_cacheblend", "cacheblend_rag.engines.transformers"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: imported)
@@ -85,7 +85,7 @@ def test_a_pipeline_of_two_workers_computes_with_a_model_given_by_name(
     llm.engine.close()
 
 
-def test_what_another_process_would_compute_in_vain_is_refused() -> None:
+def test_computing_in_another_process_without_a_shared_store_is_refused() -> None:
     llm = CacheBlendLLM(model="bundled")
     with pytest.raises(InputError, match="would be lost"):
         pickle.dumps(CacheBlendPrecompute(llm.engine))

@@ -1,4 +1,5 @@
-"""The options of the LLM and of a call: names, defaults and checks; what prompts leave for an answer; what a call costs."""
+"""Tests the options of the LLM and of a call: names, defaults and checks; the room left for an answer; and the cost of
+a call."""
 
 from __future__ import annotations
 
@@ -47,14 +48,14 @@ def test_the_options_are_fields_with_these_defaults() -> None:
         assert CacheBlendLLM.model_fields[name].default == default, name
 
 
-def test_what_is_left_open_is_the_model_profiles(scripted: ScriptedEngine) -> None:
+def test_unset_options_come_from_the_model_profile(scripted: ScriptedEngine) -> None:
     CacheBlendLLM(engine=scripted).chat(USER)
     asked = scripted.asked[-1]
     assert asked.settings == BlendSettings()
     assert asked.options == scripted.profile.resolve(BlendSettings(), 8)
 
 
-def test_blend_options_of_a_call_go_before_those_of_the_llm(scripted: ScriptedEngine) -> None:
+def test_blend_options_of_a_call_override_those_of_the_llm(scripted: ScriptedEngine) -> None:
     llm = CacheBlendLLM(engine=scripted, **OTHERS)
     llm.chat(USER)
     assert scripted.asked[-1].settings == BlendSettings(**OTHERS)
@@ -68,7 +69,7 @@ def test_blend_options_of_a_call_go_before_those_of_the_llm(scripted: ScriptedEn
         llm.complete("Who?", quality="fast", ratio=0.7)
 
 
-def test_options_of_a_synthesizer_go_before_a_quality_that_its_llm_has(scripted: ScriptedEngine) -> None:
+def test_options_of_a_synthesizer_override_the_quality_of_its_llm(scripted: ScriptedEngine) -> None:
     fast = CacheBlendLLM(engine=scripted, quality="fast")
     CacheBlendSynthesizer(llm=fast, ratio=0.7).get_response("Who?", ["A note."])
     assert scripted.asked[-1].settings.ratio == 0.7
@@ -77,7 +78,7 @@ def test_options_of_a_synthesizer_go_before_a_quality_that_its_llm_has(scripted:
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_a_wrong_value_is_named_when_the_llm_is_made_and_by_a_call(
+def test_a_wrong_value_is_named_by_the_constructor_and_by_a_call(
     scripted: ScriptedEngine, name: str, value: Any
 ) -> None:
     named = f"{name}.*{re.escape(str(value))}"
@@ -101,7 +102,7 @@ def test_a_layer_beyond_the_model_is_refused_by_the_call(scripted: ScriptedEngin
         CacheBlendLLM(engine=scripted).complete("Who?", check_layers=layers)
 
 
-def test_without_max_tokens_an_answer_gets_512_or_what_the_window_leaves(engine: BlendEngine) -> None:
+def test_an_answer_without_max_tokens_gets_512_tokens_or_the_rest_of_the_window(engine: BlendEngine) -> None:
     wide, narrow = ScriptedEngine(engine.tokenizer), ScriptedEngine(engine.tokenizer, window=60)
     for scripted in (wide, narrow):
         CacheBlendLLM(engine=scripted).chat(USER)
@@ -147,16 +148,16 @@ async def test_a_prompt_is_tokenised_once(way: str, engine: BlendEngine, monkeyp
     monkeypatch.setattr(engine, "tokenize", lambda prompt: prompts.append(prompt) or tokenize(prompt))
     await ask(CacheBlendLLM(engine=engine, max_tokens=1), way)
     assert len(texts) == 1
-    # What comes back to the engine is tokens already.
+    # The engine receives tokens, not text.
     assert len([prompt for prompt in prompts if not isinstance(prompt, TokenizedPrompt)]) == 1
 
 
-def test_a_prompt_without_known_chunks_keeps_its_text_for_an_engine_that_is_a_client(scripted: ScriptedEngine) -> None:
+def test_a_prompt_without_known_chunks_carries_its_text_for_a_remote_engine(scripted: ScriptedEngine) -> None:
     CacheBlendLLM(engine=scripted).complete("Who is the captain?", formatted=True)
     assert scripted.asked[-1].prompt.text == scripted.text_asked() == "Who is the captain?"
 
 
-def test_other_providers_names_and_options_are_understood(scripted: ScriptedEngine) -> None:
+def test_option_names_of_other_providers_are_accepted(scripted: ScriptedEngine) -> None:
     options = {"top_k": 5, "presence_penalty": 0.5, "frequency_penalty": -1.0, "stop_repeating": True}
     CacheBlendLLM(engine=scripted, max_completion_tokens=7, stop_sequences=["x"], **options).chat(USER)
     sampling = scripted.asked[-1].sampling
@@ -172,7 +173,7 @@ def test_other_providers_names_and_options_are_understood(scripted: ScriptedEngi
             CacheBlendLLM(engine=scripted, **{name: 3})
 
 
-def test_prompts_can_be_packed_for_a_smaller_window_not_for_a_larger_one(scripted: ScriptedEngine) -> None:
+def test_prompts_can_be_packed_for_a_smaller_window_but_not_for_a_larger_one(scripted: ScriptedEngine) -> None:
     assert CacheBlendLLM(engine=scripted, context_window=1000).metadata.context_window == 1000
     assert CacheBlendLLM(engine=scripted, context_window=1000).metadata.num_output == 250
     for wrong in (scripted.context_window + 1, 0):
@@ -180,7 +181,7 @@ def test_prompts_can_be_packed_for_a_smaller_window_not_for_a_larger_one(scripte
             CacheBlendLLM(engine=scripted, context_window=wrong)
 
 
-def test_logprobs_come_in_llama_indexs_form_and_in_that_of_openai(engine: BlendEngine) -> None:
+def test_logprobs_have_llama_indexs_form_and_openais(engine: BlendEngine) -> None:
     response = CacheBlendLLM(engine=engine, max_tokens=3, logprobs=True, top_logprobs=2).chat(USER)
     assert response.logprobs is not None
     assert "".join(token.token for token, *_ in response.logprobs).strip() == response.message.content.strip()

@@ -1,4 +1,4 @@
-"""Packing prompts: nothing lost, nothing cut that need not be, nothing over the window."""
+"""Tests packing of prompts: no text lost, no needless cut, no prompt over the window."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _the_tokenizer(engine: TransformersEngine) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=12), window=st.integers(220, 600))
-def test_whole_chunks_in_order_within_the_window(sizes: list[int], window: int) -> None:
+def test_the_helper_packs_whole_chunks_in_order_within_the_window(sizes: list[int], window: int) -> None:
     engine = ScriptedEngine(_tokenizer[0], window=window)
     chunks = [make_chunk(text, engine.tokenizer) for text in texts_of(sizes)]
     engine.registry.add(chunks)
@@ -69,16 +69,14 @@ def test_whole_chunks_in_order_within_the_window(sizes: list[int], window: int) 
             engine.registry,
         )
         assert len(engine.tokenize(prompt).token_ids) + 16 <= window
-    # As few as will do: no text would have fitted behind the one before it.
+    # The prompts are as few as possible: no text would have fitted behind the one before it.
     room = helper(engine, window)._get_available_chunk_size(TEMPLATE)
     for one, other in pairwise(packed):
         first = next(chunk for chunk in chunks if other.startswith(chunk.text))
         assert helper(engine, window)._size(f"{one}\n\n{first.text}") > room
 
 
-def test_llama_indexs_own_helper_cuts_through_the_same_chunks(
-    engine: TransformersEngine, nodes: list[BaseNode]
-) -> None:
+def test_llama_indexs_helper_cuts_through_the_same_chunks(engine: TransformersEngine, nodes: list[BaseNode]) -> None:
     texts = [node_text(node) for node in nodes[:8]]
     llm = CacheBlendLLM(engine=engine)
     theirs = PromptHelper(context_window=500, num_output=16, tokenizer=llm.tokenizer).repack(TEMPLATE, texts)
@@ -87,9 +85,7 @@ def test_llama_indexs_own_helper_cuts_through_the_same_chunks(
     assert sum(any(text in packed for packed in theirs) for text in texts) < len(texts)
 
 
-def test_texts_that_were_joined_before_are_divided_between_chunks(
-    engine: TransformersEngine, nodes: list[BaseNode]
-) -> None:
+def test_texts_joined_earlier_are_divided_between_chunks(engine: TransformersEngine, nodes: list[BaseNode]) -> None:
     """Refine packs its context again when the existing answer leaves less room."""
     texts = [node_text(node) for node in nodes[:4]]
     joined = "Some words before.\n\n" + "\n\n".join(texts) + "\n\nSome words behind."
@@ -99,7 +95,7 @@ def test_texts_that_were_joined_before_are_divided_between_chunks(
     assert "".join("".join(packed).split()) == "".join(joined.split())
 
 
-def test_a_chunk_longer_than_the_window_is_cut_and_nothing_is_lost(engine: TransformersEngine) -> None:
+def test_a_chunk_longer_than_the_window_is_cut_without_loss(engine: TransformersEngine) -> None:
     (long,) = texts_of([700])
     engine_ = ScriptedEngine(engine.tokenizer)
     engine_.registry.add([make_chunk(long, engine.tokenizer)])
@@ -108,7 +104,7 @@ def test_a_chunk_longer_than_the_window_is_cut_and_nothing_is_lost(engine: Trans
     assert " ".join(packed).split() == long.split()
 
 
-def test_truncation_keeps_whole_chunks_from_the_front(engine: TransformersEngine, nodes: list[BaseNode]) -> None:
+def test_truncation_leaves_whole_chunks_from_the_front(engine: TransformersEngine, nodes: list[BaseNode]) -> None:
     texts = [node_text(node) for node in nodes[:6]]
     (kept,) = helper(engine, 700).truncate(TEMPLATE, ["\n".join(texts)])
     count = sum(text in kept for text in texts)
@@ -125,14 +121,14 @@ def test_room_is_left_for_the_chat_template(engine: TransformersEngine) -> None:
     assert 0 < theirs._get_available_chunk_size(TEMPLATE) - plain < 20
 
 
-def test_it_is_made_from_the_engine_alone(engine: TransformersEngine) -> None:
+def test_a_helper_needs_an_engine(engine: TransformersEngine) -> None:
     with pytest.raises(InputError, match="engine"):
         ChunkPreservingPromptHelper.from_llm_metadata(CacheBlendLLM(engine=engine).metadata)
     with pytest.raises(ValueError, match="not"):
         helper(engine, 20, 16).repack(TEMPLATE, ["text"])
 
 
-def test_over_the_window_an_unchanged_query_engine_refines_over_whole_chunks(
+def test_an_unchanged_query_engine_refines_over_whole_chunks_beyond_the_window(
     engine: TransformersEngine, index: VectorStoreIndex
 ) -> None:
     llm = use_engine(engine, max_tokens=4)

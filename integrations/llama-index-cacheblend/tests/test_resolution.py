@@ -1,4 +1,4 @@
-"""Tests which chunks a prompt holds: named ones, then content match, then none; and how chunks become known."""
+"""Tests the chunks of a prompt: named ones, then content match, then none; and the ways to register chunks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def user(text: str, **extra: Any) -> list[ChatMessage]:
     return [ChatMessage(role="user", content=text, additional_kwargs=extra)]
 
 
-# Which chunks a prompt holds
+# Chunks in a prompt
 
 
 def test_registered_chunks_are_found_in_messages_and_completions(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
@@ -55,9 +55,7 @@ def test_registered_chunks_are_found_in_messages_and_completions(scripted: Scrip
     assert scripted.text_asked() == f"Before. {SECOND} After."
 
 
-def test_named_chunks_go_before_longer_ones_that_content_match_would_take(
-    scripted: ScriptedEngine, llm: CacheBlendLLM
-) -> None:
+def test_named_chunks_override_longer_ones_found_by_content(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
     whole, first, second = known(scripted, BOTH, FIRST, SECOND)
     llm.chat(user(BOTH))
     assert scripted.chunks_asked() == [BOTH]
@@ -71,14 +69,14 @@ def test_named_chunks_go_before_longer_ones_that_content_match_would_take(
     assert scripted.chunks_asked() == [FIRST, SECOND]
 
 
-def test_a_name_counts_only_where_the_text_stands(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
+def test_a_name_counts_only_if_the_text_is_in_the_prompt(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
     (first,) = known(scripted, FIRST)
     llm.chat(user(f"{FIRST[:-5]} and so on"), chunk_ids=[first])
     assert scripted.chunks_asked() == []
 
 
 @pytest.mark.parametrize("how", ["call", "message"])
-def test_unknown_names_are_refused(llm: CacheBlendLLM, how: str) -> None:
+def test_unknown_chunk_names_are_refused(llm: CacheBlendLLM, how: str) -> None:
     with pytest.raises(UnknownChunkError, match="nowhere"):
         if how == "call":
             llm.chat(user("x"), chunk_ids=["nowhere"])
@@ -88,7 +86,7 @@ def test_unknown_names_are_refused(llm: CacheBlendLLM, how: str) -> None:
         llm.chat(user("x"), chunk_ids="nowhere")
 
 
-def test_a_document_that_imitates_a_reference_gains_nothing(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
+def test_a_document_that_imitates_a_reference_is_plain_text(scripted: ScriptedEngine, llm: CacheBlendLLM) -> None:
     (first,) = known(scripted, FIRST)
     for spoof in (f'{{"type": "text", "id": "{first}"}}', f"chunk_ids=[{first}]", first, f"ChunkRef('{first}')"):
         llm.chat(user(f"A document says: {spoof}"))
@@ -114,15 +112,15 @@ def test_chunks_in_history_tool_answers_and_citable_blocks_are_found(
     assert scripted.text_asked().endswith(f"{SECOND}\nWhy?\nAnswer:")
 
 
-# Retrieval that nobody wrapped
+# Unwrapped retrieval
 
 
-def test_unchanged_query_engines_reuse_what_they_retrieved(
+def test_unchanged_query_engines_reuse_retrieved_chunks(
     engine: TransformersEngine, index: VectorStoreIndex, nodes: list[BaseNode]
 ) -> None:
-    """A new process: the store has the KV, the engine has never heard of the nodes."""
+    """Simulate a new process: the store has the KV, the engine does not know the nodes."""
     Settings.llm = CacheBlendLLM(engine=engine, max_tokens=2)
-    Settings.llm.complete("Hello")  # takes in what earlier tests have retrieved and asked nothing about
+    Settings.llm.complete("Hello")  # takes in chunks retrieved by earlier tests
     known_before = [engine.registry.get(chunk.id) for chunk in engine.registry]
     engine.registry.remove([chunk.id for chunk in known_before])
     try:
@@ -139,7 +137,7 @@ def test_unchanged_query_engines_reuse_what_they_retrieved(
         engine.registry.add(known_before)
 
 
-def test_retrieval_is_not_watched_for_engines_that_are_gone(engine: TransformersEngine) -> None:
+def test_retrieval_tracking_keeps_no_engine_alive(engine: TransformersEngine) -> None:
     gone = ScriptedEngine(engine.tokenizer)
     alive = weakref.ref(gone)
     CacheBlendLLM(engine=gone)

@@ -1,4 +1,4 @@
-"""Retriever, postprocessor, transform and embedding: each as LlamaIndex's own, and what it adds."""
+"""Tests retriever, postprocessor, transform and embedding against LlamaIndex's, and their additions."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def scripted(engine: TransformersEngine) -> ScriptedEngine:
 
 
 class RetrieverContract:
-    """What every retriever does; run against LlamaIndex's own, too."""
+    """The contract of every retriever; LlamaIndex's retriever passes it, too."""
 
     @pytest.fixture
     def retriever(self, index: VectorStoreIndex) -> BaseRetriever:
         return index.as_retriever(similarity_top_k=3)
 
-    def test_it_returns_scored_nodes_best_first(self, retriever: BaseRetriever) -> None:
+    def test_a_retriever_returns_scored_nodes_best_first(self, retriever: BaseRetriever) -> None:
         found = retriever.retrieve(QUESTION)
         assert len(found) == 3
         scores = [node.score for node in found]
@@ -64,7 +64,7 @@ class RetrieverContract:
         retriever.retrieve(QUESTION)
         assert debug.get_event_pairs(CBEventType.RETRIEVE)
 
-    def test_it_feeds_a_query_engine(self, retriever: BaseRetriever) -> None:
+    def test_a_retriever_works_in_a_query_engine(self, retriever: BaseRetriever) -> None:
         response = RetrieverQueryEngine.from_args(retriever, llm=MockLLM()).query(QUESTION)
         assert len(response.source_nodes) == 3
 
@@ -78,7 +78,7 @@ class TestCacheBlendRetriever(RetrieverContract):
     def retriever(self, index: VectorStoreIndex, scripted: ScriptedEngine) -> BaseRetriever:
         return CacheBlendRetriever(index.as_retriever(similarity_top_k=3), scripted)
 
-    async def test_what_it_finds_is_registered_and_read_ahead(
+    async def test_retrieved_nodes_are_registered_and_read_ahead(
         self, retriever: CacheBlendRetriever, scripted: ScriptedEngine
     ) -> None:
         from cacheblend_rag.frameworks.uses import READER
@@ -91,7 +91,7 @@ class TestCacheBlendRetriever(RetrieverContract):
         await retriever.aretrieve(QUESTION)
         assert len(scripted.registry) == 3
 
-    def test_without_an_engine_it_is_that_of_the_settings_or_none(
+    def test_a_retriever_without_an_engine_uses_that_of_the_settings_if_any(
         self, index: VectorStoreIndex, scripted: ScriptedEngine
     ) -> None:
         retriever = CacheBlendRetriever(index.as_retriever(similarity_top_k=2))
@@ -102,7 +102,9 @@ class TestCacheBlendRetriever(RetrieverContract):
         assert len(scripted.registry) == 2
 
 
-async def test_the_postprocessor_registers_and_passes_on(scripted: ScriptedEngine, index: VectorStoreIndex) -> None:
+async def test_the_postprocessor_registers_nodes_and_returns_them_unchanged(
+    scripted: ScriptedEngine, index: VectorStoreIndex
+) -> None:
     found = index.as_retriever(similarity_top_k=2).retrieve(QUESTION)
     assert CacheBlendPostprocessor(scripted).postprocess_nodes(found) == found
     assert len(scripted.registry) == 2
@@ -126,7 +128,7 @@ class TestPrecompute:
         )
         assert raw["reason"] == "stored KV for 1 of 1 chunks"
 
-    async def test_a_pipeline_runs_it_and_a_cached_run_skips_it(self, scripted: ScriptedEngine) -> None:
+    async def test_a_pipeline_runs_the_transform_and_a_cached_run_skips_it(self, scripted: ScriptedEngine) -> None:
         def pipeline(engine: Any) -> IngestionPipeline:
             split = SentenceSplitter(chunk_size=64, chunk_overlap=0)
             return IngestionPipeline(transformations=[split, CacheBlendPrecompute(engine)], cache=cache)
@@ -138,7 +140,7 @@ class TestPrecompute:
         assert computed == [node_text(node) for node in nodes]
         again = ScriptedEngine(scripted.tokenizer)
         assert len(pipeline(again).run(documents=documents)) == len(nodes)
-        assert again.computed == []  # an optimisation, not the only way: the first prompt computes what is missing
+        assert again.computed == []  # the first prompt computes missing chunks
         another = ScriptedEngine(scripted.tokenizer)
         another.header_ids = (1, 2, 3)
         await pipeline(another).arun(documents=documents)
@@ -148,7 +150,9 @@ class TestPrecompute:
         with pytest.raises(InputError, match="num_workers=1"):
             pickle.dumps(CacheBlendPrecompute(engine))
 
-    def test_what_cannot_be_stored_is_told(self, scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
+    def test_nodes_that_cannot_be_stored_are_logged(
+        self, scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture
+    ) -> None:
         scripted.failures = {"abc": "it does not fit the store's budget"}
         nodes = [TextNode(text="A text of some length for the store.")]
         CacheBlendPrecompute(scripted)(nodes)
@@ -166,7 +170,7 @@ class TestPrecompute:
         assert "context window" in why
 
 
-def test_embeddings_are_unit_vectors_that_find_what_is_asked(
+def test_embeddings_are_unit_vectors_that_find_the_relevant_node(
     embedding: BundledEmbedding, nodes: list[BaseNode], index: VectorStoreIndex
 ) -> None:
     one, two = embedding.get_text_embedding_batch(["The ship sails.", "word " * 600])
@@ -175,8 +179,8 @@ def test_embeddings_are_unit_vectors_that_find_what_is_asked(
     assert best.node_id == nodes[5].node_id
 
 
-def test_a_query_encoder_embeds_the_questions_and_no_nodes(embedding: BundledEmbedding, tmp_path: Path) -> None:
-    """As `cacheblend tune-retriever` writes one; this one turns every question's vector round."""
+def test_a_query_encoder_embeds_questions_and_no_nodes(embedding: BundledEmbedding, tmp_path: Path) -> None:
+    """Use an encoder like that of `cacheblend tune-retriever`; it reverses every question's vector."""
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Dense
@@ -191,7 +195,7 @@ def test_a_query_encoder_embeds_the_questions_and_no_nodes(embedding: BundledEmb
     assert tuned.get_query_embedding("a harbour") == pytest.approx(want, abs=1e-5)
 
 
-def test_what_is_computed_for_one_tenant_is_blended_for_it_alone(engine: BlendEngine) -> None:
+def test_kv_computed_for_a_tenant_is_blended_for_that_tenant_alone(engine: BlendEngine) -> None:
     acme, globex = (engine.within(name) for name in ("acme", "globex"))
     nodes: list[BaseNode] = [TextNode(text=f"Note number {n} is about the harbour of Marlow.") for n in range(3)]
     CacheBlendPrecompute(acme)(nodes)

@@ -49,7 +49,7 @@ from llama_index_cacheblend import (
 
 QUESTION, FOLLOW_UP = (question.question for question in bundled_questions()[:2])
 TOKENS = 12
-# LlamaIndex's own say "New Context: {context_msg}" and indent the context: behind a space, a chunk's first token is another one.
+# These templates put a space before a chunk ("New Context: {context_msg}", indentation), which changes its first token.
 SPACE_BEFORE_CHUNK = {"refine, default template", "condense_plus_context", "condense_plus_context, streamed"}
 REFINE = PromptTemplate("{query_str}\nSo far: {existing_answer}\n\n{context_msg}\n\nA better answer?")
 Chain = Callable[[LLM, VectorStoreIndex], Any]
@@ -99,7 +99,7 @@ def fused(llm: LLM, index: VectorStoreIndex) -> Any:
 
 
 def parents(llm: LLM, index: VectorStoreIndex) -> Any:
-    """Retrieve by small pointers, answer from the whole nodes they point to."""
+    """Retrieve by small pointers, and answer from the whole nodes that they point to."""
     nodes = list(index.docstore.docs.values())[:8]
     pointers = [IndexNode(text=node_text(node)[:120], index_id=node.node_id) for node in nodes]
     small = VectorStoreIndex(pointers, embed_model=index._embed_model)
@@ -202,7 +202,7 @@ SHAPES: dict[str, Chain] = {
 
 
 class Prompts(BaseEventHandler):
-    """The text of every prompt that reaches an LLM, before anything of ours sees it."""
+    """Records the text of every prompt that reaches an LLM, before this library sees it."""
 
     texts: list[str]
 
@@ -214,7 +214,7 @@ class Prompts(BaseEventHandler):
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_at_ratio_1_the_answer_is_that_of_a_plain_llm(
+def test_ratio_1_gives_the_answer_of_a_plain_llm(
     shape: str, engine: BlendEngine, plain: Callable[..., PlainLLM], index: VectorStoreIndex
 ) -> None:
     apart = engine if shape in SPACE_BEFORE_CHUNK else None
@@ -227,13 +227,13 @@ def test_at_ratio_1_the_answer_is_that_of_a_plain_llm(
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_at_15_percent_the_chunks_are_served_from_stored_kv(
+def test_chunks_are_served_from_stored_kv_at_15_percent(
     shape: str, engine: BlendEngine, index: VectorStoreIndex, nodes: list[BaseNode]
 ) -> None:
     Settings.llm = ours = CacheBlendLLM(engine=engine, max_tokens=4, ratio=0.15)
     prompts = Prompts(texts=[])
     get_dispatcher().event_handlers.append(prompts)
-    engine.reset_prefix_cache()  # which has the prompts of other shapes
+    engine.reset_prefix_cache()  # it has the prompts of other shapes
     with collect_usage() as calls:
         SHAPES[shape](ours, index)
     encode = encoder_for(engine.tokenizer).document
@@ -245,41 +245,39 @@ def test_at_15_percent_the_chunks_are_served_from_stored_kv(
     assert chunk_tokens > 300
     assert stored - headers >= 0.9 * chunk_tokens
     assert recomputed <= 0.16 * chunk_tokens
-    # vLLM keeps a blended prefix: the same prompt asked again (by another test) is not blended again.
+    # vLLM caches a blended prefix: a prompt repeated by another test is not blended again.
     assert recomputed > 0 or not isinstance(engine, TransformersEngine)
 
 
-def test_what_is_escaped_is_answered_right_and_reused_from_the_second_prompt_on(
+def test_escaped_chunks_are_answered_correctly_and_reused_from_the_second_prompt_on(
     engine: BlendEngine, plain: Callable[..., PlainLLM], index: VectorStoreIndex
 ) -> None:
-    """LlamaIndex's SimpleSummarize prints a Python list into the prompt."""
+    """Use LlamaIndex's SimpleSummarize, which prints a Python list into the prompt."""
     shape = query(response_mode="simple_summarize")
     with collect_usage() as calls:
         for _ in range(2):
             engine.reset_prefix_cache()
             got = str(shape(CacheBlendLLM(engine=engine, max_tokens=TOKENS, ratio=1.0), index))
             engine.flush()
-    # The engine knows the escaped texts now, and cuts the prompt into tokens where they begin and end.
+    # The engine knows the escaped texts now, and tokenises the prompt at their edges.
     assert got == str(shape(plain(max_tokens=TOKENS, apart=engine), index))
     assert [[each["status"] for each in call.retrieved["chunks"]] for call in calls] == [
         ["not_stored"] * 3,
         ["reused"] * 3,
     ]
     assert calls[0].usage["reused_tokens"] == 0
-    # At ratio 1 all of it, but for what vLLM's prefix cache holds of the first prompt.
+    # At ratio 1 all tokens are recomputed, except for those that vLLM's prefix cache has of the first prompt.
     assert calls[1].usage["recomputed_tokens"] + calls[1].usage["reused_tokens"] > 300
 
 
-def test_our_synthesizer_passes_chunks_whole_to_simple_summarize_too(
-    engine: BlendEngine, index: VectorStoreIndex
-) -> None:
+def test_our_synthesizer_passes_whole_chunks_to_simple_summarize(engine: BlendEngine, index: VectorStoreIndex) -> None:
     synthesizer = CacheBlendSynthesizer(engine, response_mode="simple_summarize")
     response = RetrieverQueryEngine(index.as_retriever(similarity_top_k=3), synthesizer).query(QUESTION)
     (call,) = response.metadata["cacheblend"]
     assert "3 of 3 chunks" in call["reason"]
 
 
-def test_text_that_a_postprocessor_replaced_is_known_to_ours_behind_it(
+def test_text_replaced_by_a_postprocessor_is_registered_by_our_postprocessor_behind_it(
     engine: BlendEngine, index: VectorStoreIndex, embedding: BundledEmbedding
 ) -> None:
     class Shouting(MetadataReplacementPostProcessor):

@@ -1,4 +1,4 @@
-"""Synthesizer, query and chat engine: each as LlamaIndex's own, and what it adds."""
+"""Tests synthesizer, query engine and chat engine against LlamaIndex's, and their additions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def scripted(engine: TransformersEngine) -> ScriptedEngine:
 
 class TestSynthesizer:
     @pytest.mark.parametrize("mode", MODES)
-    async def test_it_answers_as_llama_indexs_does(
+    async def test_our_synthesizer_answers_like_llama_indexs(
         self, mode: str, engine: TransformersEngine, index: VectorStoreIndex
     ) -> None:
         llm = CacheBlendLLM(engine=engine, max_tokens=6, ratio=1.0)
@@ -45,15 +45,15 @@ class TestSynthesizer:
         template = {"text_qa_template": qa_template(), "summary_template": qa_template()}
         want = get_response_synthesizer(llm=llm, response_mode=mode, **template).synthesize(QUESTION, found)
         ours = CacheBlendSynthesizer(engine, llm=llm, response_mode=mode)
-        engine.reset_prefix_cache()  # which has the prompts of LlamaIndex's
+        engine.reset_prefix_cache()  # it has the prompts of LlamaIndex's
         got = ours.synthesize(QUESTION, found)
         assert (str(got), got.source_nodes) == (str(want), want.source_nodes)
         assert str(await ours.asynthesize(QUESTION, found)) == str(want)
         calls = got.metadata["cacheblend"]
         assert calls and all(call["mode"] == "blend" for call in calls)
 
-    def test_exactly_the_nodes_chunks_are_found(self, scripted: ScriptedEngine) -> None:
-        """A registered chunk that spans two nodes does not take their place."""
+    def test_exactly_the_chunks_of_the_nodes_are_found(self, scripted: ScriptedEngine) -> None:
+        """Register a chunk that spans two nodes: it must not take their place."""
         one, two = "The first node, of some length.", "The second node, of some length."
         from cacheblend_rag import make_chunk
 
@@ -64,7 +64,7 @@ class TestSynthesizer:
         CacheBlendSynthesizer(scripted).synthesize("Which?", [NodeWithScore(**node) for node in nodes])
         assert scripted.chunks_asked() == [one, two]
 
-    async def test_streams_are_streams_and_their_usage_comes_at_the_end(
+    async def test_streams_arrive_in_pieces_and_their_usage_at_the_end(
         self, engine: TransformersEngine, index: VectorStoreIndex
     ) -> None:
         found = index.as_retriever(similarity_top_k=3).retrieve(QUESTION)
@@ -85,7 +85,7 @@ class TestSynthesizer:
         query_engine.query(QUESTION)
         assert scripted.text_asked().startswith("<bos>Now: ")
 
-    def test_no_nodes_no_call(self, scripted: ScriptedEngine) -> None:
+    def test_an_empty_list_of_nodes_makes_no_call(self, scripted: ScriptedEngine) -> None:
         assert str(CacheBlendSynthesizer(scripted).synthesize(QUESTION, [])) == "Empty Response"
         assert scripted.asked == []
 
@@ -101,7 +101,7 @@ class TestSynthesizer:
         assert synthesizer.synthesize(QUESTION, found).response == Place(name="Oakcliff")
         assert scripted.asked[-1].sampling.json_schema is not None
 
-    def test_engine_and_llm_must_agree_and_one_is_needed(self, scripted: ScriptedEngine) -> None:
+    def test_engine_and_llm_must_agree_and_at_least_one_is_needed(self, scripted: ScriptedEngine) -> None:
         with pytest.raises(InputError, match="another engine"):
             CacheBlendSynthesizer(scripted, llm=CacheBlendLLM(engine=ScriptedEngine(scripted.tokenizer)))
         Settings.llm = MockLLM()
@@ -126,7 +126,7 @@ class TestEngines:
         assert all(len(llm.tokenizer(node_text(node))) <= 128 for node in response.source_nodes)
         assert {node.metadata["file_name"] for node in response.source_nodes} == {documents[0].metadata["file_name"]}
 
-    def test_without_precompute_the_second_question_is_the_fast_one(
+    def test_the_second_question_is_fast_without_precompute(
         self, engine: TransformersEngine, embedding: BundledEmbedding
     ) -> None:
         note = Document(text="Ilva Tornbeck keeps the keys of the old mill, and nobody else does.")
@@ -137,7 +137,7 @@ class TestEngines:
         assert [["kv" in chunk["lacks"] for chunk in each["chunks"]] for each in (first, second)] == [[True], [False]]
         assert second["usage"]["reused_tokens"] > 0
 
-    def test_nothing_to_index_is_an_error(self, scripted: ScriptedEngine) -> None:
+    def test_indexing_nothing_is_an_error(self, scripted: ScriptedEngine) -> None:
         with pytest.raises(InputError, match="nothing to index"):
             CacheBlendQueryEngine.from_documents([], engine=scripted, embed_model=None)
 
@@ -162,7 +162,7 @@ class TestEngines:
         want = str(made.query(QUESTION))
         assert [str(r) for r in await asyncio.gather(*(made.aquery(QUESTION) for _ in range(3)))] == [want] * 3
 
-    async def test_the_chat_engine_remembers_and_reuses(
+    async def test_the_chat_engine_remembers_and_reuses_chunks(
         self, engine: TransformersEngine, index: VectorStoreIndex
     ) -> None:
         llm = CacheBlendLLM(engine=engine, max_tokens=8)
@@ -174,7 +174,7 @@ class TestEngines:
         assert len(chat.chat_history) == 4
         answers = [calls[0], calls[-1]]
         assert all("3 of 3 chunks" in call.reason for call in answers)
-        # The system message begins as the default header does: the first chunk is reused as it is.
+        # The system message begins as the default header does: the first chunk is reused exactly.
         assert calls[0].usage["recomputed_tokens"] < 0.15 * calls[0].usage["reused_tokens"]
 
     def test_the_chat_engine_streams(self, engine: TransformersEngine, index: VectorStoreIndex) -> None:
@@ -182,7 +182,9 @@ class TestEngines:
         make = lambda: CacheBlendChatEngine.from_index(index, llm=llm, similarity_top_k=3, skip_condense=True)  # noqa: E731
         assert "".join(make().stream_chat(QUESTION).response_gen) == str(make().chat(QUESTION))
 
-    def test_the_chat_engine_divides_between_chunks(self, scripted: ScriptedEngine, index: VectorStoreIndex) -> None:
+    def test_the_chat_engine_divides_long_context_between_chunks(
+        self, scripted: ScriptedEngine, index: VectorStoreIndex
+    ) -> None:
         scripted.context_window = 1150
         chat = CacheBlendChatEngine.from_index(index, engine=scripted, similarity_top_k=6)
         chat.chat(QUESTION)
@@ -190,9 +192,7 @@ class TestEngines:
         assert len(scripted.asked) > 1
         assert len(found) == 6
 
-    def test_options_of_the_llm_go_before_those_of_its_defaults(
-        self, scripted: ScriptedEngine, index: VectorStoreIndex
-    ) -> None:
+    def test_options_of_the_llm_override_defaults(self, scripted: ScriptedEngine, index: VectorStoreIndex) -> None:
         def asked(made: CacheBlendQueryEngine | CacheBlendChatEngine) -> tuple[int, float | str | None]:
             made.query(QUESTION) if isinstance(made, CacheBlendQueryEngine) else made.chat(QUESTION)
             return scripted.asked[-1].sampling.max_tokens, scripted.asked[-1].settings.ratio
@@ -217,7 +217,7 @@ class TestEngines:
             made.query(QUESTION) if isinstance(made, CacheBlendQueryEngine) else made.chat(QUESTION)
             assert len(scripted.asked) > 1
 
-    async def test_every_answer_of_a_chat_says_what_its_calls_reused(
+    async def test_every_answer_of_a_chat_reports_the_reuse_of_its_calls(
         self, scripted: ScriptedEngine, index: VectorStoreIndex
     ) -> None:
         chat = CacheBlendChatEngine.from_index(index, engine=scripted, similarity_top_k=2)

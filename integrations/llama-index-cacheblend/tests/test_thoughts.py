@@ -1,4 +1,4 @@
-"""Tests what becomes of the thoughts of a model that thinks before it answers."""
+"""Tests the thoughts of a model that thinks before it answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def thinker(engine: TransformersEngine) -> ScriptedEngine:
 
 
 def parts(response: ChatResponse) -> tuple[list[str | None], str | None]:
-    """What its thinking blocks hold, and its text."""
+    """Return the content of the thinking blocks, and the text."""
     thoughts = [block.content for block in response.message.blocks if block.block_type == "thinking"]
     return thoughts, response.message.content
 
@@ -39,7 +39,7 @@ def thought(text: str) -> list[str]:
     return [text] if hasattr(types, "ThinkingBlock") else []  # the lowest version has no such block
 
 
-async def test_thoughts_are_a_block_of_their_own_and_the_content_is_the_answer(thinker: ScriptedEngine) -> None:
+async def test_thoughts_form_a_separate_block_and_the_content_is_the_answer(thinker: ScriptedEngine) -> None:
     llm = CacheBlendLLM(engine=thinker)
     for said in (llm.chat(QUESTION), await llm.achat(QUESTION)):
         assert parts(said) == (thought("Is it the keeper? Yes."), "Ada Brenmoor.")
@@ -50,7 +50,7 @@ async def test_thoughts_are_a_block_of_their_own_and_the_content_is_the_answer(t
     assert parts(llm.chat(QUESTION)) == (thought("Is it the keeper?"), "")
 
 
-async def test_while_it_thinks_a_stream_has_thinking_deltas_and_no_others(thinker: ScriptedEngine) -> None:
+async def test_a_stream_has_only_thinking_deltas_during_thoughts(thinker: ScriptedEngine) -> None:
     llm = CacheBlendLLM(engine=thinker)
     for pieces in ([*llm.stream_chat(QUESTION)], [piece async for piece in await llm.astream_chat(QUESTION)]):
         first, last = pieces
@@ -59,12 +59,12 @@ async def test_while_it_thinks_a_stream_has_thinking_deltas_and_no_others(thinke
         assert parts(last) == parts(llm.chat(QUESTION))
 
 
-def test_a_chat_engine_says_and_keeps_the_answer(thinker: ScriptedEngine) -> None:
+def test_a_chat_engine_returns_and_remembers_only_the_answer(thinker: ScriptedEngine) -> None:
     chat = SimpleChatEngine.from_defaults(llm=CacheBlendLLM(engine=thinker))
     assert str(chat.chat("Who?")) == "Ada Brenmoor."
     assert chat.chat_history[-1].content == "Ada Brenmoor."
     assert [*chat.stream_chat("Since when?").response_gen] == ["Ada Brenmoor."]
     assert chat.chat_history[-1].content == "Ada Brenmoor."
     *_, last = CacheBlendLLM(engine=thinker).stream_chat(QUESTION)
-    last.message.content = "Another."  # as chat engines before 0.14.25 do
+    last.message.content = "Another."  # chat engines before 0.14.25 do so
     assert parts(last) == (thought("Is it the keeper? Yes."), "Another.")

@@ -65,7 +65,7 @@ def llm(engine: TransformersEngine) -> CacheBlendLLM:
     return CacheBlendLLM(engine=engine, max_tokens=100, temperature=1.5, seed=1, set_tokenizer=False)
 
 
-def test_a_required_call_is_one_that_the_tool_takes(llm: CacheBlendLLM) -> None:
+def test_a_required_call_has_arguments_valid_for_the_tool(llm: CacheBlendLLM) -> None:
     assert llm.metadata.is_function_calling_model
     answer = llm.chat_with_tools([LOOK_UP], user_msg="What of the harbour?", tool_required=True)
     (call,) = llm.get_tool_calls_from_response(answer)
@@ -75,7 +75,7 @@ def test_a_required_call_is_one_that_the_tool_takes(llm: CacheBlendLLM) -> None:
     assert [c.tool_kwargs for c in llm.get_tool_calls_from_response(last)] == [call.tool_kwargs]
 
 
-async def test_a_call_is_carried_out_and_its_result_reused_in_the_next_prompt(llm: CacheBlendLLM) -> None:
+async def test_a_call_is_executed_and_its_result_reused_in_the_next_prompt(llm: CacheBlendLLM) -> None:
     done = llm.predict_and_call([LOOK_UP], user_msg="What of the harbour?", tool_required=True)
     assert str(done).startswith(NOTE)
     answer = await llm.achat_with_tools([LOOK_UP], user_msg="What of the harbour?", tool_required=True)
@@ -88,8 +88,8 @@ async def test_a_call_is_carried_out_and_its_result_reused_in_the_next_prompt(ll
     assert NOTE in text
 
 
-def test_a_required_call_that_is_cut_off_is_no_call_and_no_answer(engine: TransformersEngine) -> None:
-    """Random weights fill a string to no end."""
+def test_a_truncated_required_call_is_no_call_and_no_answer(engine: TransformersEngine) -> None:
+    """Use random weights, which fill a string without end."""
     llm = CacheBlendLLM(engine=engine, max_tokens=24, temperature=1.5, seed=1, set_tokenizer=False)
     answer = llm.chat_with_tools([WRITE_DOWN], user_msg="Write.", tool_required=True)
     assert answer.message.content in ("", None)
@@ -104,7 +104,7 @@ def test_objects_are_predicted_by_forced_calls(llm: CacheBlendLLM) -> None:
     assert isinstance(made, Verdict)
 
 
-def test_calls_are_read_off_an_answer_that_was_not_forced(engine: TransformersEngine) -> None:
+def test_calls_are_parsed_from_an_unforced_answer(engine: TransformersEngine) -> None:
     spoken = 'Let me see.\n<tool_call>{"name": "look_up", "arguments": {"topic": "bakery"}}</tool_call>'
     llm = CacheBlendLLM(engine=ScriptedEngine(engine.tokenizer, spoken), set_tokenizer=False)
     answer = llm.chat_with_tools([LOOK_UP], user_msg="x")
@@ -113,7 +113,7 @@ def test_calls_are_read_off_an_answer_that_was_not_forced(engine: TransformersEn
     assert llm.chat([ChatMessage(role="user", content="x")]).message.content == spoken
 
 
-def test_a_call_in_a_fence_is_read_where_its_tool_is_bound(engine: TransformersEngine) -> None:
+def test_a_call_in_a_code_fence_is_parsed_if_its_tool_is_bound(engine: TransformersEngine) -> None:
     """Qwen2.5-Coder writes its calls so."""
     spoken = 'Let me see.\n```json\n{\n  "name": "look_up",\n  "arguments": {"topic": "bakery"}\n}\n```'
     llm = CacheBlendLLM(engine=ScriptedEngine(engine.tokenizer, spoken), set_tokenizer=False)
@@ -125,7 +125,7 @@ def test_a_call_in_a_fence_is_read_where_its_tool_is_bound(engine: TransformersE
     assert llm.chat([ChatMessage(role="user", content="x")]).message.content == spoken
 
 
-def test_models_whose_template_shows_no_tools_say_so(llm: CacheBlendLLM) -> None:
+def test_a_model_whose_template_shows_no_tools_is_refused(llm: CacheBlendLLM) -> None:
     plain: Any = AutoTokenizer.from_pretrained(bundled_corpus().parent / "model")
     other = CacheBlendLLM(engine=ScriptedEngine(plain), set_tokenizer=False)
     assert not other.metadata.is_function_calling_model
@@ -135,8 +135,9 @@ def test_models_whose_template_shows_no_tools_say_so(llm: CacheBlendLLM) -> None
         llm.complete("x", formatted=True, tools=[LOOK_UP.metadata.to_openai_tool()])
 
 
-def test_calls_and_their_results_keep_the_ids_that_templates_want() -> None:
-    """Those of Mistral's models refuse conversations without, or with others than nine letters and digits."""
+def test_calls_and_their_results_keep_the_ids_required_by_templates() -> None:
+    """Use a check like that of Mistral's templates, which refuse missing ids and ids other than nine letters and
+    digits."""
     tokenizer = AutoTokenizer.from_pretrained(bundled_corpus().parent / "model")
     refused = (
         "{% if ID is not defined or ID|length != 9 or not ID.isalnum() %}{{ raise_exception('no id') }}{% endif %}"

@@ -1,4 +1,4 @@
-"""Deleting and replacing documents deletes the KV of what nobody holds any more, by whatever way LlamaIndex does it."""
+"""Tests that deleting and replacing documents deletes the KV of unused texts, in every way that LlamaIndex offers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def document(text: str, name: str) -> Document:
 
 
 def stored(engine: BlendEngine, text: str) -> bool:
-    """Whether KV of a text is stored, with the metadata of these documents or without."""
+    """Return whether KV of a text is stored, with the metadata of these documents or without."""
     assert engine.entries is not None
     forms = (text, f"source: chronicle\n\n{text}")
     return any(engine.entries.contains(make_chunk(form, engine.tokenizer).token_ids) for form in forms)
@@ -51,7 +51,7 @@ def index_of(engine: BlendEngine, embedding: BundledEmbedding, *documents: Docum
     return VectorStoreIndex.from_documents(list(documents), storage_context=storage, embed_model=embedding)
 
 
-def test_what_goes_in_is_computed_and_found(own: TransformersEngine, embedding: BundledEmbedding) -> None:
+def test_added_documents_are_computed_and_found(own: TransformersEngine, embedding: BundledEmbedding) -> None:
     index = index_of(own, embedding, document(OLD, "a"), document(OTHER, "b"))
     assert stored(own, OLD)
     assert stored(own, OTHER)
@@ -79,7 +79,9 @@ def test_deletion_and_replacement_leave_no_kv_of_the_text(
     own.flush()
 
 
-async def test_async_deletion_does_the_same(own: TransformersEngine, embedding: BundledEmbedding) -> None:
+async def test_async_deletion_and_replacement_leave_no_kv_of_the_text(
+    own: TransformersEngine, embedding: BundledEmbedding
+) -> None:
     index = index_of(own, embedding, document(OLD, "a"), document(OTHER, "b"))
     await index.adelete_ref_doc("a", delete_from_docstore=True)
     assert (stored(own, OLD), stored(own, OTHER)) == (False, True)
@@ -88,7 +90,7 @@ async def test_async_deletion_does_the_same(own: TransformersEngine, embedding: 
 
 
 @pytest.mark.parametrize("strategy", [DocstoreStrategy.UPSERTS, DocstoreStrategy.UPSERTS_AND_DELETE])
-def test_a_pipelines_upserts_do_the_same(
+def test_a_pipelines_upserts_leave_no_kv_of_the_former_text(
     own: TransformersEngine, embedding: BundledEmbedding, strategy: DocstoreStrategy
 ) -> None:
     pipeline = IngestionPipeline(
@@ -105,7 +107,9 @@ def test_a_pipelines_upserts_do_the_same(
     assert reused(own, OLD) == 0
 
 
-def test_a_text_lives_as_long_as_one_document_holds_it(own: TransformersEngine, embedding: BundledEmbedding) -> None:
+def test_a_text_has_kv_as_long_as_one_document_contains_it(
+    own: TransformersEngine, embedding: BundledEmbedding
+) -> None:
     first = index_of(own, embedding, document(OLD, "a"), document(OLD, "b"))
     second = index_of(own, embedding, document(OLD, "c"))
     for index, name in ((first, "a"), (first, "b")):
@@ -131,7 +135,7 @@ def test_an_index_of_an_earlier_process_is_known_by_its_docstore(embedding: Bund
 
 
 class TextStore(SimpleVectorStore):
-    """A base that keeps texts, as most do: it says what it holds."""
+    """A base that stores texts, as most do, and lists its nodes."""
 
     stores_text: bool = True
 
@@ -152,7 +156,7 @@ class TextStore(SimpleVectorStore):
         return VectorStoreQueryResult([self._nodes()[n] for n in found.ids or ()], found.similarities, found.ids)
 
 
-def test_a_base_that_keeps_texts_is_asked_what_it_holds(embedding: BundledEmbedding, tmp_path: Path) -> None:
+def test_a_base_that_stores_texts_is_asked_for_its_nodes(embedding: BundledEmbedding, tmp_path: Path) -> None:
     base = TextStore()
     with TransformersEngine(device="cpu", store=tmp_path) as engine:
         VectorStoreIndex.from_documents(
@@ -160,7 +164,7 @@ def test_a_base_that_keeps_texts_is_asked_what_it_holds(embedding: BundledEmbedd
             storage_context=StorageContext.from_defaults(vector_store=CacheBlendVectorStore(base, engine)),
             embed_model=embedding,
         )
-    uses._owners.clear()  # as in a process that begins
+    uses._owners.clear()  # as in a new process
     with TransformersEngine(device="cpu", store=tmp_path) as engine:
         assert stored(engine, OLD)
         index = VectorStoreIndex.from_vector_store(CacheBlendVectorStore(base, engine), embed_model=embedding)
@@ -168,7 +172,7 @@ def test_a_base_that_keeps_texts_is_asked_what_it_holds(embedding: BundledEmbedd
         assert (stored(engine, OLD), stored(engine, OTHER)) == (False, True)
 
 
-def test_a_node_that_is_replaced_lets_go_of_its_text(own: TransformersEngine) -> None:
+def test_a_replaced_node_releases_its_text(own: TransformersEngine) -> None:
     def node(text: str) -> TextNode:
         made = TextNode(text=text, id_="n", embedding=[1.0, 0.0])
         made.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="a")
@@ -182,14 +186,14 @@ def test_a_node_that_is_replaced_lets_go_of_its_text(own: TransformersEngine) ->
     assert not stored(own, NEW)
 
 
-def test_of_two_nodes_of_one_id_the_later_is_held(own: TransformersEngine) -> None:
+def test_the_later_of_two_nodes_with_equal_ids_is_stored(own: TransformersEngine) -> None:
     store = CacheBlendVectorStore(SimpleVectorStore(), own)
     nodes = [TextNode(text=text, id_="n", embedding=[1.0]) for text in (OLD, NEW)]
     store.add(nodes)
     assert [stored(own, text) for text in (OLD, NEW)] == [False, True]
 
 
-def test_chunks_that_something_else_registered_stay(own: TransformersEngine) -> None:
+def test_chunks_registered_elsewhere_stay(own: TransformersEngine) -> None:
     chunk: Chunk = make_chunk(OLD, own.tokenizer)
     own.precompute([chunk])
     store = CacheBlendVectorStore(engine=own)
@@ -200,6 +204,6 @@ def test_chunks_that_something_else_registered_stay(own: TransformersEngine) -> 
     assert node_text(node) == OLD
 
 
-def test_it_needs_an_engine() -> None:
+def test_a_vector_store_needs_an_engine() -> None:
     with pytest.raises(InputError, match="needs an engine"):
         CacheBlendVectorStore()

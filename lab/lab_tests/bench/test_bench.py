@@ -1,4 +1,4 @@
-"""`bench`: what is counted must add up; how long it took is nobody's promise."""
+"""`bench`: counts must add up; the tests do not check times."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def on_disk(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_method_computes_exactly_what_it_must(in_ram):
+def test_every_method_computes_exactly_the_expected_number_of_tokens(in_ram):
     result = bench_ttft(in_ram, SETTINGS)
     prompt = CHUNKS * TOKENS + QUESTION
     stale = (CHUNKS - 1) * TOKENS  # the first chunk is an exact prefix
@@ -77,7 +77,7 @@ def test_the_result_is_json_and_its_summary_follows_from_its_samples(in_ram):
 
 
 @pytest.mark.slow
-def test_cold_runs_report_the_disks_own_limit(on_disk):
+def test_cold_runs_report_the_disks_read_limit(on_disk):
     result = bench_ttft(on_disk, TTFTSettings(CHUNKS, TOKENS, QUESTION, repeat=2, cold=True))
     files = sum(file.stat().st_size for file in on_disk.files())
     assert result["cold_read"]["bytes"] == files > 0
@@ -85,7 +85,7 @@ def test_cold_runs_report_the_disks_own_limit(on_disk):
     assert result["settings"]["kv"] == "disk"
 
 
-def test_kv_in_whole_numbers_takes_a_third_of_an_fp32_models_ram(in_ram):
+def test_int8_kv_takes_a_third_of_the_ram_of_fp32(in_ram):
     settings = TTFTSettings(CHUNKS, TOKENS, QUESTION, repeat=1)
     with open_workbench(TINY, "int8") as place:
         result = bench_ttft(place, settings)
@@ -94,12 +94,12 @@ def test_kv_in_whole_numbers_takes_a_third_of_an_fp32_models_ram(in_ram):
     assert result["chunk_kv_bytes"] == whole * (64 + 4) / (4 * 64)
 
 
-def test_cold_without_a_disk_is_refused(in_ram):
+def test_cold_runs_without_a_disk_are_refused(in_ram):
     with pytest.raises(InputError, match="--kv disk"):
         bench_ttft(in_ram, TTFTSettings(CHUNKS, TOKENS, QUESTION, cold=True))
 
 
-def test_a_model_that_is_not_blended_is_refused():
+def test_an_unblendable_model_is_refused():
     with (
         pytest.warns(UserWarning, match="ordinary prefill"),
         pytest.raises(ModelError, match="not blended"),
@@ -117,12 +117,12 @@ def test_an_impossible_model_choice_names_its_field(fields, named):
         BenchModel(**fields)
 
 
-def test_the_device_and_kv_are_the_models_own(tmp_path, on_disk):
+def test_a_workbench_keeps_kv_on_disk_below_the_given_directory(tmp_path, on_disk):
     assert on_disk.kv == "disk"
     assert on_disk.directory.parent == tmp_path
 
 
-def test_indexing_rounds_add_up_and_leave_no_chunk_behind(on_disk):
+def test_indexing_rounds_add_up_and_remove_their_chunks(on_disk):
     result = bench_index(on_disk, IndexSettings(chunks=5, chunk_tokens=TOKENS, repeat=2))
     for method in result["methods"].values():
         assert method["tokens_per_s"] == pytest.approx(5 * TOKENS / median(method["seconds"]))
@@ -132,7 +132,7 @@ def test_indexing_rounds_add_up_and_leave_no_chunk_behind(on_disk):
     assert on_disk.files() == []
 
 
-def test_a_ranked_round_ranks_and_the_other_does_not(in_ram, monkeypatch):
+def test_a_ranked_round_ranks_chunks_and_an_unranked_one_does_not(in_ram, monkeypatch):
     ranked = []
     precompute = in_ram.engine.precompute
 
@@ -146,7 +146,7 @@ def test_a_ranked_round_ranks_and_the_other_does_not(in_ram, monkeypatch):
     assert sorted(ranked) == [[False, False]] * 2 + [[True, True]] * 2
 
 
-def test_the_plain_prefill_runs_transformers_own_attention_and_gives_ours_back(in_ram):
+def test_the_plain_prefill_runs_with_transformers_attention_and_restores_ours(in_ram):
     model = in_ram.engine.runner.model
     ours = model.config._attn_implementation
     with own_attention(model):
@@ -170,11 +170,11 @@ def test_throughput_raises_the_rate_until_the_target_is_missed(in_ram):
 
 def test_the_prefix_cache_of_transformers_serves_reordered_prompts(in_ram):
     sizes = {"corpus": 2, "chunks": 2, "chunk_tokens": TOKENS, "question_tokens": 4, "answer_tokens": 1, "requests": 6}
-    # By a policy that looks at the question, blended KV would serve one question alone.
+    # A policy that looks at the question would make blended KV serve one question alone.
     settings = ThroughputSettings(**sizes, ratio=0.5, policy="static", target_ttft_s=1e-9)
     methods = bench_throughput(in_ram, settings)["methods"]
     computed = {name: method["points"][0]["computed_tokens"] for name, method in methods.items()}
-    # Reordered, all prompts but the first begin with the first one's chunks.
+    # All reordered prompts except the first begin with the first prompt's chunks.
     assert computed["reorder"] < computed["full"]
     assert computed["reorder+blend"] < computed["blend"]
 
@@ -183,12 +183,12 @@ def test_the_prefix_cache_of_transformers_serves_reordered_prompts(in_ram):
     ("target", "rate"),
     [(0.5, 0.5), (1.0, 1.0), (2.0, 2.0**0.5), (3.0, 2.0), (9.0, 2.0)],
 )
-def test_the_sustained_rate_lies_where_the_target_is_met(target, rate):
+def test_the_sustained_rate_is_interpolated_to_the_target(target, rate):
     points = [{"rate": 1.0, "ttft_s": 1.0}, {"rate": 2.0, "ttft_s": 3.0}]
     assert _rate_at(points, target) == pytest.approx(rate)
 
 
-def test_streams_go_on_while_prompts_are_answered(in_ram):
+def test_streams_continue_while_prompts_are_answered(in_ram):
     settings = StreamsSettings(streams=2, prompts=2, chunks=2, chunk_tokens=TOKENS, question_tokens=4, repeat=1)
     result = bench_streams(in_ram, settings)
     for method in result["methods"].values():
@@ -199,7 +199,7 @@ def test_streams_go_on_while_prompts_are_answered(in_ram):
 
 
 @pytest.mark.slow
-def test_peak_memory_sees_what_was_freed_again():
+def test_peak_memory_includes_memory_already_freed():
     memory = PeakMemory(torch.device("cpu"))
     memory.restart()
     before = memory.nbytes()
@@ -220,7 +220,7 @@ def test_dropping_the_page_cache_keeps_the_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(("skew", "times"), [(0.0, range(10, 30)), (3.0, range(90, 101))])
-def test_a_skewed_stream_asks_for_some_chunks_more_often(in_ram, skew, times):
+def test_a_skewed_stream_requests_some_chunks_more_often(in_ram, skew, times):
     settings = ThroughputSettings(corpus=10, chunks=2, chunk_tokens=TOKENS, skew=skew)
     corpus = in_ram.random_chunks(10, TOKENS, 0)
     load = _Load(in_ram, settings, corpus)
@@ -240,12 +240,12 @@ def test_every_chunk_of_a_kv_writer_may_come_first_in_a_stream_of_questions():
     with TransformersEngine(model, device="cpu", header=(1, 2), writer="probe", prefix_cache=0) as engine:
         methods = bench_throughput(Workbench.of(engine), settings)["methods"]
     assert list(methods) == ["full", "prefix", "blend"], "there is no prefix cache"
-    # Behind header and first chunk, which are stored.
+    # The prefix is the header and the first chunk, which are stored.
     assert methods["prefix"]["points"][0]["computed_tokens"] == TOKENS + 4
 
 
-def test_streams_whose_answers_end_are_followed_by_others_in_a_short_window_too(in_ram, monkeypatch):
+def test_finished_streams_are_replaced_even_in_a_short_window(in_ram, monkeypatch):
     monkeypatch.setattr(in_ram.engine, "context_window", 80)
-    monkeypatch.setattr("cacheblend_lab.bench.streams._LONGEST", 3)  # ends before its stream counts as running
+    monkeypatch.setattr("cacheblend_lab.bench.streams._LONGEST", 3)  # ends before its stream is running
     settings = StreamsSettings(streams=2, prompts=2, chunks=2, chunk_tokens=TOKENS, question_tokens=4, repeat=1)
     assert all(method["tokens"] for method in bench_streams(in_ram, settings)["methods"].values())

@@ -1,4 +1,4 @@
-"""Tests what `make bench-gpu` runs, without a GPU."""
+"""Tests the commands of `make bench-gpu`, without a GPU."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_the_command_line_accepts_every_gpu_measurement(name: str) -> None:
         assert context.params["as_json"]
 
 
-def test_a_result_says_by_which_command_it_was_measured(tmp_path: Path) -> None:
+def test_a_result_records_its_command(tmp_path: Path) -> None:
     one = gpu.Measurement(("-c", "print('{\"ttft_s\": 1}')"))
     assert gpu.measure(one, tmp_path / "found.json") is None
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert found == {"command": f"python {' '.join(one.arguments)}", "ttft_s": 1}
 
 
-def test_a_measurement_that_fails_leaves_no_result(tmp_path: Path) -> None:
+def test_a_failing_measurement_leaves_no_result(tmp_path: Path) -> None:
     for code, why in (("raise SystemExit(3)", "exit status 3"), ("print('Not JSON')", "no JSON")):
         assert gpu.measure(gpu.Measurement(("-c", code)), tmp_path / "found.json") == why
     forever = gpu.Measurement(("-c", "import time; time.sleep(60)"), needs_s=0)
@@ -41,7 +41,7 @@ def test_a_measurement_that_fails_leaves_no_result(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_goes_on_where_the_one_before_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_continues_where_the_previous_one_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
 
     def measure(one: gpu.Measurement, file: Path) -> None:
@@ -60,15 +60,15 @@ def test_a_run_goes_on_where_the_one_before_stopped(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_the_hosts_time_is_measured_of_prompts_whose_kv_is_placed_at_once() -> None:
+def test_host_time_is_measured_for_prompts_whose_kv_is_placed_at_once() -> None:
     size = ["--layers", "3", "--chunks", "2", "--chunk-tokens", "8", "--rounds", "2"]
-    run = [sys.executable, "lab/benchmarks/host_time.py", *size]  # it fakes CUDA in its whole process
+    run = [sys.executable, "lab/benchmarks/host_time.py", *size]  # the script fakes CUDA in its process
     lines = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     assert [line[:18].strip() for line in lines[3:]] == ["static-query 15%", "static 15%", "static 5%", "full KV reuse"]
 
 
 @pytest.mark.slow
-def test_a_profile_names_the_operators_of_both_ways(
+def test_a_profile_names_the_operators_of_both_methods(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = ["--random-weights", "llama:2x256", "--chunks", "2", "--device", "cpu", "--json"]

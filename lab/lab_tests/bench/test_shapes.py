@@ -1,4 +1,4 @@
-"""`bench shapes`: whatever the shape of a prompt, no quality runs more tokens than a prefill with prefix caching."""
+"""`bench shapes`: for all shapes of prompts, no quality runs more tokens than a prefill with prefix caching."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def test_no_quality_computes_more_than_a_prefill_with_prefix_caching(cold: bool)
     )
 
 
-def test_rounds_must_be_some() -> None:
+def test_repeat_0_is_refused() -> None:
     with pytest.raises(InputError, match="repeat"):
         ShapesSettings(repeat=0)

@@ -1,4 +1,4 @@
-"""Tests the table of lab/benchmarks/study.py, and that a study goes on where it was stopped."""
+"""Tests the table of lab/benchmarks/study.py, and that an interrupted study continues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def row(name: str, method: str, f1: float, **more: Any) -> dict[str, Any]:
     return {"id": name, "method": method, "f1": f1, "rouge_l": 0.0, **numbers, **kind, **more}
 
 
-def test_the_table_compares_each_method_with_full_recompute_on_the_questions_that_all_have_answered() -> None:
+def test_the_table_compares_each_method_with_full_recompute_on_the_questions_answered_by_all() -> None:
     less = {"computed_tokens": 10, "selection_tokens": 5, "ttft_s": 2.0, "first_token_kl": 0.5}
     rows = [row("1", "full", 1.0), row("1", "reuse", 0.5, **less, agrees_with_full=False)]
     rows += [row("2", "full", 0.4), row("2", "reuse", 0.4, **less)]
@@ -37,7 +37,7 @@ def test_the_table_compares_each_method_with_full_recompute_on_the_questions_tha
     assert reuse.endswith(" | 2.0x | 0.5 |")
 
 
-def test_a_study_answers_each_question_once_and_goes_on_where_it_was_stopped(
+def test_a_study_answers_each_question_once_and_continues_after_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = ["Ada Brenmoor directs the observatory.", "The canteen opens at noon."]

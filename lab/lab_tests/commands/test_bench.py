@@ -1,4 +1,4 @@
-"""`bench` on the command line."""
+"""Tests `bench` on the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_bench_ttft_for_people_names_every_method(run):
         assert name in result.stdout
 
 
-def test_bench_ttft_cold_on_disk_shows_the_disks_own_limit(run, tmp_path):
+def test_bench_ttft_cold_on_disk_prints_the_disks_read_limit(run, tmp_path):
     result = run("bench", "ttft", *TINY, "--kv", "disk", "--cold", "--dir", tmp_path)
     assert result.exit_code == 0, result.stderr
     assert "plain cold read" in result.stdout
@@ -41,7 +41,7 @@ def test_bench_index_prints_a_ratio(run):
     assert "of plain" in run("bench", "index", *TINY).stdout
 
 
-def test_bench_score_gives_the_same_likelihoods_either_way(run):
+def test_bench_score_gives_equal_likelihoods_with_and_without_cached_kv(run):
     found = as_json(run("bench", "score", *TINY, "--question-tokens", 8, "--answer-tokens", 3, "--json"))
     assert set(found["methods"]) == {"cached", "prefill"} and found["speedup"] > 0
     assert found["largest_difference"] < 1e-4
@@ -72,7 +72,7 @@ def test_a_bad_option_is_named_with_exit_code_2_and_without_a_traceback(run, arg
     assert result.stdout == ""
 
 
-def test_bench_needs_neither_retrieval_nor_document_libraries():
+def test_bench_does_not_need_retrieval_or_document_libraries():
     code = (
         "import sys\n"
         "for name in ('faiss', 'sentence_transformers', 'pypdf', 'bs4'): sys.modules[name] = None\n"
@@ -86,7 +86,7 @@ def test_bench_controller_prints_its_worst_choice(run, monkeypatch):
     found = as_json(run("bench", "controller", "--json"))
     assert found["worst_regret"] == max(point["regret"] for point in found["points"]) < 1.1
     assert {point["model"] for point in found["points"]} == {"llama-3.1-8b", "qwen2.5-7b", "llama-3.3-70b"}
-    monkeypatch.setattr("cacheblend_lab.bench.bench_controller", lambda _: found)  # once is enough
+    monkeypatch.setattr("cacheblend_lab.bench.bench_controller", lambda _: found)  # one measurement is enough
     shown = run("bench", "controller").stdout
     assert "worst regret" in shown
     assert "At worst the first token comes 1.0" in shown

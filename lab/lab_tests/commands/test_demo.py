@@ -1,4 +1,4 @@
-"""`demo` on the command line."""
+"""Tests `demo` on the command line."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ QUESTIONS = [
 
 @pytest.fixture
 def small_demo(monkeypatch, model_dir, documents):
-    """The demo with the tests' model, documents and questions; returns a function that changes the answers."""
+    """Run the demo with the tests' model, documents and questions; return a function that changes the answers."""
 
     def questions(answers: list[str] | None = None) -> None:
         rows = [
             q if a is None else DemoQuestion(q.question, a, q.kind, q.source)
             for q, a in zip(QUESTIONS, answers or [None] * 3, strict=True)
         ]
-        # In this order: what is imported for the first time here must find the real ones.
+        # The order matters: the modules imported here for the first time must find the real questions.
         for module in ("cacheblend_lab.comparison", "cacheblend_rag.demo.bundle"):
             monkeypatch.setattr(f"{module}.bundled_questions", lambda: list(rows))
 
@@ -45,7 +45,7 @@ def small_demo(monkeypatch, model_dir, documents):
     return questions
 
 
-def test_demo_json_holds_every_question_by_every_method_and_totals_that_follow(run, small_demo, tmp_path):
+def test_demo_json_has_every_question_with_every_method_and_matching_totals(run, small_demo, tmp_path):
     found = as_json(run("demo", "--store", tmp_path / "s", "--json"))
     assert sorted(q["question"] for q in found["questions"]) == sorted(q.question for q in QUESTIONS)
     for question in found["questions"]:
@@ -60,7 +60,7 @@ def test_demo_json_holds_every_question_by_every_method_and_totals_that_follow(r
         assert total["ttft_s"] == pytest.approx(median(method["ttft_s"] for method in methods))
 
 
-def test_demo_shows_the_first_question_of_a_kind_that_full_recompute_gets_right(run, small_demo, tmp_path):
+def test_demo_shows_the_first_question_of_a_kind_that_full_recompute_answers_correctly(run, small_demo, tmp_path):
     rows = {q["question"]: q for q in as_json(run("demo", "--store", tmp_path / "s", "--json"))["questions"]}
     assert not any(row["shown"] for row in rows.values())  # random weights know nothing
     said = [rows[q.question]["methods"]["full recompute"]["answer"] for q in QUESTIONS]
@@ -70,12 +70,10 @@ def test_demo_shows_the_first_question_of_a_kind_that_full_recompute_gets_right(
     assert QUESTIONS[1].question not in text
     assert "2 of 3" in text
     for name in METHODS:
-        assert text.count(name) >= 4  # explained, shown twice, summed up
+        assert text.count(name) >= 4  # a method is explained, shown twice and summed up
 
 
-def test_on_documents_what_recomputes_more_is_nearer_and_nothing_needs_a_question(
-    run, model_dir, tmp_path, monkeypatch
-):
+def test_recomputing_more_of_given_documents_comes_nearer_to_full_recompute(run, model_dir, tmp_path, monkeypatch):
     compare, compared = comparison.compare_on_documents, []
 
     def once(*given: Any) -> Any:
@@ -97,14 +95,14 @@ def test_on_documents_what_recomputes_more_is_nearer_and_nothing_needs_a_questio
         assert said in text
 
 
-def test_on_documents_a_default_model_that_is_not_there_is_one_line_and_another_one_an_error(
+def test_a_missing_default_model_is_reported_in_one_line_and_a_missing_named_model_is_an_error(
     run, tmp_path, monkeypatch
 ):
     def missing(*_: object) -> None:
         raise ModelError("it is not installed")
 
     monkeypatch.setattr("cacheblend_lab.commands.demo.open_engine", missing)
-    assert run("demo", "--documents", tmp_path / "none").exit_code == InputError.exit_code  # before a model is loaded
+    assert run("demo", "--documents", tmp_path / "none").exit_code == InputError.exit_code  # checked before loading
     (tmp_path / "note.md").touch()
     result = run("demo", "--documents", tmp_path)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (0, "Nothing is compared: it is not installed")

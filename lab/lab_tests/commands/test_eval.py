@@ -1,4 +1,4 @@
-"""`eval` on the command line."""
+"""Tests `eval` on the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def questions(tmp_path) -> Path:
     return file
 
 
-def test_eval_json_has_every_method_and_names_its_files(run, model_dir, questions, tmp_path):
+def test_eval_json_has_every_method_and_the_names_of_its_files(run, model_dir, questions, tmp_path):
     args = ("--model", model_dir, "--dataset", questions, "--max-tokens", "3", "--out", tmp_path / "out", "--json")
     found = as_json(run("eval", *args, "--methods", "full,prefix,reuse,blend,map_reduce,random@0.5", "--ratio", "0.3"))
     assert list(found["methods"]) == ["full", "prefix", "reuse", "blend", "map_reduce", "random@0.5"]
@@ -72,7 +72,7 @@ def test_eval_prints_a_table(run, model_dir, questions, tmp_path):
         assert text in result.stdout
 
 
-def test_eval_prints_what_was_skipped_and_no_interval_without_width(run, model_dir, questions, tmp_path):
+def test_eval_prints_skipped_rows_and_no_interval_of_zero_width(run, model_dir, questions, tmp_path):
     questions.write_text(
         questions.read_text().split("\n")[0] + '\n{"question": "Who?", "chunks": ["x"], "answers": 3}\n'
     )
@@ -104,7 +104,7 @@ def test_eval_prints_what_was_skipped_and_no_interval_without_width(run, model_d
     assert "Skipped rows" in page
 
 
-def test_eval_shows_what_a_new_order_does_to_answers_apart_from_what_reuse_does(run, model_dir, questions, tmp_path):
+def test_eval_separates_the_effect_of_reordering_from_the_effect_of_reuse(run, model_dir, questions, tmp_path):
     args = ("--model", model_dir, "--dataset", questions, "--max-tokens", "2", "--out", tmp_path)
     methods = ("--methods", "full,reorder,reorder+blend")
     result = run("eval", *args, *methods)
@@ -130,19 +130,19 @@ def test_eval_shows_what_a_new_order_does_to_answers_apart_from_what_reuse_does(
         (("--kinds", "riddle"), "riddle"),
     ],
 )
-def test_eval_names_what_it_cannot_use(run, model_dir, tmp_path, args, named, monkeypatch):
+def test_eval_names_unknown_options(run, model_dir, tmp_path, args, named, monkeypatch):
     monkeypatch.delenv("CACHEBLEND_DATA", raising=False)
     result = run("eval", "--model", model_dir, "--out", tmp_path, *args)
     assert result.exit_code == 2
     assert named in result.stderr
 
 
-def test_a_data_set_that_is_not_there_is_named_before_a_model_is_loaded(run, tmp_path):
+def test_a_missing_data_set_is_named_before_a_model_is_loaded(run, tmp_path):
     wrong = run("eval", "--model", tmp_path / "nowhere", "--dataset", "qestions.jsonl", "--out", tmp_path)
     assert wrong.exit_code == 2 and "no data set 'qestions.jsonl'" in wrong.stderr
 
 
-def test_figures_are_made_from_the_command_line_and_refuse_what_there_is_not(run, model_dir, questions, tmp_path):
+def test_the_figures_command_makes_figures_and_refuses_unknown_numbers(run, model_dir, questions, tmp_path):
     result = run("figures", "--model", model_dir, "--dataset", questions, "--only", "8", "--out", tmp_path / "r")
     assert result.exit_code == 0, result.stderr
     assert Path(result.stdout.strip()) == tmp_path / "r" / "index.html"
@@ -155,7 +155,7 @@ TINY = ("--random-weights", "llama:2x256", "--repeat", "1", "--threads", "1")
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Chunks of 64 tokens where a sweep has 512."""
+    """Use chunks of 64 tokens in place of a sweep's 512."""
     monkeypatch.setattr("cacheblend_lab.bench.sweeps.CHUNK_TOKENS", 64)
 
 
@@ -171,7 +171,7 @@ def test_sweeps_print_a_table_or_json(run):
 
 
 @pytest.mark.usefixtures("short_chunks")
-def test_a_sweep_of_devices_holds_the_blend_against_loading_and_recomputing_alone(run):
+def test_a_sweep_of_devices_compares_the_blend_with_loading_and_recomputing_alone(run):
     slow = ("devices", "--bandwidths", "0.05", "--policy", "static", "--ratio", "0.05")
     found = as_json(run("bench", *slow, *TINY, "--json"))["points"]
     assert {point["bytes_per_s"] for point in found} == {5e7}
@@ -182,7 +182,7 @@ def test_a_sweep_of_devices_holds_the_blend_against_loading_and_recomputing_alon
     assert "of the bound" in run("bench", *slow, *TINY).stdout
 
 
-def test_load_is_measured_from_the_command_line(run):
+def test_bench_throughput_and_streams_run_from_the_command_line(run):
     tiny = ("--random-weights", "llama:2x256", "--chunks", "2", "--chunk-tokens", "32", "--threads", "1")
     load = ("bench", "throughput", *tiny, "--corpus", "2", "--requests", "2", "--target-ttft", "1e-6")
     found = run(*load, "--methods", "full,blend")
@@ -198,13 +198,13 @@ def test_load_is_measured_from_the_command_line(run):
     assert as_json(run("bench", "streams", *tiny, *few, "--json"))["methods"]["blend"]["tokens"] > 0
 
 
-def test_sweeps_name_a_list_they_cannot_read(run):
+def test_sweeps_name_an_unreadable_list(run):
     result = run("bench", "batch", "--sizes", "1,x")
     assert result.exit_code == 2
     assert "--sizes" in result.stderr
 
 
-def test_figures_look_inside_the_model_and_refuse_vllm(run):
+def test_figures_refuse_vllm(run):
     result = run("figures", "--engine", "vllm")
     assert result.exit_code != 0
     assert "--engine transformers" in result.stderr

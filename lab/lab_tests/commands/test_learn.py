@@ -1,4 +1,4 @@
-"""`cacheblend learn`: a writer from documents to an index, and what it says of what cannot be learned."""
+"""`cacheblend learn` trains a writer from documents for an index, and reports documents too short to learn from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """Documents of made-up words, enough of them."""
+    """Make enough documents of made-up words."""
     folder = tmp_path / "texts"
     folder.mkdir()
     draw = random.Random(0)
@@ -26,7 +26,7 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_writer_is_learned_and_an_index_written_with_it(run, model_dir, documents, texts, tmp_path, monkeypatch):
+def test_a_writer_is_trained_and_an_index_is_written_with_it(run, model_dir, documents, texts, tmp_path, monkeypatch):
     monkeypatch.setitem(sizes._SIZES, "cpu", (420, 420, 0, 8, 2))
     command = ["learn", "--model", model_dir, "--documents", texts, "--out", tmp_path / "writer", "--steps", 4]
     found = as_json(run(*command, "--rank", 2, "--batch-tokens", 420, "--note", "made up", "--json"))

@@ -1,4 +1,4 @@
-"""`tune-retriever`, `--retriever` and `--answer` on the command line."""
+"""Tests `tune-retriever`, `--retriever` and `--answer` on the command line."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ QUESTION = "What is the cargo of the Ivory Anchor?"
 
 @pytest.fixture(autouse=True)
 def few_passages_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check out of domain among 10 passages, not 400: embedding those takes most of a small run."""
+    """Check out of domain among 10 passages, not 400: embedding these takes most of a small run."""
     monkeypatch.setattr("cacheblend_lab.tuning.tune.TuneSettings", partial(TuneSettings, elsewhere=10))
 
 
 @pytest.fixture
 def light(tmp_path: Path) -> Path:
-    """The embedding model's first layer, where it does not matter what is found."""
+    """Save the embedding model's first layer, for tests that do not depend on search results."""
     model = load_sentence_transformer(DEFAULT_EMBEDDING, "cpu")
     bert = model[0].auto_model
     bert.encoder.layer, bert.config.num_hidden_layers = bert.encoder.layer[:1], 1
@@ -55,13 +55,13 @@ def questions(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def retriever(tmp_path: Path) -> Path:
-    """The embedding model itself, as a query encoder."""
+    """Save the embedding model itself as a query encoder."""
     load_sentence_transformer(DEFAULT_EMBEDDING, "cpu").save_pretrained(str(tmp_path / "same"))
     (tmp_path / "same" / RETRIEVER_FILE).write_text(json.dumps({"embedding": DEFAULT_EMBEDDING}))
     return tmp_path / "same"
 
 
-def test_a_run_says_how_long_it_takes_compares_and_saves_nothing_that_is_no_better(
+def test_a_tuning_run_announces_its_time_compares_results_and_saves_no_worse_retriever(
     run, model_dir, documents, light, questions, tmp_path
 ):
     store, index = tmp_path / "store", ["--model", model_dir, "--chunk-tokens", 40, "--embedding", light]
@@ -86,8 +86,8 @@ def test_a_wrong_file_or_output_is_named_before_anything_is_loaded(run, question
     assert taken.exit_code == 2 and "stays as it is" in taken.stderr
 
 
-def test_what_cannot_be_tuned_is_refused(run, model_dir, store, questions, monkeypatch):
-    monkeypatch.setattr("cacheblend_lab.tuning.questions._HOPELESS", 4)  # questions, none of which come back
+def test_impossible_tuning_runs_are_refused(run, model_dir, store, questions, monkeypatch):
+    monkeypatch.setattr("cacheblend_lab.tuning.questions._HOPELESS", 4)  # none of these questions come back
     base = ["tune-retriever", "--store", store, "--model", model_dir]
     assert "one of --questions FILE, --generate N and --demo" in run(*base).stderr
     assert run(*base, "--questions", questions, "--demo").exit_code == 2
@@ -97,7 +97,7 @@ def test_what_cannot_be_tuned_is_refused(run, model_dir, store, questions, monke
     assert wrote.exit_code == 2 and "Use a larger --model, or give --questions" in wrote.stderr
 
 
-def test_the_demonstration_of_another_seed_is_of_another_world_in_a_store_of_its_own(run, model_dir, monkeypatch):
+def test_the_tuning_demo_with_another_seed_uses_another_world_and_a_separate_store(run, model_dir, monkeypatch):
     asked = []
 
     def small(tokenizer, seeds):  # type: ignore[no-untyped-def]
@@ -146,7 +146,7 @@ def test_ask_and_eval_search_with_a_retriever(run, model_dir, store, retriever, 
     assert found["methods"]["marginal"]["n"] == 2
 
 
-def test_ask_by_the_sum_over_chunks(run, model_dir, store):
+def test_marginal_answers_by_the_sum_over_chunks(run, model_dir, store):
     ask = ["marginal", QUESTION, "--store", store, "--model", model_dir, "--max-tokens", 2, "--k", 3]
     found = as_json(run(*ask, "--json"))
     assert found["answer"] == found["candidates"][0]["answer"]
@@ -155,7 +155,7 @@ def test_ask_by_the_sum_over_chunks(run, model_dir, store):
     assert shown.exit_code == 0 and "different answers from 3 chunks" in shown.stdout
 
 
-def test_a_store_is_embedded_again_and_back_and_its_kv_stays(run, model_dir, store, retriever):
+def test_a_store_is_embedded_again_and_back_without_losing_its_kv(run, model_dir, store, retriever):
     (retriever / RETRIEVER_FILE).write_text(json.dumps({"embedding": DEFAULT_EMBEDDING, "documents": True}))
     asked = ["ask", QUESTION, "--store", store, "--model", model_dir, "--json"]
     refused = run(*asked, "--retriever", retriever)
@@ -172,7 +172,7 @@ def test_a_store_is_embedded_again_and_back_and_its_kv_stays(run, model_dir, sto
     assert missing.exit_code == 4 and "cannot be loaded" in missing.stderr
 
 
-def test_an_index_records_where_its_embedding_model_is_however_it_was_named(
+def test_an_index_records_the_full_path_of_its_embedding_model(
     run, model_dir, documents, retriever, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)

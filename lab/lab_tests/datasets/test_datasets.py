@@ -1,4 +1,4 @@
-"""Files as they are published, in small."""
+"""Small versions of published files."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def write(path, rows, kind="jsonl"):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("a.json", "json"), ("a.jsonl", "jsonl"), ("a.jsonl.gz", "jsonl")])
-def test_musique_in_any_container(tmp_path, name, kind):
+def test_musique_is_read_from_every_container(tmp_path, name, kind):
     skipped = {**MUSIQUE, "id": "2hop__9", "answerable": False}
     (sample,) = read_samples(write(tmp_path / name, [MUSIQUE, skipped], kind))
     assert sample.answers == ("ship", "a vessel")
@@ -92,7 +92,7 @@ def test_musique_in_any_container(tmp_path, name, kind):
     assert sample.kind == "3hop"
 
 
-def test_hotpot_as_published_and_as_the_hub_has_it_are_the_same(tmp_path):
+def test_hotpot_as_published_and_from_the_hub_are_read_equally(tmp_path):
     hub = {**TITLED, "context": {"title": ["Gull", "Anchor"], "sentences": [c[1] for c in TITLED["context"]]}}
     (first,) = read_samples(write(tmp_path / "a.json", [TITLED], "json"))
     (second,) = read_samples(write(tmp_path / "b.jsonl", [hub]))
@@ -101,7 +101,7 @@ def test_hotpot_as_published_and_as_the_hub_has_it_are_the_same(tmp_path):
     assert first.kind == "comparison"
 
 
-def test_squad_asks_each_question_of_an_article_from_all_its_paragraphs(tmp_path):
+def test_squad_questions_are_answered_from_all_paragraphs_of_their_article(tmp_path):
     (first, second) = read_samples(write(tmp_path / "squad.json", {"version": "2.0", "data": [ARTICLE]}, "json"))
     assert (first.id, first.question, first.answers) == ("q1", "When was the Gull built?", ("1889",))
     assert (second.id, second.answers) == ("q3", ("sails", "its sails"))
@@ -109,7 +109,7 @@ def test_squad_asks_each_question_of_an_article_from_all_its_paragraphs(tmp_path
     assert (first.packing, first.group, second.group) == ("split", "Ships", "Ships")
 
 
-def test_rgbs_right_and_irrelevant_passages_are_what_is_retrieved_from(tmp_path):
+def test_rgbs_right_and_irrelevant_passages_form_the_corpus(tmp_path):
     (one, two) = read_samples(
         write(tmp_path / "en.json", [RGB, {**RGB, "id": 1, "answer": [["May 5", "5 May"], ["1889"]]}])
     )
@@ -143,7 +143,7 @@ def test_longbench_prompts_are_taken_apart(tmp_path):
         read_samples(write(tmp_path / "b.json", unknown, "json"))
 
 
-def test_dialogues_get_examples_from_other_rows_only(tmp_path):
+def test_dialogues_get_examples_only_from_different_rows(tmp_path):
     rows = [{"context": f"A: hello {i}", "response": f"Greeting {i}."} for i in range(5)]
     samples = read_samples(write(tmp_path / "a.jsonl", rows), seed=1)
     for i, sample in enumerate(samples):
@@ -154,7 +154,7 @@ def test_dialogues_get_examples_from_other_rows_only(tmp_path):
     assert samples != read_samples(tmp_path / "a.jsonl", seed=2)
 
 
-def test_plain_rows_bring_chunks_or_documents(tmp_path):
+def test_plain_rows_have_chunks_or_documents(tmp_path):
     rows = [
         {"question": "Q", "answer": "A", "chunks": ["one", "two"], "kind": "easy"},
         {"question": "Q", "answers": ["A", "B"], "context": "a document"},
@@ -165,7 +165,7 @@ def test_plain_rows_bring_chunks_or_documents(tmp_path):
     assert first.id != second.id
 
 
-def test_plain_rows_about_the_same_texts_are_a_group_unless_they_name_another(tmp_path):
+def test_plain_rows_about_equal_texts_form_a_group_unless_they_name_another(tmp_path):
     rows = [{"question": f"Q{number}", "answer": "A", "chunks": ["one", "two"]} for number in range(4)]
     rows[1]["chunks"] = ["two", "one"]
     rows[3]["group"] = "mine"
@@ -186,7 +186,7 @@ def test_plain_rows_about_the_same_texts_are_a_group_unless_they_name_another(tm
         (json.dumps([{**MUSIQUE, "paragraphs": [{"title": "x"}]}]), "paragraph_text"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, content, named):
+def test_an_unreadable_file_is_named_with_its_line(tmp_path, content, named):
     file = tmp_path / "a.jsonl"
     file.write_text(content)
     with pytest.raises(InputError, match=named):
@@ -236,7 +236,7 @@ def test_a_bad_row_is_skipped_and_named(tmp_path, row, why):
         read_data_set(write(tmp_path / "b.jsonl", [row, row]))
 
 
-def test_a_line_that_is_no_json_is_skipped_and_named(tmp_path):
+def test_a_line_without_json_is_skipped_and_named(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(f"{json.dumps(GOOD)}\nnonsense\n")
     found = read_data_set(file)
@@ -251,14 +251,14 @@ def test_many_bad_rows_are_counted_in_the_error(tmp_path):
         read_data_set(write(tmp_path / "a.jsonl", [{"x": 1}] * 7))
 
 
-def test_one_sentence_is_not_taken_for_a_list_of_letters(tmp_path):
+def test_a_single_sentence_is_not_read_as_a_list_of_letters(tmp_path):
     row = {**TITLED, "context": [["Gull", "Built in 1889."]]}
     assert read_samples(write(tmp_path / "a.jsonl", [row]))[0].texts == ("Gull\nBuilt in 1889.",)
     row = {**LONGBENCH, "answers": "Ada"}
     assert read_samples(write(tmp_path / "b.jsonl", [row]))[0].answers == ("Ada",)
 
 
-def test_the_files_of_cacheblends_authors_are_read_one_chunk_a_passage(tmp_path):
+def test_the_files_of_cacheblends_authors_are_read_with_one_chunk_per_passage(tmp_path):
     nested = {**CTXS, "answers": [["1889", "in 1889"]]}
     first, second = read_samples(write(tmp_path / "musique_s.json", [CTXS, nested], "json"))
     assert first.texts == ("Gull\nA ship built in 1889.", "It sails.")
@@ -278,7 +278,7 @@ def test_the_files_of_cacheblends_authors_are_read_one_chunk_a_passage(tmp_path)
     assert summary.task == "summary"
 
 
-def test_a_published_file_of_that_layout_is_read():
+def test_a_published_file_of_this_layout_is_read():
     directory = os.environ.get("CACHEBLEND_DATA")
     file = Path(directory or "nowhere") / "nq" / "nq-open-oracle.jsonl.gz"
     if not file.is_file():
@@ -289,7 +289,7 @@ def test_a_published_file_of_that_layout_is_read():
     assert found.samples[0].texts[0].startswith("List of Nobel laureates in Physics\n")
 
 
-def test_a_file_is_named_with_the_hash_of_its_content(tmp_path):
+def test_a_file_is_recorded_with_the_hash_of_its_content(tmp_path):
     file = write(tmp_path / "a.jsonl", [GOOD])
     digest = read_data_set(file).files["a.jsonl"]
     assert digest == f"xxh3_128:{xxhash.xxh3_128_hexdigest(file.read_bytes())}"
@@ -315,7 +315,7 @@ def test_named_data_sets_are_found_in_the_users_directory(tmp_path, monkeypatch)
     assert find_file("musique", None) == file
 
 
-def test_limit_draws_by_seed_and_keeps_the_files_order(tmp_path):
+def test_limit_draws_by_seed_in_the_order_of_the_file(tmp_path):
     rows = [{"id": f"q{i:02}", "question": "Q", "answer": "A", "chunks": ["x"]} for i in range(30)]
     file = write(tmp_path / "a.jsonl", rows)
     ids = [s.id for s in load_data_set(str(file), None, 10, 3, None).samples]
@@ -330,7 +330,7 @@ def test_unknown_data_sets_are_refused():
         load_data_set("squad", None, 1, 0, None)
 
 
-def test_demo_questions_follow_the_seed_and_come_in_every_kind():
+def test_demo_questions_follow_the_seed_and_cover_every_kind():
     tokenizer = tokenizer_named("byte_level")
     samples = demo_samples(tokenizer, 63, 5, kinds=KINDS, chunk_tokens=1500)
     assert samples == demo_samples(tokenizer, 63, 5, kinds=KINDS, chunk_tokens=1500)
@@ -351,7 +351,7 @@ def test_demo_questions_follow_the_seed_and_come_in_every_kind():
             assert last in sample.question
 
 
-def test_demo_refuses_unknown_kinds_and_chunks_too_small_for_them():
+def test_demo_refuses_unknown_kinds_and_too_small_chunks():
     tokenizer = tokenizer_named("byte_level")
     with pytest.raises(InputError, match="riddle"):
         demo_samples(tokenizer, 1, 0, kinds=["riddle"])

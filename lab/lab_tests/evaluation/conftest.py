@@ -1,4 +1,4 @@
-"""A small engine that answers nonsense, and rows as a run writes them."""
+"""A small engine that answers nonsense, and rows in the format of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.conftest import byte_level
 
 @pytest.fixture(scope="package")
 def engine() -> Iterator[TransformersEngine]:
-    """A random Llama whose weights are large enough for attention to matter."""
+    """Make a random Llama with weights large enough for attention to matter."""
     tokenizer = byte_level()
     config = LlamaConfig(
         vocab_size=len(tokenizer),

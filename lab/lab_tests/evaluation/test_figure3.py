@@ -10,7 +10,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.prompts.chunk import make_chunk
 from cacheblend_rag.prompts.prompt import rag_prompt
 
-# What the second chunk's numbers are counted by, only the first one says.
+# Only the first chunk gives the unit of the second chunk's numbers.
 FIRST = (
     "Felix Drawick worked as a painter. He practised the oboe every evening. His only pet was a rabbit. He was taught by "
     "Tomas Garcombe. He retired to Kirbeck.\n\nFrom here on, numbers are counted by the hundred.\n\nTomas Garcombe was born in "
@@ -36,10 +36,10 @@ def bundled():
 
 
 @pytest.mark.parametrize("question", ANSWERS)
-def test_full_recompute_is_right_full_kv_reuse_wrong_and_the_blend_right(bundled, question):
+def test_full_recompute_and_the_blend_are_right_where_full_kv_reuse_is_wrong(bundled, question):
     chunks = [make_chunk(text, bundled.tokenizer) for text in (FIRST, SECOND)]
     bundled.precompute(chunks)
-    bundled.reset_prefix_cache()  # of the question before, whose blend would be reused
+    bundled.reset_prefix_cache()  # otherwise the previous question's blend would be reused
     prompt = rag_prompt(bundled.tokenizer, chunks, question)
 
     def answer(settings):

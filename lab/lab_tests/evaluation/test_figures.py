@@ -1,4 +1,4 @@
-"""Probes, sweeps and figures on a small random model."""
+"""Tests probes, sweeps and figures on a small random model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def inspector(engine):
     return AttentionInspector.of(engine, Preparer(engine, Preparation(max_tokens=4)).case(SAMPLES[0]).prompt)
 
 
-def test_watched_attention_is_the_models_own(engine, inspector):
+def test_inspected_attention_equals_the_models_eager_attention(engine, inspector):
     got = inspector.measure_attention(FuseOptions(policy("full-recompute"), 1.0))
     ids = torch.tensor([inspector.tokens.token_ids])
     model = engine.runner.model
@@ -64,24 +64,24 @@ def test_attention_deviation_falls_as_more_is_recomputed(inspector):
     assert deviations[0] > deviations[1] > deviations[2] == pytest.approx(0, abs=1e-5)
 
 
-def test_kv_deviation_is_0_in_layer_0_and_nowhere_else(inspector):
+def test_kv_deviation_is_0_in_layer_0_only(inspector):
     deviation = inspector.measure_deviation()
     assert deviation.shape[0] == 5
     assert deviation[0].max() < 1e-6 * deviation[1].mean()
     assert (deviation[1:].mean(1) > 0).all()
 
 
-def test_a_queue_waits_longer_the_busier_it_is_and_has_no_answer_beyond_its_capacity():
+def test_a_queue_waits_longer_under_load_and_has_no_answer_beyond_its_capacity():
     points = simulate_queue({"a": [(0.1, 0.5), (0.1, 0.5)]}, [0.1, 1.0, 1.6, 1.99, 3.0])
     ttft = [point["ttft_s"] for point in points]
     assert ttft[0] < ttft[1] < ttft[2]
     assert ttft[3:] == [None, None]
     assert points[0]["capacity"] == pytest.approx(2)
-    # Constant service: mean wait of an M/D/1 queue is rho / (2 mu (1 - rho)).
+    # Service is constant: the mean wait of an M/D/1 queue is rho / (2 mu (1 - rho)).
     assert ttft[1] == pytest.approx(0.1 + 0.5 / (2 * 2 * 0.5), rel=0.15)
 
 
-def test_a_throttled_store_gives_the_same_numbers_as_any_other(engine, monkeypatch):
+def test_a_throttled_store_gives_the_same_answers_as_the_usual_store(engine, monkeypatch):
     monkeypatch.setattr(engine, "ranking", "now")
     usual, settings = engine.store, SAMPLES
     set_header(engine, settings)
@@ -141,12 +141,12 @@ def test_sweeps_time_every_method_at_every_point(engine):
     ("text", "want"),
     [(None, list(FIGURES)), ("2", [2]), ("9-17", [10, 12, 13, 14, 15, 16, 17]), ("6, 2,7-8", [2, 6, 7, 8])],
 )
-def test_figures_are_named_by_number(text, want):
+def test_figures_are_selected_by_number(text, want):
     assert parse_numbers(text) == want
 
 
 @pytest.mark.parametrize("text", ["", "x", "3", "9", "2-"])
-def test_figures_that_do_not_exist_are_refused(text):
+def test_unknown_figures_are_refused(text):
     if text == "2-":
         assert parse_numbers(text) == [2]
         return
@@ -154,7 +154,7 @@ def test_figures_that_do_not_exist_are_refused(text):
         parse_numbers(text)
 
 
-def test_what_a_run_found_is_said_in_numbers_of_its_rows():
+def test_findings_are_computed_from_the_rows_of_a_run():
     def timed(**ttft: float) -> list[dict[str, object]]:
         return [{"method": name, "ttft_s": seconds} for name, seconds in ttft.items()]
 
@@ -177,7 +177,7 @@ def test_what_a_run_found_is_said_in_numbers_of_its_rows():
     )
 
 
-def test_figure_16_says_from_which_ratio_on_every_higher_one_is_near():
+def test_figure_16_names_the_ratio_from_which_all_higher_ones_are_near():
     def row(method, ratio, quality):
         return {"method": method, "ratio": ratio, "quality": quality, "score": "F1", "ttft_median_s": 1.0}
 
@@ -186,7 +186,7 @@ def test_figure_16_says_from_which_ratio_on_every_higher_one_is_near():
     assert FINDINGS[16](rows).endswith("from 30% on it is within 0.02.")
 
 
-def test_figure_10_says_where_loading_hides_and_what_the_controller_loses():
+def test_figure_10_names_the_speed_at_which_loading_is_hidden_and_the_controllers_loss():
     def at(rate: float, full: float, blend: float, controller: float, computed: int) -> list[dict[str, object]]:
         shared = {"bytes_per_s": rate, "recompute_s": 0.5, "load_s": 1e9 / rate, "prompt_tokens": 100}
         return [
@@ -203,7 +203,7 @@ def test_figure_10_says_where_loading_hides_and_what_the_controller_loses():
     assert FINDINGS[10](rows[:3]).startswith("Every device adds delay; ")
 
 
-def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
+def test_all_figures_are_made_and_measured_once(engine, tmp_path, monkeypatch):
     for module in ("quality", "attention", "devices"):
         monkeypatch.setattr(f"cacheblend_lab.evaluation.figures.{module}.figure", _small(module))
     monkeypatch.setattr("cacheblend_lab.plotting._DOTS_PER_INCH", 40)
@@ -213,7 +213,7 @@ def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
     monkeypatch.setattr("cacheblend_lab.evaluation.figures.attention._RATIOS", (0.0, 0.3))
     monkeypatch.setattr("cacheblend_lab.evaluation.figures.base._INSPECTED", 2)
     monkeypatch.setattr("cacheblend_lab.evaluation.figures.devices._RATES", (2e5, 1e9))
-    # Measured on a busy machine, a model this small may take no longer for all of a prompt than for some of it.
+    # On a busy machine, measured costs of so small a model may not grow with the number of tokens.
     monkeypatch.setattr("cacheblend_lab.bench.sweeps.measure_compute", lambda _: ComputeCost(1e-4, 1e-5, 0.0))
     monkeypatch.setattr("cacheblend_lab.bench.sweeps.CHUNK_TOKENS", 24)
     monkeypatch.setattr("cacheblend_lab.evaluation.prepare.Embedder.load", lambda name: _Flat())
@@ -229,7 +229,7 @@ def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
         assert (tmp_path / f"{name}.svg").read_text().startswith("<svg")
         assert f'id="figure-{number}"' in text
     assert len(re.findall("<svg", text)) >= len(MADE)
-    assert text.count("Here:") == len(MADE) - 1  # figure 4 is to be looked at
+    assert text.count("Here:") == len(MADE) - 1  # figure 4 has no finding
     with (tmp_path / "figure-10.csv").open() as file:
         chosen = [row for row in csv.DictReader(file) if row["method"] == "controller"]
     slow, fast = (int(row["computed_tokens"]) for row in chosen)
@@ -247,13 +247,13 @@ def test_all_figures_are_made_and_made_once(engine, tmp_path, monkeypatch):
         make_figures(other, [12])
 
 
-def test_figures_of_a_blend_of_ratio_0_are_not_taken_for_the_profiles(engine, tmp_path):
+def test_figures_of_a_blend_at_ratio_0_are_not_taken_for_the_profiles_blend(engine, tmp_path):
     zero = replace(SMALL, blend=BlendSettings(0.0))
     kept = [_settings(FigureContext(engine, settings, tmp_path), FIGURES[2]) for settings in (zero, SMALL)]
     assert kept[0] != kept[1]
 
 
-def test_figures_of_a_changed_data_file_are_measured_anew(engine, tmp_path):
+def test_figures_of_a_changed_data_file_are_measured_again(engine, tmp_path):
     file = tmp_path / "questions.jsonl"
     rows = [
         {"question": f"Q{i}?", "answers": ["x"], "chunks": [f"{word} {i}" for word in ("harbour", "dawn", "grain")]}
@@ -272,7 +272,7 @@ def test_figures_of_a_changed_data_file_are_measured_anew(engine, tmp_path):
     assert second[1]["settings"]["files"]["questions.jsonl"] in second[0]
 
 
-def test_a_data_file_that_changes_between_figures_ends_the_run(engine, tmp_path):
+def test_a_data_file_changed_between_figures_ends_the_run(engine, tmp_path):
     file = tmp_path / "questions.jsonl"
     row = {"question": "Q?", "answers": ["x"], "chunks": ["harbour", "dawn"]}
     file.write_text(json.dumps(row))
@@ -299,13 +299,13 @@ def _small(module):
     @contextmanager
     def small(width, height, columns=1, rows=1):
         with figure(width / 2, height / 2, columns, rows) as made:
-            made[0].set_layout_engine("none")  # which draws everything twice to find its place
+            made[0].set_layout_engine("none")  # that engine draws everything twice
             yield made
 
     return small
 
 
-def test_figure_16_blends_by_the_check_layers_that_were_given(monkeypatch):
+def test_figure_16_blends_with_the_given_check_layers(monkeypatch):
     asked = []
     monkeypatch.setattr(quality, "_quality", lambda result: [])
 

@@ -1,4 +1,4 @@
-"""Answers by the sum over chunks, each alone in its prompt."""
+"""Tests answers by the sum over chunks, each alone in its prompt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def engine() -> TransformersEngine:
     return TransformersEngine(make_model(config), tokenizer=tokenizer_named("byte_level"), device="cpu")
 
 
-def test_each_answer_weighs_what_the_definition_says(engine: TransformersEngine) -> None:
+def test_each_answer_is_weighted_by_the_definition(engine: TransformersEngine) -> None:
     import torch
 
     chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS[:3]]
@@ -58,11 +58,11 @@ def test_each_answer_weighs_what_the_definition_says(engine: TransformersEngine)
     assert found.generation.text.strip() == found.best == found.candidates[0][0]
 
 
-def test_what_it_computes_is_counted_with_the_weighing(engine: TransformersEngine) -> None:
+def test_weighing_tokens_are_counted(engine: TransformersEngine) -> None:
     chunks = [make_chunk(text, engine.tokenizer) for text in TEXTS[:3]]
     engine.precompute(chunks)
     ran: list[int] = []
-    norm = engine.runner.model.model.norm  # which sees each token that is computed through all layers
+    norm = engine.runner.model.model.norm  # this module sees each token computed through all layers
     seen = norm.register_forward_hook(lambda _module, inputs, _out: ran.append(inputs[0].shape[1]))
     try:
         found = marginalise(
@@ -97,14 +97,14 @@ def test_a_pipeline_answers_from_each_chunk_alone(engine: TransformersEngine, tm
             answer_marginally(pipeline, " ")
 
 
-def test_an_engine_that_cannot_score_is_refused() -> None:
+def test_an_engine_without_scoring_is_refused() -> None:
     engine = FakeEngine()
     prompt = rag_prompt(engine.tokenizer, [], "Who?")
     with pytest.raises(InputError, match="cannot score"):
         marginalise(engine, [prompt], [1.0], SHORT)
 
 
-# What it thought stands before its last answer.
+# Thoughts stand before the last answer.
 THOUGHT = THINKS.replace(
     "{{ m['content'] }}", "{% if m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}"
 )
@@ -115,7 +115,7 @@ THOUGHT = THINKS.replace(
     [(byte_level(), " "), (byte_level(CHATML), ""), (metaspace(NO_SYSTEM), ""), (byte_level(THOUGHT), "")],
     ids=["plain", "chatml", "no system role", "thinks unless told"],
 )
-def test_an_answers_tokens_are_those_that_its_template_writes_and_the_end(tokenizer, lead: str) -> None:
+def test_the_tokens_of_an_answer_are_those_written_by_the_template_plus_the_end_token(tokenizer, lead: str) -> None:
     ids = answer_ids(tokenizer, "Ada Brenmoor")
     assert ids[-1] == tokenizer.eos_token_id
     assert ids[:-1] == tuple(tokenizer(lead + "Ada Brenmoor", add_special_tokens=False)["input_ids"])
@@ -123,7 +123,7 @@ def test_an_answers_tokens_are_those_that_its_template_writes_and_the_end(tokeni
     assert spelled.count(tokenizer.eos_token_id) == 1, "an answer must not smuggle in the end"
 
 
-def test_in_an_evaluation_each_chunk_that_a_kv_writer_has_written_is_reused_all_the_same() -> None:
+def test_evaluation_reuses_each_chunk_of_a_kv_writer() -> None:
     config = hf.Qwen3Config(
         **{**_BASE, "vocab_size": 448, "eos_token_id": None, "max_position_embeddings": 1024}, head_dim=16
     )

@@ -1,4 +1,4 @@
-"""Methods whose prompts have their chunks in an order that a prefix cache hits: what they answer, compute and leave behind."""
+"""Tests methods that order chunks for prefix cache hits: their answers, computation and stored KV."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def of(rows, method):
     return [row for row in rows if row["method"] == method]
 
 
-def test_answers_are_those_of_full_recompute_of_the_reordered_prompt(engine):
+def test_reordering_methods_answer_as_full_recompute_of_the_reordered_prompt(engine):
     rows = run(engine, "full,reorder,reorder+blend", SAMPLES, blend=BlendSettings(1.0))
     for name in ("reorder", "reorder+blend"):
         for row, sample in zip(of(rows, name), SAMPLES, strict=True):
             want = engine.generate(own_order(engine, row, sample), SamplingParams(4), FULL_RECOMPUTE)
             assert row["text"] == want.text.strip()
             assert row["agrees_with_reordered_full"]
-    # The first prompt is not reordered; the second one is, and that is what agreement with full recompute is about.
+    # The first prompt is not reordered; the second one is, so its agreement with full recompute is lower.
     first, second, *_ = of(rows, "reorder")
     assert first["agrees_with_full"]
     assert first["first_token_kl"] == pytest.approx(0, abs=1e-6)
@@ -65,7 +65,7 @@ def test_answers_are_those_of_full_recompute_of_the_reordered_prompt(engine):
     assert found["full"]["agreement_with_reordered_full"] is None
 
 
-def test_only_what_no_cached_prefix_covers_is_computed(engine):
+def test_reordering_computes_only_tokens_outside_the_cached_prefix(engine):
     rows = of(run(engine, "full,reorder", SAMPLES), "reorder")
     header = len(engine.header_ids)
     shared = []
@@ -75,7 +75,8 @@ def test_only_what_no_cached_prefix_covers_is_computed(engine):
         reused = row["prompt_tokens"] - row["computed_tokens"]
         assert row["reused_tokens"] == reused
         shared.append(ends[reused] if reused else 0)
-    # gull refit anchor | gull refit dawn | anchor dawn | gull refit anchor dawn: of equal prefixes the first retrieved
+    # The served orders are: gull refit anchor | gull refit dawn | anchor dawn | gull refit anchor dawn; of equal
+    # prefixes the first retrieved wins.
     assert shared == [0, 2, 0, 3]
 
 
@@ -84,12 +85,12 @@ def test_a_blend_of_what_is_not_cached_computes_less_than_either(engine):
     computed = {name: of(rows, name)[3]["computed_tokens"] for name in ("full", "blend", "reorder", "reorder+blend")}
     assert computed["full"] > computed["reorder"] >= computed["reorder+blend"]
     assert computed["blend"] > computed["reorder+blend"]
-    # What a blended prompt leaves is not exact: the prefix is computed once more behind the answer.
+    # A blended prompt's KV is not exact: the prefix is computed once more behind the answer.
     assert of(rows, "reorder")[1]["background_tokens"] == 0
     assert of(rows, "reorder+blend")[0]["background_tokens"] > of(rows, "reorder+blend")[1]["background_tokens"] > 0
 
 
-def test_the_store_and_the_registry_are_left_as_they_were(engine):
+def test_reordering_leaves_the_store_and_the_registry_unchanged(engine):
     run(engine, "full", SAMPLES)
     known = {one.id for one in engine.registry}
     run(engine, "reorder,reorder+blend", SAMPLES)
@@ -97,7 +98,7 @@ def test_the_store_and_the_registry_are_left_as_they_were(engine):
     assert all(engine.entries.contains(one.token_ids) for one in engine.registry if one.text in WORDS.values())
 
 
-def test_an_interruption_changes_no_order_and_another_run_before_it_does(engine, tmp_path):
+def test_an_interruption_does_not_change_the_order_of_chunks_but_an_earlier_run_does(engine, tmp_path):
     def once(samples, path):
         methods = make_methods(["full", "reorder"], BlendSettings(0.3), ModelProfile(), 8)
         set_header(engine, samples)
@@ -112,15 +113,15 @@ def test_an_interruption_changes_no_order_and_another_run_before_it_does(engine,
     got = once(SAMPLES, other)
     assert [row["chunks"] for row in got] == [row["chunks"] for row in want]
     assert [row["computed_tokens"] for row in got] == [row["computed_tokens"] for row in want]
-    # Other questions before it: a row of the file must not be taken for this run's.
+    # Different questions precede this one: a row of the file must not be taken for this run's.
     (alone,) = of(once(SAMPLES[1:2], path), "reorder")
     assert alone["computed_tokens"] == alone["prompt_tokens"]
 
 
-def test_an_interruption_changes_nothing_where_a_kv_writer_has_written_the_chunks(engine):
+def test_an_interruption_changes_nothing_for_chunks_of_a_kv_writer(engine):
     first, second = (
         Sample(" ".join(words), "Q?", ("x",), tuple(WORDS[word] for word in words), "ready")
-        for words in (("gull", "refit"), ("dawn", "gull"))  # the latter begins with the gull, too, which is cached
+        for words in (("gull", "refit"), ("dawn", "gull"))  # the second also starts with the gull, which is cached
     )
     computed = []
     for answered in ((first, second), (second,)):

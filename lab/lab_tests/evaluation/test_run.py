@@ -1,4 +1,4 @@
-"""Goes from samples to prompts, answers and numbers, on a small random model."""
+"""Tests the way from samples to prompts, answers and numbers, on a small random model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(engine, names="full,prefix,reuse,blend", samples=SAMPLES, path=None, ble
         return answer_all(engine, Preparer(engine, FEW), samples, methods, answers).rows
 
 
-def test_methods_answer_the_same_prompt_and_differ_in_what_they_compute(engine):
+def test_methods_answer_the_same_prompt_with_different_amounts_of_computation(engine):
     rows = {row["method"]: row for row in run(engine)[:4]}
     tokens = {row["prompt_tokens"] for row in rows.values()}
     assert len(tokens) == 1
@@ -70,7 +70,7 @@ def test_a_blend_at_ratio_1_agrees_with_full_recompute(engine):
         assert row["first_token_kl"] == pytest.approx(0, abs=1e-6)
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(engine, tmp_path):
+def test_an_interrupted_run_continues_where_it_stopped(engine, tmp_path):
     path = tmp_path / "answers.jsonl"
     first = run(engine, samples=SAMPLES[:1], path=path)
     path.write_text(path.read_text() + '{"id": "s1", "half')
@@ -82,26 +82,26 @@ def test_an_interrupted_run_goes_on_where_it_stopped(engine, tmp_path):
     assert all(r["ttft_s"] == kept[r["method"]] for r in rows if r["id"] == "s0" and r["method"] in kept)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0] == {"settings": {"x": 1}}
-    assert len(lines) == 1 + 4 + 1 + 4  # nothing twice
+    assert len(lines) == 1 + 4 + 1 + 4  # no row appears twice
 
 
-def test_answers_are_read_back_whatever_ends_a_line_within_them(engine, tmp_path):
+def test_answers_with_line_separators_are_read_back(engine, tmp_path):
     path = tmp_path / "answers.jsonl"
     asked = [replace(SAMPLES[0], question="When\u2028was the Proud Gull\x85refitted?")]
     assert run(engine, "full", asked, path) == run(engine, "full", asked, path)
 
 
-def test_answers_from_before_full_recompute_was_asked_for_are_compared_with_it(engine, tmp_path):
+def test_earlier_answers_are_compared_with_full_recompute_once_it_is_added(engine, tmp_path):
     path = tmp_path / "answers.jsonl"
     run(engine, "hkvd@1", SAMPLES[:1], path)
-    for names in ("full,hkvd@1", "full,hkvd@1", "hkvd@1"):  # and stay so
+    for names in ("full,hkvd@1", "full,hkvd@1", "hkvd@1"):  # the comparison stays
         rows = run(engine, names, path=path)
         assert len(rows) == 2 * len(names.split(","))
         assert all(row["agrees_with_full"] for row in rows)
         assert find_worst(rows, ["hkvd@1"]) == (None, [])
 
 
-def test_a_blend_of_another_ratio_is_not_taken_for_the_one_in_the_file(engine, tmp_path):
+def test_a_blend_at_another_ratio_is_not_taken_from_the_file(engine, tmp_path):
     path = tmp_path / "answers.jsonl"
     run(engine, "full,blend", SAMPLES[:1], path)
     rows = run(engine, "full,blend", SAMPLES[:1], path, BlendSettings(0.9))
@@ -109,7 +109,7 @@ def test_a_blend_of_another_ratio_is_not_taken_for_the_one_in_the_file(engine, t
     assert len(path.read_text().splitlines()) == 1 + 3
 
 
-def test_answers_of_other_settings_or_other_files_are_refused(engine, tmp_path):
+def test_answers_of_different_settings_or_foreign_files_are_refused(engine, tmp_path):
     path = tmp_path / "answers.jsonl"
     run(engine, "full", SAMPLES[:1], path)
     with pytest.raises(InputError, match=r"other settings \(x\)"):
@@ -119,7 +119,7 @@ def test_answers_of_other_settings_or_other_files_are_refused(engine, tmp_path):
         AnswersFile(path, {"x": 1})
 
 
-def test_summary_counts_kinds_apart_and_follows_from_the_rows(engine):
+def test_the_summary_counts_kinds_separately_and_follows_from_the_rows(engine):
     rows = run(engine)
     found = summarize(rows)
     assert set(found["kinds"]) == {"single", "cross"}
@@ -137,12 +137,12 @@ def test_summary_counts_kinds_apart_and_follows_from_the_rows(engine):
             low, high = numbers["intervals_95"]["agreement_with_full"]
             assert low <= numbers["agreement_with_full"] <= high
             assert high - low > 0.8
-        # Two questions say nothing about how numbers scatter.
+        # Two questions give no estimate of scatter.
         assert numbers["intervals_95"]["computed_share"] is numbers["intervals_95"]["ttft_s"]["median"] is None
     assert found["methods"]["full"]["computed_share"] == 1
 
 
-def test_one_method_by_two_names_is_refused():
+def test_a_method_given_under_two_names_is_refused():
     blend = BlendSettings(0.3, "hkvd"), ModelProfile(), 8
     for names, twin in (("blend,hkvd@0.3@1", "blend"), ("sink@0.1,sink@0.10", "sink@0.1")):
         with pytest.raises(InputError, match=f"given twice: {twin} is the same"):
@@ -151,7 +151,7 @@ def test_one_method_by_two_names_is_refused():
         make_methods(("full", "full"), *blend)
 
 
-def test_without_full_recompute_there_is_nothing_to_agree_with(engine):
+def test_agreement_is_undefined_without_full_recompute(engine):
     found = summarize(run(engine, "reuse,blend"))["methods"]["blend"]
     assert found["agreement_with_full"] is None
     assert found["first_token_kl"] is None
@@ -173,7 +173,7 @@ def row(number, method, answer, em=1.0, kl=0.0, agrees=None, text=None):
     }
 
 
-def test_worst_disagreements_come_first_and_agreements_not_at_all():
+def test_worst_disagreements_come_first_and_agreements_are_left_out():
     answers = [("a", 1, 0.1), ("b", 0, 5.0), ("c", 0, 0.2), ("a", 1, 9.0)]
     rows = []
     for number, (answer, em, kl) in enumerate(answers):
@@ -185,22 +185,22 @@ def test_worst_disagreements_come_first_and_agreements_not_at_all():
     assert worst[0]["replies"] == {"full": "a", "blend": "b"}
 
 
-def test_answers_that_differ_behind_their_first_line_are_disagreements_too():
+def test_answers_that_differ_after_their_first_line_are_disagreements():
     rows = [row(0, "full", "a"), row(0, "blend", "a", agrees=False, text="a\nand more")]
     method, worst = find_worst(rows, ["blend"])
     assert method == "blend"
     assert worst[0]["replies"]["blend"] == "a\nand more"
 
 
-def test_where_the_blend_always_agrees_the_next_method_is_shown():
+def test_the_next_method_is_shown_if_the_blend_always_agrees():
     rows = [row(0, "full", "a"), row(0, "blend", "a"), row(0, "reuse", "b", 0.0)]
     assert find_worst(rows, ["blend", "reuse"])[0] == "reuse"
     assert find_worst(rows[:2], ["blend"]) == (None, [])
 
 
-def test_long_documents_are_cut_and_the_nearest_chunks_kept_in_reading_order(engine):
+def test_long_documents_are_cut_and_the_nearest_chunks_stay_in_reading_order(engine):
     class Letters:
-        """Distance 0 to the texts that hold the question."""
+        """Has distance 0 to the texts that contain the question."""
 
         def question(self, text):
             self.asked = text
@@ -214,7 +214,7 @@ def test_long_documents_are_cut_and_the_nearest_chunks_kept_in_reading_order(eng
     words = [f"Sentence number {i} talks about topic{i} and nothing else." for i in range(60)]
     sample = Sample("s", "topic57", ("x",), (" ".join(words),))
     preparer = Preparer(engine, Preparation(k=3, chunk_tokens=64, max_tokens=4))
-    preparer._embedder = Letters()  # the retrieval model itself is tested with the index
+    preparer._embedder = Letters()  # tests of the index cover the retrieval model itself
     case = preparer.case(sample)
     assert len(case.chunks) == 3
     assert all(len(chunk.token_ids) <= 64 for chunk in case.chunks)
@@ -232,7 +232,7 @@ def test_few_shot_examples_are_never_cut(engine):
         assert set(chunk.text.split("\n\n")) <= set(examples)
 
 
-def test_chunks_that_exceed_the_window_are_left_out_and_counted(engine):
+def test_chunks_beyond_the_window_are_left_out_and_counted(engine):
     texts = tuple(f"{i} " + "harbour lighthouse dawn " * 160 for i in range(12))
     case = Preparer(engine, Preparation(k=12, max_tokens=8)).case(Sample("s", "Q?", ("x",), texts, "ready"))
     assert case.left_out > 0
@@ -241,7 +241,7 @@ def test_chunks_that_exceed_the_window_are_left_out_and_counted(engine):
         Preparer(engine, FEW).case(Sample("s", "Q?", ("x",), ("harbour " * 9000,), "ready"))
 
 
-def test_a_data_set_of_two_instructions_is_refused(engine):
+def test_a_data_set_with_two_instructions_is_refused(engine):
     with pytest.raises(InputError, match="one instruction"):
         set_header(engine, [SAMPLES[0], Sample("t", "Q", ("x",), TEXTS, instruction="Do something else.")])
 
@@ -250,20 +250,20 @@ def test_a_data_set_of_two_instructions_is_refused(engine):
     ("names", "named"),
     [("fulll", "fulll"), ("full,full", "twice"), ("hkvd@2", "ratio"), ("nosuch@0.1", "nosuch"), ("", "at least one")],
 )
-def test_methods_that_do_not_exist_are_named(names, named):
+def test_unknown_methods_are_named(names, named):
     with pytest.raises(InputError, match=named):
         make_methods([n for n in names.split(",") if n], BlendSettings(), ModelProfile(), 8)
 
 
 def asked_by_chunk(engine, monkeypatch, max_tokens):
-    """A case, and what its requests are answered."""
+    """Make a case, and a list that collects the answers to its requests."""
     case, answers = Preparer(engine, replace(FEW, max_tokens=max_tokens)).case(SAMPLES[0]), []
     generate = engine.generate
     monkeypatch.setattr(engine, "generate", lambda *given: answers.append(generate(*given)) or answers[-1])
     return case, answers
 
 
-def test_map_reduce_asks_every_chunk_and_then_their_answers(engine, monkeypatch):
+def test_map_reduce_queries_every_chunk_and_then_combines_the_answers(engine, monkeypatch):
     case, answers = asked_by_chunk(engine, monkeypatch, 4)
     done = MapReduce("map_reduce", "MapReduce").reply(engine, case)
     assert len(answers) == 3 + 1
@@ -273,7 +273,7 @@ def test_map_reduce_asks_every_chunk_and_then_their_answers(engine, monkeypatch)
     assert done.ttft_s < done.total_s
 
 
-def test_map_rerank_keeps_the_answer_the_model_is_surest_of(engine, monkeypatch):
+def test_map_rerank_chooses_the_answer_with_the_highest_probability(engine, monkeypatch):
     case, answers = asked_by_chunk(engine, monkeypatch, 3)
     method = MapRerank("map_rerank", "MapRerank")
     done = method.reply(engine, case)
@@ -287,7 +287,7 @@ def test_map_rerank_keeps_the_answer_the_model_is_surest_of(engine, monkeypatch)
     assert engine.on_first_logits is None
 
 
-def test_map_rerank_asks_for_scores_where_probabilities_are_not_shown(engine, monkeypatch):
+def test_map_rerank_requests_scores_from_an_engine_without_probabilities(engine, monkeypatch):
     answered = engine.generate("harbour", SamplingParams(2))
     case, method = Preparer(engine, FEW).case(SAMPLES[0]), MapRerank("map_rerank", "MapRerank")
     monkeypatch.delattr(engine, "on_first_logits")
@@ -296,11 +296,11 @@ def test_map_rerank_asks_for_scores_where_probabilities_are_not_shown(engine, mo
     done = method.reply(engine, case)
     assert done.text == "two"
     assert [score for _, score in method.ask(engine, case)[1]] == [20, 90, 0]
-    assert done.ttft_s == done.total_s  # nothing can be shown before the last score is in
+    assert done.ttft_s == done.total_s  # no answer can be shown before the last score
 
 
 @pytest.mark.parametrize("name", ["langchain_map_reduce", "langchain_map_rerank", "map_reduce", "map_rerank"])
-def test_chunkwise_methods_run_beside_the_others(engine, name):
+def test_chunkwise_methods_run_beside_full_recompute(engine, name):
     rows = run(engine, f"full,{name}", SAMPLES[:1])
     assert rows[1]["method"] == name
     assert rows[1]["computed_tokens"] == rows[1]["prompt_tokens"]
@@ -317,7 +317,7 @@ def test_evaluate_writes_a_file_that_grows_with_the_limit(engine, tmp_path):
     assert more.summary["methods"]["full"]["n"] == 5
 
 
-def test_a_changed_data_file_is_answered_anew_and_named_with_its_hash(engine, tmp_path):
+def test_a_changed_data_file_is_answered_again_and_recorded_with_its_hash(engine, tmp_path):
     file = tmp_path / "questions.jsonl"
     settings = EvalSettings(str(file), methods=("full", "reuse"), preparation=FEW)
 
@@ -334,7 +334,7 @@ def test_a_changed_data_file_is_answered_anew_and_named_with_its_hash(engine, tm
     assert first.as_json()["settings"]["files"] == hash_files(str(file), None) != second.settings["files"]
 
 
-def test_another_tokenizer_or_template_is_another_run(engine):
+def test_another_tokenizer_or_template_makes_another_run(engine):
     settings = EvalSettings("demo", preparation=FEW)
     kept, template = identify_run(engine, settings, {}, None), engine.tokenizer.chat_template
     assert kept == identify_run(engine, settings, {}, None)
@@ -345,7 +345,7 @@ def test_another_tokenizer_or_template_is_another_run(engine):
         engine.tokenizer.chat_template = template
 
 
-def test_another_kv_writer_or_retriever_is_another_run(engine, tmp_path, monkeypatch):
+def test_another_kv_writer_or_retriever_makes_another_run(engine, tmp_path, monkeypatch):
     def identity(preparation=FEW):
         return identify_run(engine, EvalSettings("demo", preparation=preparation), {}, None)
 
@@ -381,7 +381,7 @@ def test_a_row_that_makes_no_prompt_is_skipped_and_named(engine, tmp_path):
         evaluate(engine, EvalSettings(str(file), preparation=FEW))
 
 
-def test_the_report_says_none_only_where_every_method_agrees(engine, tmp_path):
+def test_the_report_states_full_agreement_only_if_every_method_agrees(engine, tmp_path):
     def page(methods):
         result = evaluate(engine, EvalSettings(str(file), methods=methods, preparation=FEW))
         return write_report(tmp_path / "page.html", result).read_text(), result
@@ -400,7 +400,7 @@ def test_the_report_says_none_only_where_every_method_agrees(engine, tmp_path):
     assert "Not known" in text
 
 
-def test_answers_of_a_ratio_that_the_profile_chooses_are_of_that_profile(engine, monkeypatch):
+def test_answers_at_an_automatic_ratio_belong_to_the_profile(engine, monkeypatch):
     def identity(ratio):
         return identify_run(engine, EvalSettings("demo", blend=BlendSettings(ratio), preparation=FEW), {}, None)
 
@@ -412,14 +412,14 @@ def test_answers_of_a_ratio_that_the_profile_chooses_are_of_that_profile(engine,
     assert found[0][1] == found[1][1]
 
 
-def test_chunks_of_a_blockwise_model_are_computed_behind_no_header_as_in_use(engine, monkeypatch):
+def test_chunks_of_a_blockwise_model_are_computed_without_a_header(engine, monkeypatch):
     monkeypatch.setattr(engine, "header_ids", ())
     monkeypatch.setattr(engine, "profile", ModelProfile(ratio=0.0, blockwise=True, origin="declared"))
     set_header(engine, SAMPLES)
     assert engine.header_ids == ()
 
 
-def test_what_a_model_thinks_first_is_no_part_of_what_is_scored_and_compared() -> None:
+def test_thoughts_of_a_model_are_not_scored_or_compared() -> None:
     engine = FakeEngine(tokenizer=thinking())
     engine.says = ("Hm.</think>", "\n\n1901.")
     prompt = rag_prompt(engine.tokenizer, [], "When?")

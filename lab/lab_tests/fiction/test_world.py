@@ -21,7 +21,7 @@ def context_of(seed: int, **options):
 
 
 def places_stating(context, name: str, value: str) -> list[tuple[int, int]]:
-    """Return (chunk, sentence) wherever `value` is said of `name`; two attributes may share a value."""
+    """Return (chunk, sentence) for every statement of `value` about `name`; two attributes may share a value."""
     found = [
         (index, place)
         for index, chunk in enumerate(context.chunks)
@@ -32,7 +32,7 @@ def places_stating(context, name: str, value: str) -> list[tuple[int, int]]:
     return found
 
 
-def test_the_same_seed_gives_the_same_context():
+def test_equal_seeds_give_equal_contexts():
     assert context_of(5) == context_of(5)
     assert context_of(5) != context_of(6)
 
@@ -44,7 +44,7 @@ def test_the_same_seed_gives_the_same_context():
     st.sampled_from([{}, {"missing_chunk": True}, {"interludes": True}, {"interludes": True, "crowded": True}]),
 )
 @settings(max_examples=40)
-def test_contexts_keep_their_limits(seed, chunk_tokens, chunks, options):
+def test_contexts_stay_within_their_limits(seed, chunk_tokens, chunks, options):
     context = context_of(seed, chunks=chunks, chunk_tokens=chunk_tokens, questions=20, **options)
     assert len(context.chunks) == chunks
     assert len(context.questions) <= 20
@@ -54,7 +54,7 @@ def test_contexts_keep_their_limits(seed, chunk_tokens, chunks, options):
     assert {question.kind for question in context.questions} <= set(QUESTION_KINDS)
 
 
-def test_a_missing_chunk_goes_with_no_interludes():
+def test_a_missing_chunk_and_interludes_exclude_each_other():
     with pytest.raises(InputError, match="missing_chunk or for interludes"):
         context_of(1, missing_chunk=True, interludes=True)
 
@@ -76,7 +76,7 @@ def is_row(sentence) -> bool:
 
 @given(st.integers(0, 10_000), st.booleans())
 @settings(max_examples=25)
-def test_a_cross_chunk_fact_stands_in_a_chunk_without_the_name(seed, missing):
+def test_a_cross_chunk_fact_is_stated_in_a_chunk_without_the_name(seed, missing):
     context = context_of(seed, missing_chunk=missing, filler=0.1)
     for question in context.questions:
         if question.kind not in ("single", "cross"):
@@ -90,7 +90,7 @@ def test_a_cross_chunk_fact_stands_in_a_chunk_without_the_name(seed, missing):
         assert (question.kind == "single") in named
 
 
-def test_what_a_row_of_a_list_means_is_said_by_a_title_that_a_chunk_before_has():
+def test_the_title_of_a_list_stands_in_a_chunk_before_its_rows():
     asked = 0
     for seed in range(40):
         context = context_of(seed, interludes=True)
@@ -109,7 +109,7 @@ def test_what_a_row_of_a_list_means_is_said_by_a_title_that_a_chunk_before_has()
     assert asked >= 20
 
 
-def test_two_lists_of_one_context_state_different_facts_of_the_same_names():
+def test_two_lists_of_a_context_state_different_facts_about_the_same_names():
     shared = 0
     for seed in range(40):
         lists: dict[str, set[str]] = {}
@@ -121,7 +121,7 @@ def test_two_lists_of_one_context_state_different_facts_of_the_same_names():
     assert shared >= 15
 
 
-def test_what_a_number_is_counted_by_is_said_by_the_last_note_before_it_in_another_chunk():
+def test_the_unit_of_a_number_is_given_by_the_last_note_before_it_in_another_chunk():
     asked = 0
     for seed in range(60):
         context = context_of(seed, interludes=True)
@@ -140,13 +140,13 @@ def test_what_a_number_is_counted_by_is_said_by_the_last_note_before_it_in_anoth
     assert asked >= 20
 
 
-def test_numbers_have_no_unit_where_no_note_stands_before_them():
+def test_numbers_without_a_note_before_them_have_no_unit():
     for seed in range(20):
         context = context_of(seed)
         assert not any(question.answer.split(" ")[-1] in UNITS for question in context.questions)
 
 
-def test_a_fact_of_a_nickname_stands_behind_the_chunk_that_explains_it():
+def test_a_fact_about_a_nickname_stands_behind_the_chunk_that_explains_it():
     explained = [template.split("{v}")[0].removeprefix("{S}") for template in NICKNAMES]
     asked = 0
     for seed in range(60):
@@ -174,7 +174,7 @@ def test_a_fact_of_a_nickname_stands_behind_the_chunk_that_explains_it():
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=25)
-def test_every_answer_and_every_name_in_between_is_stated(seed):
+def test_every_answer_and_every_intermediate_name_is_stated(seed):
     context = context_of(seed, interludes=True)
     for question in context.questions:
         values = question.answer.replace(": ", "; ").replace("; ", ", ").split(", ")
@@ -200,7 +200,7 @@ def test_every_answer_and_every_name_in_between_is_stated(seed):
             assert question.found == ()
 
 
-def test_every_kind_of_question_is_asked_where_there_are_interludes():
+def test_every_kind_of_question_appears_with_interludes():
     def kinds(**options):
         contexts = (context_of(seed, chunk_tokens=512, **options) for seed in range(12))
         return {question.kind for context in contexts for question in context.questions}
@@ -224,7 +224,7 @@ def test_names_do_not_repeat_within_a_context():
     assert len(set(names)) == len(names)
 
 
-def test_sentences_are_grammatical_in_the_known_weak_spots():
+def test_sentences_avoid_known_grammatical_slips():
     text = "\n".join(line for seed in range(40) for line in context_of(seed).chunk_texts)
     for slip in (
         " of she ",
@@ -241,8 +241,8 @@ def test_sentences_are_grammatical_in_the_known_weak_spots():
         assert slip not in text
 
 
-def test_no_document_is_begun_behind_the_last_chunk():
-    """With long tokens a heading does not fit where a short sentence would have."""
+def test_no_document_begins_behind_the_last_chunk():
+    """Use long tokens, with which a heading does not fit although a short sentence would."""
     for seed in range(60):
         context = sample_context(Random(seed), lambda text: 8 * count(text), chunks=2, chunk_tokens=800, questions=200)
         text = "\n".join(context.chunk_texts)

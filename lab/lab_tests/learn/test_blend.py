@@ -1,4 +1,4 @@
-"""The differentiable blend of a batch is the engine's blend, prompt by prompt; gradients are those of finite differences."""
+"""The differentiable blend of a batch equals the engine's blend of each prompt; gradients equal finite differences."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.blending.families import BLENDED, make_model
 from tests.blending.prompts import Scene, Scored, engine_for
 from tests.blending.writers import fingerprint_of
 
-FAMILIES = [family for family in BLENDED if family != "llama4"]  # whose attention is cut at fixed places
+FAMILIES = [family for family in BLENDED if family != "llama4"]  # llama4 cuts attention at fixed places
 
 
 def batch_of(scenes: list[Scene], exact: int = 0) -> PromptBatch:
-    """Scenes of one shape as a batch; the question is what is watched."""
+    """Make a batch from scenes of one shape; the loss watches the question."""
     spans = tuple((span.start, span.end) for span in scenes[0].prompt.spans)
     ids = torch.tensor([scene.prompt.token_ids for scene in scenes])
     watched = len(scenes[0].question)
@@ -41,7 +41,7 @@ def like(scene: Scene, seed: int) -> Scene:
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_blend_of_a_batch_equals_the_engines(family: str, ratio: float) -> None:
+def test_a_blend_of_a_batch_equals_the_engines_blend(family: str, ratio: float) -> None:
     model = make_model(BLENDED[family]())
     scenes = [Scene(), like(Scene(), 1)]
     engine = engine_for(model, scenes[0])
@@ -87,7 +87,7 @@ def test_prompts_of_a_batch_may_recompute_different_numbers_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
-def test_the_exact_first_chunk_is_as_the_model_writes_it_and_the_others_as_the_writer_does(family: str) -> None:
+def test_the_exact_first_chunk_has_the_models_kv_and_later_chunks_have_the_writers(family: str) -> None:
     model = make_model(BLENDED[family]())
     writing, blender = writing_copy(model, rank=2), BatchBlender(model)
     generator = torch.Generator().manual_seed(0)
@@ -106,7 +106,7 @@ def test_the_exact_first_chunk_is_as_the_model_writes_it_and_the_others_as_the_w
             assert all((a[:, :, mine] - b[:, :, theirs]).abs().max() < 1e-4 for a, b in zip(got, side, strict=True))
 
 
-def test_a_new_writer_writes_what_the_model_writes_and_the_model_stays_as_it_is() -> None:
+def test_a_new_writer_writes_the_models_kv_and_leaves_the_model_unchanged() -> None:
     model = make_model(BLENDED["llama"]())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     lesson = Lesson(BatchBlender(model), writing_copy(model, rank=2))
@@ -120,7 +120,7 @@ def test_a_new_writer_writes_what_the_model_writes_and_the_model_stays_as_it_is(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_what_a_writer_writes_is_blended_as_the_engine_with_that_writer_blends_it(family: str, tmp_path: Path) -> None:
+def test_the_learned_writers_kv_is_blended_as_by_the_engine(family: str, tmp_path: Path) -> None:
     model, scene = make_model(BLENDED[family]()), Scene()
     fingerprint = fingerprint_of(model)
     batch, blender = batch_of([scene], exact=1), BatchBlender(model)
@@ -153,7 +153,7 @@ def test_what_a_writer_writes_is_blended_as_the_engine_with_that_writer_blends_i
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "glm"])
-def test_gradients_are_those_of_finite_differences(family: str, ratio: float) -> None:
+def test_gradients_of_the_lesson_equal_finite_differences(family: str, ratio: float) -> None:
     model = make_model(BLENDED[family]()).double()
     writing = writing_copy(model, rank=2)
     lesson = Lesson(BatchBlender(model), writing)
@@ -183,7 +183,7 @@ def test_gradients_are_those_of_finite_differences(family: str, ratio: float) ->
 
 
 def chosen_loss(lesson: Lesson, batch: PromptBatch, ratio: float) -> torch.Tensor:
-    """The lesson's loss with a choice that does not depend on the writer, so that it is smooth."""
+    """Compute the lesson's loss with a choice that does not depend on the writer, so that it is smooth."""
     teacher, _ = lesson.blender.prefill(batch)
     stored = lesson.blender.write(lesson.writing, batch)
     scores = torch.rand(len(batch.ids), len(stored.positions), generator=torch.Generator().manual_seed(1))
@@ -191,7 +191,7 @@ def chosen_loss(lesson: Lesson, batch: PromptBatch, ratio: float) -> torch.Tenso
     return divergence(teacher, lesson.blender.blend(batch, stored, scores, counts), batch.weights)
 
 
-def test_kv_that_is_exact_does_not_deviate_and_other_does() -> None:
+def test_exact_kv_does_not_deviate_and_stale_kv_does() -> None:
     model = make_model(BLENDED["llama"]())
     batch, blender = batch_of([Scene()]), BatchBlender(make_model(BLENDED["llama"]()))
     _, cache = blender.prefill(batch, keep_kv=True)

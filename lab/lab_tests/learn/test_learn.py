@@ -1,4 +1,4 @@
-"""Learning from end to end on a tiny random model: saved if better, resumed as if never broken off, clear errors."""
+"""Learning from end to end on a tiny random model saves better writers, resumes exactly, and reports clear errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = LearnSettings(steps=6, rank=2, checks=3)
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Thirty documents of made-up words."""
+    """Write thirty documents of made-up words."""
     folder = tmp_path_factory.mktemp("documents")
     draw = random.Random(0)
     for number in range(30):
@@ -56,7 +56,7 @@ class Learned(NamedTuple):
 
 @pytest.fixture(scope="module")
 def answered(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Learned:
-    """A writer that has learned from the model's answers, too."""
+    """Train a writer from the model's answers, too."""
     said: list[str] = []
     output = tmp_path_factory.mktemp("answered") / "writer"
     how: dict[str, Any] = {"settings": SETTINGS, "sizes": ANSWERED, "note": "mine", "say": said.append}
@@ -67,7 +67,7 @@ def answered(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Learn
 
 @pytest.fixture(scope="module")
 def first(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A writer that others learn on from."""
+    """Train a writer from which further ones start."""
     output = tmp_path_factory.mktemp("first") / "writer"
     _, saved = learn(output=output, documents=[documents], settings=SETTINGS, sizes=SMALL, **tiny())
     assert saved == output
@@ -92,7 +92,7 @@ def test_a_better_writer_is_saved_with_its_card_in_pefts_format(answered: Learne
     assert any("min" in line and "steps" in line for line in said[:5]), "it says first how long it will take"
 
 
-def test_a_writer_learns_on_from_another_of_the_same_model(tmp_path: Path, documents: Path, first: Path) -> None:
+def test_a_writer_continues_from_another_writer_of_the_same_model(tmp_path: Path, documents: Path, first: Path) -> None:
     def run(name: str, **more: Any) -> Path | None:
         return learn(
             output=tmp_path / name, documents=[documents], sizes=SMALL, **{"settings": SETTINGS, **tiny(), **more}
@@ -115,7 +115,7 @@ def test_a_writer_learns_on_from_another_of_the_same_model(tmp_path: Path, docum
 
 
 @pytest.mark.slow
-def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     tmp_path: Path, documents: Path, answered: Learned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(name: str) -> Path | None:
@@ -144,12 +144,12 @@ def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
     assert cards[0]["prompts"] == cards[1]["prompts"]
 
 
-def test_a_run_does_not_go_on_from_one_with_other_settings(
+def test_a_run_does_not_continue_from_one_with_different_settings(
     tmp_path: Path, documents: Path, first: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(name: str = "w", **more: Any) -> Path | None:
         given = {"settings": SETTINGS, **tiny(), **more}
-        # Without the model's answers, which would be another model's.
+        # The model's answers are left out: they would be another model's.
         return learn(output=tmp_path / name, documents=[documents], sizes=SMALL, **given)[1]
 
     def stop(self: Training, share: float) -> None:
@@ -167,7 +167,9 @@ def test_a_run_does_not_go_on_from_one_with_other_settings(
         run(start=first)
 
 
-def test_what_is_not_better_is_not_saved(tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_is_not_better_is_not_saved(
+    tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training.Trained, "share", lambda self, point: 1.0)
     trained, saved = learn(output=tmp_path / "w", documents=[documents], settings=SETTINGS, sizes=SMALL, **tiny())
     assert saved is None
@@ -176,14 +178,14 @@ def test_what_is_not_better_is_not_saved(tmp_path: Path, documents: Path, monkey
 
 
 @pytest.mark.slow
-def test_it_stops_where_held_out_prompts_get_no_better(tmp_path: Path, documents: Path) -> None:
+def test_learning_stops_when_held_out_prompts_do_not_improve(tmp_path: Path, documents: Path) -> None:
     settings = LearnSettings(steps=40, rank=2, rate=1e-12, checks=40, patience=2)
     trained, _ = learn(output=tmp_path / "w", documents=[documents], settings=settings, sizes=SMALL, **tiny())
     assert "no better for 2 checks" in trained.stopped
     assert trained.curve[-1].step < 20
 
 
-def test_too_little_text_an_old_output_and_a_model_that_is_not_blended_are_refused(
+def test_too_little_text_an_existing_output_and_an_unblendable_model_are_refused(
     tmp_path: Path, documents: Path
 ) -> None:
     few = tmp_path / "few.txt"
@@ -208,7 +210,7 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
         LearnSettings(**wrong)
 
 
-def test_batches_get_smaller_where_the_device_has_no_room(
+def test_batches_shrink_if_the_device_has_no_room(
     tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -229,7 +231,7 @@ def test_batches_get_smaller_where_the_device_has_no_room(
     assert any(line.startswith("out of memory: batches of 1,190 tokens") for line in said)
 
 
-def test_a_device_without_room_for_one_prompt_is_an_error_that_says_what_to_do(
+def test_the_error_for_a_device_without_room_for_one_prompt_gives_advice(
     tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(self: Lesson, *arguments: Any, **named: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Frugal products give the losses and gradients of peft's own forward, with any weights, and hold what is exact only."""
+"""Frugal products give the losses and gradients of peft's forward, with any weights, and narrow only exact values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.blending.prompts import Scene
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_frugal_writer_has_the_loss_and_the_gradients_of_pefts_own(
+def test_a_frugal_writer_has_the_loss_and_the_gradients_of_pefts_forward(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "_BLOCK", 1000)  # several blocks for each weight
@@ -54,7 +54,7 @@ def test_a_frugal_writer_has_the_loss_and_the_gradients_of_pefts_own(
             assert (mine - each).abs().max() < 1e-4 * largest, name
 
 
-def test_weights_that_bf16_would_change_or_that_other_modules_share_are_held_as_they_are() -> None:
+def test_weights_that_bf16_would_change_or_that_modules_share_stay_unchanged() -> None:
     model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("narrow", "wide", "output")})
     model["embedding"] = nn.Embedding(8, 8)
     for name in ("narrow", "embedding"):
@@ -68,7 +68,7 @@ def test_weights_that_bf16_would_change_or_that_other_modules_share_are_held_as_
     assert all(torch.allclose(model[name](x), want, atol=1e-6) for name, want in before.items())
 
 
-def test_gradients_of_a_product_are_those_of_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_a_product_equal_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_BLOCK", 12)
     generator = torch.Generator().manual_seed(0)
     x, weight, bias, down, up = (

@@ -1,4 +1,4 @@
-"""A BERT of 2 layers of 32 with a vocabulary of its own, and a few articles."""
+"""A BERT of 2 layers of 32 with a small vocabulary, and a few articles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = Shape(query_tokens=24, passage_tokens=40, vector=16, span_tokens=4)
 
 
 def articles() -> list[Passage]:
-    """Two passages about each of eight ships, each with the same town in other words."""
+    """Make two passages about each of eight ships, which name the same town in different words."""
     found = []
     for number, town in enumerate(TOWNS):
         name = f"Ship {chr(65 + number)}{chr(65 + number)}"
@@ -31,10 +31,10 @@ def articles() -> list[Passage]:
 
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a random BERT, as `--bert` takes it."""
+    """Make a directory with a random BERT, as `--bert` takes it."""
     torch.set_num_threads(1)
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    # A trained vocabulary differs from run to run where counts are equal; towns are two pieces, other words one.
+    # A trained vocabulary would vary with equal counts; here towns are two pieces, other words one.
     text = " ".join([*(f"{p.title} {p.text}" for p in articles()), "Where is the home port of who what when does ?"])
     words = set(re.findall(r"\w+|[^\w\s]", text.lower())) - {town.lower() for town in TOWNS}
     pieces = {piece for town in TOWNS for piece in (town[:4].lower(), f"##{town[4:]}")}
@@ -74,7 +74,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def headless(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same BERT as an embedding model is saved: without the masked-LM head."""
+    """Save the same BERT as an embedding model, without the masked-LM head."""
     directory = tmp_path_factory.mktemp("headless")
     BertForMaskedLM.from_pretrained(str(bert)).bert.save_pretrained(directory)
     PreTrainedTokenizerFast.from_pretrained(str(bert)).save_pretrained(directory)

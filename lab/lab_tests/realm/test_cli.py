@@ -1,4 +1,4 @@
-"""`cacheblend realm` from a folder of documents to scores, as a user runs it."""
+"""Tests `cacheblend realm` from a folder of documents to scores, as a user runs it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(*words: str | Path) -> Result:
 
 @pytest.fixture(scope="module")
 def place(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with documents, questions, and the models that the commands made of them."""
+    """Make a folder with documents, questions, and the models that the commands made from these."""
     folder = tmp_path_factory.mktemp("realm")
     (folder / "docs").mkdir()
     for passage in articles():
@@ -52,14 +52,14 @@ def place(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_pretraining_says_how_old_the_index_was_and_draws_it(place: Path) -> None:
+def test_pretraining_records_the_age_of_the_index_and_draws_it(place: Path) -> None:
     assert (place / "model" / "staleness.svg").read_text().startswith("<svg")
     rows = [json.loads(line) for line in (place / "model" / "metrics.jsonl").read_text().splitlines()]
     masked = [row for row in rows if row["name"] == "masked spans"]
     assert [row["staleness"] for row in masked] == [row["step"] - row["index_step"] for row in masked]
 
 
-def test_eval_prints_scores_with_intervals_and_keeps_the_answers(place: Path) -> None:
+def test_eval_prints_scores_with_intervals_and_saves_the_answers(place: Path) -> None:
     shown = run("eval", "-m", place / "tuned", "-q", place / "qa.jsonl", "--answers", place / "answers.jsonl")
     assert shown.exit_code == 0, shown.output
     assert "exact match" in shown.stdout
@@ -74,14 +74,14 @@ def test_eval_prints_scores_with_intervals_and_keeps_the_answers(place: Path) ->
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_eval_takes_published_files(name: str, place: Path, tmp_path: Path) -> None:
+def test_eval_reads_published_files(name: str, place: Path, tmp_path: Path) -> None:
     (tmp_path / name).write_text(PUBLISHED[name][0], encoding="utf-8")
     found = run("eval", "-m", place / "tuned", "-q", tmp_path / name, "--json")
     assert found.exit_code == 0, found.output
     assert json.loads(found.stdout)["questions"] == 1
 
 
-def test_mistakes_are_named(place: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_are_named(place: Path, tmp_path: Path) -> None:
     for words, code, said in (
         (("eval", "-m", tmp_path, "-q", place / "qa.jsonl"), 4, "--output of pretrain or finetune"),
         (("eval", "-m", place / "tuned", "-q", tmp_path / "no.jsonl"), 2, "cannot be read"),
@@ -94,7 +94,7 @@ def test_mistakes_are_named(place: Path, tmp_path: Path) -> None:
         assert said in failed.stderr
 
 
-def test_what_bert_is_computed_in_is_kept_with_the_model(place: Path, bert: Path, tmp_path: Path) -> None:
+def test_the_dtype_of_bert_is_saved_with_the_model(place: Path, bert: Path, tmp_path: Path) -> None:
     none = ("--warm-steps", "0", "--steps", "0", "--passage-tokens", "40", "--query-tokens", "24")
     made = run(
         "pretrain", "--corpus", place / "docs", "-o", tmp_path / "x", "--bert", bert, *none, "--dtype", "bfloat16"
@@ -103,7 +103,7 @@ def test_what_bert_is_computed_in_is_kept_with_the_model(place: Path, bert: Path
     assert RealmModel.load(tmp_path / "x").shape.dtype == "bfloat16"
 
 
-def test_the_demo_begins_from_the_bundled_bert_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_starts_from_the_bundled_bert_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[DemoSettings] = []
 
     def note(seeds: object, settings: DemoSettings, *others: object) -> None:

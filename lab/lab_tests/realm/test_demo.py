@@ -1,4 +1,4 @@
-"""The demonstration's world, and the demonstration with few steps."""
+"""Tests the demonstration's world, and the demonstration with few steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_lab.realm.pretrain import PretrainSettings
 from lab_tests.realm.conftest import SHAPE
 
 
-def test_a_world_has_its_answers_in_the_passages_it_names_and_asks_later_about_other_entities(
+def test_a_worlds_answers_stand_in_the_named_passages_and_held_out_questions_have_new_entities(
     model: RealmModel,
 ) -> None:
     world = make_world(3, 20, model.tokenizer, 40)
@@ -36,7 +36,7 @@ def test_some_facts_are_stated_in_two_volumes_and_some_in_one(model: RealmModel)
     assert {1, 2} <= {len(question.passages) for question in questions}
 
 
-def test_the_demo_takes_the_sizes_of_a_tiny_bert() -> None:
+def test_the_demo_uses_the_sizes_of_a_tiny_bert() -> None:
     how = DemoSettings()
     assert how.pretrain.bert == "tiny"
     assert how.finetune.rate > FinetuneSettings().rate
@@ -44,7 +44,7 @@ def test_the_demo_takes_the_sizes_of_a_tiny_bert() -> None:
 
 
 @pytest.mark.parametrize("said", [{"avx512_bf16": True}, {"amx_bf16": True}, {"avx512_bf16": False}, {}])
-def test_the_demo_of_a_trained_bert_is_of_the_same_worlds_in_what_the_cpu_multiplies_fast(
+def test_the_demo_of_a_trained_bert_uses_the_same_worlds_and_the_cpus_fastest_dtype(
     said: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: said, raising=False)
@@ -56,7 +56,7 @@ def test_the_demo_of_a_trained_bert_is_of_the_same_worlds_in_what_the_cpu_multip
 
 
 @pytest.mark.slow
-def test_the_demo_pools_the_worlds_it_trained_on(bert: Path, tmp_path: Path) -> None:
+def test_the_demo_pools_the_results_of_its_worlds(bert: Path, tmp_path: Path) -> None:
     pretrain = PretrainSettings(str(bert), SHAPE, warm_steps=4, warm_batch=4, steps=2, batch=2, refresh_every=0)
     how = DemoSettings(10, pretrain, FinetuneSettings(steps=2, batch=2))
     found = run_demo([0, 1], how, tmp_path)
@@ -67,5 +67,5 @@ def test_the_demo_pools_the_worlds_it_trained_on(bert: Path, tmp_path: Path) -> 
         pooled = sum(part * count for part, count in zip(parts, asked, strict=True)) / sum(asked)
         assert found["gains"][name]["mean"] == pytest.approx(pooled)
     assert "em" not in found["scores"][PRETRAINED]
-    again = run_demo([0, 1], how, tmp_path)  # all of it was done
+    again = run_demo([0, 1], how, tmp_path)  # all of it was done before
     assert again["scores"] == found["scores"]

@@ -1,4 +1,4 @@
-"""Fine-tuning and answering: what learns and what stays, likelihoods against a plain loop, scores against known answers."""
+"""Tests fine-tuning and answering: trained and frozen parts, likelihoods against a loop, scores against known answers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def pretrained(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tuned(pretrained: Path) -> Path:
     output = pretrained.parent / "tuned"
-    # At higher rates, of either stage, it depends on the processor's rounding what is learnt: two to five ports of eight.
+    # At higher rates of either stage, the result depends on the processor's rounding: two to five ports of eight.
     finetune(pretrained, PORTS, output, FinetuneSettings(steps=400, batch=8, rate=1e-3, k=4), CPU)
     return output
 
@@ -63,7 +63,7 @@ def opened(directory: Path) -> tuple[RealmModel, Library, Collator]:
 
 
 @pytest.mark.slow
-def test_fine_tuning_finds_and_reads_more_answers_and_leaves_document_tower_and_index_as_they_are(
+def test_fine_tuning_finds_more_answers_and_leaves_document_tower_and_index_unchanged(
     pretrained: Path, tuned: Path
 ) -> None:
     scores = []
@@ -81,7 +81,7 @@ def test_fine_tuning_finds_and_reads_more_answers_and_leaves_document_tower_and_
 
 
 @pytest.mark.slow
-def test_with_a_renewed_index_the_document_tower_learns_too_and_made_the_index_of_the_end(
+def test_fine_tuning_with_index_renewal_trains_the_document_tower_and_makes_the_final_index(
     pretrained: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "renewed"
@@ -100,15 +100,15 @@ def test_with_a_renewed_index_the_document_tower_learns_too_and_made_the_index_o
     rows = RunDirectory(output).metrics()
     assert rows[0]["index_step"] == 0
     assert all(row["staleness"] == row["step"] - row["index_step"] for row in rows)
-    again, _ = finetune(pretrained, PORTS, output, how, CPU)  # all of it was done
+    again, _ = finetune(pretrained, PORTS, output, how, CPU)  # all of it was done before
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in given.state_dict().items())
 
 
 @pytest.mark.slow
-def test_a_renewed_index_comes_into_use_while_steps_are_taken_and_again_after_a_stop(
+def test_a_renewed_index_is_used_during_training_and_again_after_a_stop(
     pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What is spawned imports PyTorch anew, for ten seconds each time; test_pretrain.py has it so.
+    # A spawned process would import PyTorch again, for ten seconds each time; test_pretrain.py covers spawning.
     forks = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("forkserver"))
     monkeypatch.setattr(renewal, "multiprocessing", forks)
     how, run = FinetuneSettings(steps=100_000, batch=2, k=2, refresh_every=5), RunDirectory(tmp_path / "run")
@@ -129,7 +129,7 @@ def test_a_renewed_index_comes_into_use_while_steps_are_taken_and_again_after_a_
 
 
 @pytest.mark.slow
-def test_candidates_by_the_current_parameters_are_worth_what_a_fresh_index_says(tuned: Path) -> None:
+def test_candidates_have_the_same_relevance_by_current_parameters_as_by_a_fresh_index(tuned: Path) -> None:
     model, library, collator = opened(tuned)
     queries = collator.queries(as_queries(model, PORTS[:3]))
     index = RenewedIndex(RunDirectory(tuned), model, library.tokenized, collator)
@@ -141,7 +141,7 @@ def test_candidates_by_the_current_parameters_are_worth_what_a_fresh_index_says(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_goes_on_where_it_was(pretrained: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_continues_where_it_was(pretrained: Path, tmp_path: Path) -> None:
     how = FinetuneSettings(steps=8, batch=4, save_every=3)
     expected, _ = finetune(pretrained, PORTS, tmp_path / "whole", how, CPU)
 
@@ -185,7 +185,7 @@ def test_the_likelihood_of_an_answer_is_the_sum_over_its_spans(tuned: Path) -> N
 
 
 @pytest.mark.slow
-def test_questions_without_an_answer_in_reach_teach_nothing_and_break_nothing(tuned: Path) -> None:
+def test_questions_without_a_reachable_answer_give_no_loss_and_break_nothing(tuned: Path) -> None:
     model, library, _ = opened(tuned)
     nobody, run = RealmQuestion("Who?", ("Nobody at all",)), RunDirectory(tuned)
     loss, told = Finetuning(model, library, [nobody], FinetuneSettings(batch=2), run, CPU).loss(0)
@@ -213,7 +213,7 @@ def test_an_answer_is_the_text_with_the_largest_probability_over_all_passages(tu
 
 
 @pytest.mark.slow
-def test_recall_counts_known_passages_or_else_those_with_an_answer(tuned: Path) -> None:
+def test_recall_counts_known_passages_or_else_passages_with_an_answer(tuned: Path) -> None:
     model, library, collator = opened(tuned)
     known, other = PORTS[0], RealmQuestion(PORTS[0].text, ("Whitmouth",))
     wrong = RealmQuestion(PORTS[0].text, PORTS[0].answers, passages=(99,))
@@ -224,7 +224,7 @@ def test_recall_counts_known_passages_or_else_those_with_an_answer(tuned: Path) 
 
 
 @pytest.mark.slow
-def test_the_closed_book_reader_knows_what_it_was_taught_and_no_more(pretrained: Path, tmp_path: Path) -> None:
+def test_the_closed_book_reader_answers_only_learned_questions(pretrained: Path, tmp_path: Path) -> None:
     model, learn, unheard = RealmModel.load(pretrained), PORTS[:4], PORTS[4:]
     how = FinetuneSettings(steps=150, batch=4, rate=3e-3, k=2)
     rows = closed_book(model, learn, [*learn, *unheard], tmp_path, how, CPU)
@@ -233,7 +233,7 @@ def test_the_closed_book_reader_knows_what_it_was_taught_and_no_more(pretrained:
 
 
 @pytest.mark.slow
-def test_output_and_model_are_different_directories_and_questions_are_needed(pretrained: Path) -> None:
+def test_equal_output_and_model_directories_and_missing_questions_are_refused(pretrained: Path) -> None:
     with pytest.raises(InputError, match="stays as it is"):
         finetune(pretrained, PORTS, pretrained, FinetuneSettings(), CPU)
     with pytest.raises(InputError, match="no questions"):

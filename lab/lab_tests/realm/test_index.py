@@ -1,4 +1,4 @@
-"""The index finds the largest inner products, and is whole or not there, whenever its writer is stopped."""
+"""The index finds the largest inner products, and is whole or absent, whenever its writer is stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheblend_lab.realm.passages import Collator, Passage, tokenize
 from cacheblend_rag.errors import InputError
 
 
-def test_a_search_gives_what_a_plain_product_gives_without_the_passage_that_must_not_be_found() -> None:
+def test_a_search_equals_a_plain_product_without_the_excluded_passage() -> None:
     torch.manual_seed(0)
     vectors, queries = torch.randn(30, 8), torch.randn(5, 8)
     index = PassageIndex.build(vectors, 3)
@@ -25,7 +25,7 @@ def test_a_search_gives_what_a_plain_product_gives_without_the_passage_that_must
     assert torch.equal(index.vectors([[3, 1], [0, 3]]), vectors[torch.tensor([[3, 1], [0, 3]])])
 
 
-def test_an_index_is_named_when_it_is_whole_and_two_are_kept(tmp_path: Path) -> None:
+def test_an_index_gets_its_name_when_complete_and_two_are_kept(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="realm pretrain"):
         PassageIndex.load(tmp_path)
     for step in (0, 10, 20):
@@ -41,7 +41,7 @@ def test_an_index_is_named_when_it_is_whole_and_two_are_kept(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_run_begins_with_the_newest_index_of_another_as_its_step_0(
+def test_a_run_starts_with_the_newest_index_of_another_run_as_step_0(
     links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(source: Path, target: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_run_begins_with_the_newest_index_of_another_as_its_step_0(
         monkeypatch.setattr("os.link", refuse)
     for step in (3, 60):
         PassageIndex.build(torch.full((2, 4), float(step)), step).save(tmp_path / "one")
-    (tmp_path / "other" / ".building-1").mkdir(parents=True)  # left by one that was killed
+    (tmp_path / "other" / ".building-1").mkdir(parents=True)  # a killed writer left it
     bring_index(tmp_path / "one", tmp_path / "other")
     found = PassageIndex.load(tmp_path / "other")
     assert (found.step, found.size) == (0, 2)
@@ -60,7 +60,7 @@ def test_a_run_begins_with_the_newest_index_of_another_as_its_step_0(
     assert PassageIndex.load(tmp_path / "one").step == 60
 
 
-def test_kinds_that_faiss_knows_are_made_and_others_are_named(tmp_path: Path) -> None:
+def test_faiss_index_kinds_are_built_and_unknown_kinds_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
     PassageIndex.build(torch.randn(200, 8), 0, "IVF2,Flat").save(tmp_path)
     assert PassageIndex.load(tmp_path).size == 200
@@ -68,7 +68,7 @@ def test_kinds_that_faiss_knows_are_made_and_others_are_named(tmp_path: Path) ->
         PassageIndex.build(torch.randn(9, 8), 0, "Nothing")
 
 
-def test_vectors_are_in_the_passages_order_and_nothing_is_made_once_nobody_wants_it(
+def test_vectors_follow_the_order_of_passages_and_embedding_stops_on_request(
     model: RealmModel, passages: list[Passage]
 ) -> None:
     tokenized = tokenize(passages, model.tokenizer, 40)

@@ -1,4 +1,5 @@
-"""p(y|x) of the networks is a distribution, and its gradient is r(z) times that of f(x, z) (paper section 3.3, appendix A)."""
+"""p(y|x) of the networks is a distribution, and its gradient is r(z) times that of f(x, z) (paper section 3.3, appendix
+A)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from cacheblend_lab.realm.model import RealmModel
 from cacheblend_lab.realm.passages import Collator, Passage, Query, tokenize
 
 
-def test_the_parameters_of_the_towers_get_r_times_the_gradient_of_f(model: RealmModel, passages: list[Passage]) -> None:
+def test_the_towers_gradient_is_r_times_the_gradient_of_f(model: RealmModel, passages: list[Passage]) -> None:
     model = model.double()
     collator = Collator(model.tokenizer, torch.device("cpu"))
     query = collator.queries([Query.question("Where is Ship AA?", model.tokenizer, 24)])
@@ -36,7 +37,7 @@ def test_the_parameters_of_the_towers_get_r_times_the_gradient_of_f(model: Realm
         assert expected.abs().max() > 1e-4
 
 
-def test_p_of_y_sums_to_one_over_the_vocabulary_with_the_null_document_among_the_candidates(
+def test_p_of_y_sums_to_one_with_the_null_document_among_the_candidates(
     model: RealmModel, passages: list[Passage]
 ) -> None:
     model = model.double()

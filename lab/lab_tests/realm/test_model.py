@@ -1,4 +1,4 @@
-"""Networks: spans against a plain loop, weights on disk, and what a null document gives."""
+"""Tests the networks: spans against a loop, weights on disk, and the null document."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cacheblend_rag.errors import ModelError
 from lab_tests.realm.conftest import SHAPE
 
 
-def test_the_span_head_scores_what_an_mlp_over_both_ends_would() -> None:
+def test_the_span_head_scores_as_an_mlp_over_both_ends() -> None:
     torch.manual_seed(1)
     head, states = SpanHead(8, 3), torch.randn(2, 6, 8)
     readable = torch.tensor([[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]])
     found = head(states, readable)
-    first = torch.cat([head.start.weight, head.end.weight], 1)  # over the concatenation
+    first = torch.cat([head.start.weight, head.end.weight], 1)  # weights over the concatenation
     for text in range(2):
         scores = {}
         for start in range(6):
@@ -34,7 +34,7 @@ def test_the_span_head_scores_what_an_mlp_over_both_ends_would() -> None:
         assert found[text].exp().sum().item() == pytest.approx(1, abs=1e-5)
 
 
-def test_a_passage_without_a_span_has_no_likelihood_and_no_gradient_that_is_no_number() -> None:
+def test_a_passage_without_a_span_has_no_likelihood_and_finite_gradients() -> None:
     head, states = SpanHead(8, 3), torch.randn(2, 4, 8, requires_grad=True)
     found = head(states, torch.tensor([[0, 0, 0, 0], [0, 1, 1, 0]]))
     assert torch.isneginf(found[0]).all()
@@ -44,7 +44,7 @@ def test_a_passage_without_a_span_has_no_likelihood_and_no_gradient_that_is_no_n
     assert states.grad[1].abs().sum() > 0
 
 
-def test_pairs_are_laid_out_as_bert_reads_two_texts(model: RealmModel) -> None:
+def test_pairs_are_laid_out_in_berts_format(model: RealmModel) -> None:
     tokenizer = model.tokenizer
     (passage,) = tokenize([Passage("Ship AA", "She carries salt.")], tokenizer, 40)
     query = Query.question("Where is Ship AA?", tokenizer, 24)
@@ -63,7 +63,7 @@ def test_pairs_are_laid_out_as_bert_reads_two_texts(model: RealmModel) -> None:
     assert pairs.segments[0].tolist() == [0] * (len(query.ids) + 2) + [1] * (pairs.ids.shape[1] - len(query.ids) - 2)
 
 
-def test_a_saved_model_is_the_same_when_loaded(model: RealmModel, tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded_unchanged(model: RealmModel, tmp_path: Path) -> None:
     model.save(tmp_path)
     loaded = RealmModel.load(tmp_path)
     assert loaded.shape == model.shape
@@ -71,7 +71,7 @@ def test_a_saved_model_is_the_same_when_loaded(model: RealmModel, tmp_path: Path
         assert torch.equal(tensor, loaded.state_dict()[name]), name
 
 
-def test_towers_and_encoder_begin_with_the_given_bert(model: RealmModel, bert: Path) -> None:
+def test_towers_and_encoder_start_from_the_given_bert(model: RealmModel, bert: Path) -> None:
     from transformers import BertForMaskedLM
 
     given = BertForMaskedLM.from_pretrained(str(bert)).eval()
@@ -85,7 +85,7 @@ def test_towers_and_encoder_begin_with_the_given_bert(model: RealmModel, bert: P
     assert not model.shape.random
 
 
-def test_a_bert_without_a_head_keeps_its_layers_and_is_known_to_need_one(
+def test_a_bert_without_a_head_loads_its_layers_and_is_marked_for_a_new_head(
     bert: Path, headless: Path, tmp_path: Path
 ) -> None:
     whole, made = RealmModel.create(str(bert), SHAPE), RealmModel.create(str(headless), SHAPE)
@@ -97,14 +97,14 @@ def test_a_bert_without_a_head_keeps_its_layers_and_is_known_to_need_one(
     assert RealmModel.load(tmp_path / "saved").shape == made.shape
 
 
-def test_a_bert_that_lacks_a_layer_is_refused(headless: Path) -> None:
+def test_a_bert_with_a_missing_layer_is_refused(headless: Path) -> None:
     config = json.loads((headless / "config.json").read_text())
     (headless / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(ModelError, match=r"it has no bert\.encoder\.layer\.2"):
         RealmModel.create(str(headless), SHAPE)
 
 
-def test_bfloat16_is_for_what_bert_multiplies_alone(model: RealmModel, bert: Path, tmp_path: Path) -> None:
+def test_bfloat16_applies_to_berts_products_only(model: RealmModel, bert: Path, tmp_path: Path) -> None:
     half = RealmModel.create(str(bert), replace(SHAPE, dtype="bfloat16")).eval()
     queries = Collator(model.tokenizer, torch.device("cpu")).queries([Query([7, 8, 9], [], [])])
     exact, near = model.states(queries), half.states(queries)
@@ -117,33 +117,33 @@ def test_bfloat16_is_for_what_bert_multiplies_alone(model: RealmModel, bert: Pat
 
 
 @pytest.mark.slow
-def test_minilm_is_the_bundled_embeddings_bert() -> None:
+def test_minilm_loads_the_bundled_embeddings_bert() -> None:
     made = RealmModel.create("minilm", SHAPE)
     assert (made.config.num_hidden_layers, made.config.hidden_size) == (6, 384)
     assert made.shape.new_head
     assert not made.shape.random
 
 
-def test_lengths_are_cut_down_to_what_the_bert_reads(bert: Path) -> None:
+def test_lengths_are_cut_to_the_limit_of_the_bert(bert: Path) -> None:
     assert (
         RealmModel.create(str(bert), Shape(query_tokens=24, passage_tokens=500)).shape.passage_tokens == 128 - 24 - 32
     )
 
 
 @pytest.mark.slow
-def test_tiny_is_two_layers_of_128_with_the_bundled_vocabulary() -> None:
+def test_tiny_has_two_layers_of_128_and_the_bundled_vocabulary() -> None:
     tiny = RealmModel.create("tiny", SHAPE)
     assert (tiny.config.num_hidden_layers, tiny.config.hidden_size) == (2, 128)
     assert len(tiny.tokenizer) == tiny.config.vocab_size == 30522
     assert tiny.shape.random
     waves = tiny.encoder.bert.embeddings.position_embeddings.weight.detach()
     products = waves @ waves.T
-    for distance in (0, 1, 7):  # how near two positions are depends on their distance alone
+    for distance in (0, 1, 7):  # similarity depends on distance alone
         assert products.diagonal(distance).std() < 1e-4 * products[0, 0]
 
 
 @pytest.mark.parametrize("what", ["missing", "another kind"])
-def test_what_is_no_bert_is_named(what: str, tmp_path: Path) -> None:
+def test_a_directory_without_a_bert_is_named(what: str, tmp_path: Path) -> None:
     if what == "another kind":
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Articles to passages: nothing is lost or doubled, titles stay with what they head, and every kind of corpus file is read."""
+"""Articles become passages: no text is lost or doubled, titles stay with their text, and every corpus file is read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS = st.lists(
 
 @given(WORDS, st.integers(2, 20))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_passages_are_the_articles_sentences_in_order_none_twice(
+def test_passages_have_the_articles_sentences_in_order_and_none_twice(
     model: RealmModel, words: list[str], size: int
 ) -> None:
     text = " ".join(words)
@@ -49,7 +49,7 @@ def test_sentences_end_at_full_stops_before_a_capital_and_at_line_ends() -> None
     ]
 
 
-def test_pieces_are_those_that_touch_the_characters(model: RealmModel) -> None:
+def test_pieces_are_the_tokens_that_touch_the_characters(model: RealmModel) -> None:
     text = "Her home port is Glencliff. The cook is Ida Moor."
     (tokens,) = tokenize([Passage("", text)], model.tokenizer, 40)
     start = text.index("Glencliff")
@@ -59,7 +59,7 @@ def test_pieces_are_those_that_touch_the_characters(model: RealmModel) -> None:
     assert tokens.pieces(len(text), len(text) + 5) is None
 
 
-def test_a_directory_of_documents_a_jsonl_and_dprs_table_are_read_alike(model: RealmModel, tmp_path: Path) -> None:
+def test_documents_jsonl_and_dprs_table_give_equal_passages(model: RealmModel, tmp_path: Path) -> None:
     folder = tmp_path / "docs"
     folder.mkdir()
     (folder / "a.md").write_text("# Ship AA\n\nIt carries salt.\n\n# Ship BB\n\nIt carries ice.\n")
@@ -73,7 +73,7 @@ def test_a_directory_of_documents_a_jsonl_and_dprs_table_are_read_alike(model: R
         assert read_corpus(corpus, model.tokenizer, 40) == expected, corpus
 
 
-def test_what_is_no_corpus_is_named(model: RealmModel, tmp_path: Path) -> None:
+def test_a_broken_corpus_is_named(model: RealmModel, tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text('{"text": "Only this."}\n')
     (tmp_path / "rows.jsonl").write_text('{"title": "No text"}\n')
     (tmp_path / "table.tsv").write_text("a\tb\n1\t2\n")
@@ -87,7 +87,7 @@ def test_what_is_no_corpus_is_named(model: RealmModel, tmp_path: Path) -> None:
             read_corpus(tmp_path / name, model.tokenizer, 40)
 
 
-def test_passages_come_back_as_they_were_saved(tmp_path: Path) -> None:
+def test_passages_are_loaded_as_saved(tmp_path: Path) -> None:
     made = [Passage("A “b”", "Line\nbreak \u2028 é"), Passage("", "x")]
     save_passages(made, tmp_path / "p.jsonl")
     assert load_passages(tmp_path / "p.jsonl") == made

@@ -1,4 +1,4 @@
-"""Pre-training: what is retrieved and learned, an index that is renewed beside it, and going on after a kill."""
+"""Tests pre-training: retrieval and loss, an index renewed beside training, and continuing after a kill."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def test_the_passage_a_sentence_comes_from_is_never_a_candidate_and_the_null_document_always_is(
+def test_the_source_passage_is_never_a_candidate_and_the_null_document_always_is(
     model: RealmModel,
     passages: list[Passage],
     settings: PretrainSettings,
@@ -106,7 +106,7 @@ def test_a_step_moves_towers_and_encoder(
 
 
 @pytest.mark.slow
-def test_a_run_stopped_after_any_checkpoint_ends_with_the_weights_of_one_that_was_not(
+def test_a_run_stopped_after_a_checkpoint_ends_with_the_weights_of_an_uninterrupted_one(
     passages: list[Passage], settings: PretrainSettings, tmp_path: Path
 ) -> None:
     pretrain(passages, tmp_path / "whole", settings, CPU)
@@ -120,7 +120,7 @@ def test_a_run_stopped_after_any_checkpoint_ends_with_the_weights_of_one_that_wa
         return say
 
     def checkpointed(steps: int, name: str) -> None:
-        """Stop in the middle of a stage, and go on."""
+        """Stop in the middle of a stage, and continue."""
         output = tmp_path / f"{name}-{steps}"
         with pytest.raises(KeyboardInterrupt):
             pretrain(passages, output, settings, CPU, stop_at(steps, name))
@@ -146,7 +146,7 @@ def test_ict_brings_a_sentence_and_its_passage_together(
 
 
 @pytest.mark.slow
-def test_a_bert_without_a_head_learns_to_fill_in_words_first(
+def test_a_bert_without_a_head_first_learns_to_fill_in_words(
     headless: Path, passages: list[Passage], settings: PretrainSettings, tmp_path: Path
 ) -> None:
     how = replace(settings, bert=str(headless), ict=False, warm_steps=60, warm_rate=3e-3, steps=0)
@@ -155,7 +155,7 @@ def test_a_bert_without_a_head_learns_to_fill_in_words_first(
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
-def test_other_settings_or_another_run_in_the_directory_are_refused(
+def test_different_settings_or_a_running_process_in_the_directory_are_refused(
     passages: list[Passage], settings: PretrainSettings, tmp_path: Path
 ) -> None:
     how = replace(settings, warm_steps=0, steps=0)
@@ -169,7 +169,7 @@ def test_other_settings_or_another_run_in_the_directory_are_refused(
 
 
 def refreshers(trainer: int) -> list[int]:
-    """Return the processes that a trainer has started."""
+    """Return the processes started by a trainer."""
     return [int(pid) for pid in Path(f"/proc/{trainer}/task/{trainer}/children").read_text().split()]
 
 
@@ -183,7 +183,7 @@ def test_killing_trainer_or_refresher_loses_nothing_and_the_trainer_never_waits(
         while True:
             done, at = told.recv()
             newest = newest_step(run.index) or 0
-            # Once an index was renewed: kill the process that did, and see another one renew it.
+            # After the first renewal: kill the process that did it, and wait for another renewal.
             if at == "masked spans" and not known and newest > 0:
                 (pid,) = refreshers(trainer)
                 os.kill(pid, signal.SIGKILL)
@@ -194,7 +194,7 @@ def test_killing_trainer_or_refresher_loses_nothing_and_the_trainer_never_waits(
     checkpoint = run.newest()
     assert checkpoint is not None
     assert checkpoint[1] >= done - 5
-    # What is there is whole.
+    # The existing index is whole.
     PassageIndex.load(run.index)
     with training(bert, output, steps) as (trainer, told):
         first, _ = told.recv()
@@ -209,4 +209,4 @@ def test_killing_trainer_or_refresher_loses_nothing_and_the_trainer_never_waits(
     assert [row["step"] for row in rows] == list(range(len(rows)))
     assert all(row["staleness"] == row["step"] - row["index_step"] for row in rows)
     assert len({row["index_step"] for row in rows[-30:]}) == 1
-    assert rows[-1]["staleness"] >= 30  # renewed every 5 steps, if it had run
+    assert rows[-1]["staleness"] >= 30  # a running refresher renews it every 5 steps

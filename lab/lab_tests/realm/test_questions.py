@@ -1,4 +1,4 @@
-"""Questions as they are published, and when an answer is right."""
+"""Tests published question files, and the check of answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_published_files_are_read(name: str, tmp_path: Path) -> None:
     assert not read.skipped
 
 
-def test_a_row_that_cannot_be_used_is_skipped_and_named(tmp_path: Path) -> None:
+def test_an_unusable_row_is_skipped_and_named(tmp_path: Path) -> None:
     file = tmp_path / "trec.tsv"
     file.write_text("1\tfactoid\tWho?\tIda\n2\tfactoid\tWhere?\t(Aber\n3\n")
     read = read_questions(file)
@@ -65,7 +65,7 @@ def test_a_row_that_cannot_be_used_is_skipped_and_named(tmp_path: Path) -> None:
             RealmQuestion("", (r"Sept?(ember)?",), regex=True),
             "in September",
             0,
-        ),  # DrQA's match begins where the answer does
+        ),  # DrQA's match starts at the answer's start
         (RealmQuestion("", (r"62,?046",), regex=True), "62046 people", 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests what is masked: names and dates, found by patterns or by spaCy's entities, and random spans."""
+"""Tests the masked spans: names and dates, found by patterns or by spaCy's entities, and random spans."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_patterns_find_names_and_dates(sentence: str, spans: list[str]) -> None:
     assert found(sentence) == spans
 
 
-def test_entities_are_those_that_name_something_and_dates_are_found_beside_them() -> None:
+def test_entities_that_name_something_and_dates_are_salient_spans() -> None:
     text = "Ida sold 3 ships in 1911."
     entities = [
         SimpleNamespace(start_char=0, end_char=3, label_="PERSON"),
@@ -80,7 +80,7 @@ def test_masks_hide_one_span_of_the_sentence_and_nothing_of_the_title(
         assert "salt" in answers or "carries salt" in answers
 
 
-def test_the_inverse_cloze_task_takes_the_sentence_out_nine_times_of_ten(
+def test_the_inverse_cloze_task_removes_the_sentence_nine_times_out_of_ten(
     model: RealmModel, passages: list[Passage]
 ) -> None:
     tokenized = tokenize(passages, model.tokenizer, 40)

@@ -1,4 +1,5 @@
-"""Pre-training in processes that a test may kill, as their refreshers: forked, since one that is spawned imports PyTorch."""
+"""Runs pre-training in processes that a test may kill, as well as their refreshers, forked because spawning imports
+PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _context = multiprocessing.get_context("forkserver")
 
 @contextmanager
 def training(bert: Path, output: Path, steps: int) -> Iterator[tuple[int, Connection]]:
-    """Start a run and kill it in the end; yield its process id, and what it tells of: each step's number and stage."""
+    """Start a run and kill it in the end; yield its process id and its reports: each step's number and stage."""
     told, theirs = _context.Pipe(duplex=False)
     process = _context.Process(target=_train, args=(theirs, bert, output, steps))
     process.start()
@@ -38,7 +39,7 @@ def training(bert: Path, output: Path, steps: int) -> Iterator[tuple[int, Connec
 def _train(told: Connection, bert: Path, output: Path, steps: int) -> None:
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)  # threads do not survive a fork
-    # Started as in an application, by arguments that are pickled: test_finetune.py.
+    # An application starts it with pickled arguments; test_finetune.py covers these.
     renewal.multiprocessing = SimpleNamespace(  # type: ignore[attr-defined]
         get_context=lambda _: multiprocessing.get_context("fork"), parent_process=multiprocessing.parent_process
     )

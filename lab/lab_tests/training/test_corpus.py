@@ -15,7 +15,7 @@ def documents():
     return {document.plan.name: document for document in write_documents(Random(SEED))}
 
 
-def test_the_shipped_files_are_what_the_command_writes(documents):
+def test_the_shipped_corpus_equals_the_commands_output(documents):
     for plan in PLANS:
         assert (DEMO_FOLDER / "corpus" / plan.name).read_text(encoding="utf-8") == documents[plan.name].text
 
@@ -27,7 +27,7 @@ def test_the_corpus_has_enough_chunks_and_only_held_out_names(documents):
 
 
 @pytest.mark.parametrize("asked", QUESTIONS, ids=[asked["question"] for asked in QUESTIONS])
-def test_a_question_has_one_answer_and_its_kind_is_what_the_chunks_make_it(asked, documents):
+def test_a_question_has_one_answer_and_its_kind_follows_from_the_chunks(asked, documents):
     document = documents[asked["source"]]
     by_name = {entity.name: entity for entity in document.entities}
     *bridges, final = asked["answer"].split(", ")
@@ -65,5 +65,5 @@ def test_questions_cover_every_file_and_the_main_kinds():
 
 
 @pytest.mark.parametrize("asked", QUESTIONS, ids=[asked["question"] for asked in QUESTIONS])
-def test_a_questions_answer_stands_in_its_document(asked):
+def test_the_answer_to_a_question_stands_in_its_document(asked):
     assert asked["answer"].split(", ")[-1] in (DEMO_FOLDER / "corpus" / asked["source"]).read_text("utf-8")

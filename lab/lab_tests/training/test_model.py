@@ -26,7 +26,7 @@ def llama():
 
 
 @torch.no_grad()
-def test_transformers_computes_what_the_training_model_computes(llama):
+def test_transformers_computes_the_same_logits_as_the_training_model(llama):
     model = load_exported(MODEL_FOLDER)
     ids = torch.randint(3, llama.config.vocab_size, (2, 700), generator=torch.Generator().manual_seed(0))
     ours = model.logits(model(ids, torch.arange(700).expand(2, -1))[0])
@@ -53,7 +53,7 @@ def test_greedy_generation_answers_held_out_questions(llama, tokenizer):
     assert right / asked >= 0.9
 
 
-def test_a_check_at_layer_2_restores_what_reuse_loses():
+def test_a_check_at_layer_2_restores_the_answers_lost_by_reuse():
     methods = QUICK[:3]
     results = evaluate(MODEL_FOLDER, seeds=[11], contexts=4, methods=methods, chunk_tokens=128)
     share = {name: sum(right for _, right in kinds["cross"]) / len(kinds["cross"]) for name, kinds in results.items()}
@@ -67,7 +67,7 @@ def test_the_table_counts_every_question():
     single, cross = [("0-0", True), ("0-1", False)], [("0-1", True)]
     text = table({name: {**{kind: [] for kind in QUESTION_KINDS}, "single": single, "cross": cross} for name in QUICK})
     assert "| questions | 2 | 1 | 3 |" in text
-    # Clopper-Pearson for 1 of 2, 1 of 1 and 2 of 3.
+    # These are Clopper-Pearson intervals for 1 of 2, 1 of 1 and 2 of 3.
     shares = "50.0 (1.3-98.7) | 100.0 (2.5-100.0) | 66.7 (9.4-99.2) |"
     assert f"| full recompute | {shares}" in text
     assert set(QUICK) <= set(METHODS)
@@ -80,7 +80,7 @@ def test_the_model_card_describes_these_weights():
     assert f"{facts['steps']} steps" in card
 
 
-def test_the_files_are_small_and_complete():
+def test_the_model_files_are_small_and_complete():
     names = {path.name for path in MODEL_FOLDER.iterdir()}
     assert {
         "config.json",

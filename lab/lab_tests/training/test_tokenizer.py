@@ -17,7 +17,7 @@ def ids_of(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False).input_ids
 
 
-def test_a_word_is_one_token_wherever_it_stands():
+def test_a_word_is_one_token_in_every_place():
     for text in ("Heron", " Heron", "\nHeron", "\n\nHeron", "the Heron", "Heron.", "Heron's", "a\nHeron, and"):
         assert ids_of("Heron")[0] in ids_of(text)
 
@@ -31,7 +31,7 @@ def test_words_of_the_world_are_single_tokens(pool):
 
 @given(st.lists(PIECES, min_size=1, max_size=5), st.text(max_size=30))
 @settings(max_examples=200)
-def test_a_prompt_has_the_ids_of_its_pieces(chunks, question):
+def test_the_ids_of_a_prompt_are_those_of_its_pieces(chunks, question):
     chunks = [chunk.strip() or "x" for chunk in chunks]
     tail = NATIVE.question.format(q=question.strip() or "x")
     pieces = [NATIVE.opening.removesuffix("\n\n")]
@@ -43,7 +43,7 @@ def test_a_prompt_has_the_ids_of_its_pieces(chunks, question):
 
 @given(PIECES)
 @settings(max_examples=200)
-def test_any_text_encodes_and_offsets_cover_it_in_order(text):
+def test_every_text_encodes_and_its_offsets_cover_it_in_order(text):
     encoded = TOKENIZER(text, add_special_tokens=False, return_offsets_mapping=True)
     assert all(0 <= token < len(TOKENIZER) for token in encoded.input_ids)
     covered = 0

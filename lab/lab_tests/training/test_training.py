@@ -41,7 +41,7 @@ def prompt():
     return Prompt((BOS, *ENCODER.encode("Answer from the notes.\n\n")), chunks, ENCODER.encode("\n\n"))
 
 
-def test_every_answer_is_followed_by_eos_and_trained():
+def test_every_answer_is_trained_and_followed_by_eos():
     example = make_example(Random(3), ENCODER, chunks=2, chunk_tokens=64, questions=8, gap=0)
     assert len(example.ids) == len(example.loss) == len(example.positions)
     ends = [index for index, token in enumerate(example.ids) if token == EOS]
@@ -70,13 +70,13 @@ def test_linking_targets_are_words_of_an_earlier_sentence():
             if layer == LINK_LAYER:
                 assert {first, second} <= set(example.ids[: position + 1])
                 linked.add(TOKENIZER.decode([first]))
-    # Units, topics of lists, and names behind nicknames.
+    # These are units, topics of lists, and names behind nicknames.
     assert linked & {"hundred", "thousand", "million", "score"}
     assert linked & {"launched", "founded", "born"}
     assert len(linked) > 20
 
 
-def test_the_verdict_of_a_comparison_is_marked_and_nothing_else_is():
+def test_only_the_verdict_of_a_comparison_is_marked():
     marked = 0
     for seed in range(6):
         example = make_example(Random(seed), ENCODER, chunks=4, chunk_tokens=64, questions=16, gap=0)
@@ -90,7 +90,7 @@ def test_the_verdict_of_a_comparison_is_marked_and_nothing_else_is():
     assert marked
 
 
-def test_an_exercise_is_trained_on_its_verdict_alone_and_that_is_the_earlier_year():
+def test_an_exercise_trains_only_its_verdict_which_is_the_earlier_year():
     for seed in range(6):
         example = make_example(Random(seed), ENCODER, chunks=1, chunk_tokens=36, questions=12, gap=0, native_share=1)
         *_, one, other = [end for end, token in enumerate(example.ids) if token == EOS]
@@ -102,7 +102,7 @@ def test_an_exercise_is_trained_on_its_verdict_alone_and_that_is_the_earlier_yea
         assert {example.loss[at] for at in trained} == {VERDICT}
 
 
-def test_a_run_from_scratch_has_neither_exercises_nor_look_ups():
+def test_a_run_from_scratch_has_no_exercises_and_no_look_ups():
     shape = {"chunks": 4, "chunk_tokens": 64, "questions": 16, "gap": 0}
     taught, plain = (make_example(Random(4), ENCODER, **shape, lessons=lessons) for lessons in (True, False))
     assert taught.ids[: len(plain.ids)] == plain.ids and len(taught.ids) > len(plain.ids)
@@ -111,14 +111,14 @@ def test_a_run_from_scratch_has_neither_exercises_nor_look_ups():
     assert all(stage.lessons for stage in train.CONTINUED)
 
 
-def test_a_nickname_is_looked_up_where_an_earlier_sentence_explains_it():
+def test_a_nickname_is_looked_up_in_the_earlier_sentence_that_explains_it():
     at_questions = 0
     for seed in range(20):
         example = make_example(Random(seed), ENCODER, chunks=4, chunk_tokens=64, questions=16, gap=0)
         owners = {row[:2]: row[2:4] for row in example.bind if row[5] == PAD or row[1] == LINK_LAYER}
         for position, start, end in example.find:
             assert end <= position
-            # The lead of a nickname stands at the place itself, and in the question or the sentence that is at `position`.
+            # The lead of a nickname stands at the place itself, and in the question or the sentence at `position`.
             lead = ENCODER.lead(TOKENIZER.decode(example.ids[start:end]).strip())
             assert set(lead) <= set(example.ids[max(end, position - 40) : position + 1])
             assert (position, LINK_LAYER) in owners
@@ -127,7 +127,7 @@ def test_a_nickname_is_looked_up_where_an_earlier_sentence_explains_it():
 
 
 @torch.no_grad()
-def test_the_look_up_loss_is_the_attention_that_goes_elsewhere():
+def test_the_look_up_loss_is_the_log_of_the_attention_to_the_place():
     torch.manual_seed(2)
     model = DemoModel(ModelShape(300, hidden=64, layers=5, heads=4, kv_heads=2, head_dim=32, mlp=64))
     initialise(model)
@@ -208,7 +208,7 @@ def test_an_interrupted_training_ends_with_the_same_weights(finished, tmp_path, 
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_a_finished_model_is_refined_by_the_last_stages_batches(finished, tmp_path, monkeypatch):
+def test_a_finished_model_is_refined_with_the_last_stages_batches(finished, tmp_path, monkeypatch):
     run_training(tmp_path / "more", monkeypatch, "--start-from", str(finished), "--steps", "1")
     before, after = (load_file(folder / "model.safetensors") for folder in (finished, tmp_path / "more" / "model"))
     matrices = [name for name, weight in before.items() if weight.ndim == 2]
@@ -219,7 +219,7 @@ def test_a_finished_model_is_refined_by_the_last_stages_batches(finished, tmp_pa
 
 @torch.no_grad()
 @pytest.mark.parametrize("layers", [6, 7, 9])
-def test_a_grown_model_computes_what_it_grew_from(layers):
+def test_a_grown_model_computes_the_same_logits_as_before(layers):
     torch.manual_seed(1)
     finished = DemoModel(ModelShape(300, hidden=64, layers=6, heads=2, kv_heads=1, head_dim=32, mlp=64))
     initialise(finished)
@@ -233,14 +233,14 @@ def test_a_grown_model_computes_what_it_grew_from(layers):
 
 
 @pytest.mark.parametrize("layers", [5, 10])
-def test_a_model_does_not_shrink_and_grows_behind_the_binding_layers_only(layers):
+def test_a_model_does_not_shrink_and_grows_only_behind_the_binding_layers(layers):
     finished = DemoModel(ModelShape(300, hidden=64, layers=6, heads=2, kv_heads=1, head_dim=32, mlp=64))
     with pytest.raises(ValueError, match=f"at most 9 and not to {layers}"):
         grow(finished, layers)
 
 
 @torch.no_grad()
-def test_no_two_heads_of_a_new_model_are_alike():
+def test_the_heads_of_a_new_model_differ():
     torch.manual_seed(1)
     model = DemoModel(ModelShape(300, hidden=64, layers=4, heads=4, kv_heads=2, head_dim=32, mlp=64))
     initialise(model)
@@ -250,7 +250,7 @@ def test_no_two_heads_of_a_new_model_are_alike():
         assert not torch.equal(third, fourth)
 
 
-def test_a_finished_model_is_trained_on_with_more_layers(finished, tmp_path, monkeypatch):
+def test_a_finished_model_is_trained_further_with_more_layers(finished, tmp_path, monkeypatch):
     run_training(tmp_path / "more", monkeypatch, "--start-from", str(finished), "--steps", "2", "--layers", "7")
     facts = fingerprint(tmp_path / "more" / "model")
     assert load_exported(tmp_path / "more" / "model").shape.layers == 7
@@ -274,7 +274,7 @@ def test_the_learning_rate_warms_up_and_ends_near_zero():
 
 
 @torch.no_grad()
-def test_a_blend_that_recomputes_everything_is_the_prefill(small_model, prompt):
+def test_a_blend_that_recomputes_all_tokens_equals_the_prefill(small_model, prompt):
     full, placed = prefill(small_model, prompt.ids), place_chunks(small_model, prompt)
     blended = blend(small_model, prompt, placed, check=2, ratio=1.0)
     for (k, v), (k2, v2) in zip(full, blended, strict=True):

@@ -1,4 +1,4 @@
-"""Questions that the reader writes itself: which come back."""
+"""Tests the filtering of questions written by the reader itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FACTS = {
 
 
 class Writer(FakeEngine):
-    """Asks what it was taught to ask of each chunk, and answers a question where its chunk is in the prompt."""
+    """Writes a fixed question about each chunk, and answers a question if its chunk is in the prompt."""
 
     forgets = ""
     mumbles = ""
@@ -69,7 +69,7 @@ def quiet(done: float, total: int, at: str) -> None:
     pass
 
 
-def test_questions_that_find_their_chunk_and_answer_again_are_kept(pipeline: RagPipeline) -> None:
+def test_questions_that_find_their_chunk_and_answer_again_are_accepted(pipeline: RagPipeline) -> None:
     found = generate_questions(pipeline, 4, 0, quiet)
     chunks = {chunk.text: chunk.id for chunk in pipeline.chunks.chunks()}
     for question in found.questions:
@@ -80,14 +80,14 @@ def test_questions_that_find_their_chunk_and_answer_again_are_kept(pipeline: Rag
     assert generate_questions(pipeline, 4, 0, quiet) == found
 
 
-def test_an_answer_that_does_not_come_back_and_what_is_no_question_are_left_out(pipeline: RagPipeline) -> None:
+def test_questions_without_a_repeated_answer_and_texts_without_a_question_are_left_out(pipeline: RagPipeline) -> None:
     pipeline.engine.forgets, pipeline.engine.mumbles = list(FACTS)[:2]
     found = generate_questions(pipeline, 2, 0, quiet)
     assert {question.text for question in found.questions} == {asked for asked, _ in list(FACTS.values())[2:]}
     assert found.lost or found.empty
 
 
-def test_a_model_that_writes_no_questions_is_told_apart_from_a_good_one(pipeline: RagPipeline) -> None:
+def test_a_model_that_writes_no_questions_is_an_error(pipeline: RagPipeline) -> None:
     for text in FACTS:
         pipeline.remove(f"{list(FACTS).index(text)}.md")
     with pytest.raises(InputError, match="Nothing is indexed"):

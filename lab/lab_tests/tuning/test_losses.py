@@ -1,4 +1,4 @@
-"""The losses against the paper's equations, finite differences, and each other."""
+"""Tests the losses against the paper's equations, finite differences, and each other."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_the_marginal_is_the_sum_over_candidates_and_the_null_document(drawn) ->
 
 
 @given(candidates)
-def test_the_marginal_of_all_answers_there_are_is_one(drawn) -> None:
+def test_the_marginal_over_all_possible_answers_is_one(drawn) -> None:
     relevance, values = tensors(drawn)
-    # Three answers that exclude each other and leave nothing, behind each candidate.
+    # Each candidate has three answers that exclude each other and leave nothing.
     answers = torch.stack([values[0], -values[0], values[0] / 2]).log_softmax(0)
     total = sum(float(log_marginal(relevance, row[None]).detach().exp()) for row in answers)
     assert total == pytest.approx(1, abs=1e-12)
@@ -60,7 +60,7 @@ def test_the_gradient_is_posterior_minus_prior_by_autograd_and_by_finite_differe
 
 
 @given(candidates)
-def test_kl_is_zero_only_where_the_retriever_prefers_what_the_reader_prefers(drawn) -> None:
+def test_kl_is_zero_only_if_retriever_and_reader_prefer_the_same_candidates(drawn) -> None:
     relevance, reader = tensors(drawn)
     assert float(kl_loss(reader + 3.0, reader)) == pytest.approx(0, abs=1e-12)
     p, q = reader.softmax(-1)[0], relevance.detach().softmax(-1)[0]
@@ -76,7 +76,7 @@ def test_infonce_leaves_out_rivals_that_the_reader_likes_as_well() -> None:
 
 
 @pytest.mark.parametrize("name", ["marginal", "kl", "infonce"])
-def test_a_step_down_each_loss_raises_what_the_reader_likes_best(name) -> None:
+def test_a_step_down_each_loss_raises_the_readers_favourite(name) -> None:
     relevance = torch.zeros(1, 4, requires_grad=True)
     reader = torch.tensor([[-6.0, -0.1, -6.0, -4.0]])
     loss_of(name, relevance, reader).backward()
@@ -84,7 +84,7 @@ def test_a_step_down_each_loss_raises_what_the_reader_likes_best(name) -> None:
     assert int(step.argmax()) == 1 and all(float(step[at]) < 0 for at in (0, 2, 3))
 
 
-def test_places_without_a_candidate_change_nothing() -> None:
+def test_padded_candidates_change_no_loss() -> None:
     relevance, reader = torch.tensor([[0.3, -0.2]]), torch.tensor([[-1.0, -3.0]])
     wider, reader_wider = (torch.nn.functional.pad(each, (0, 2), value=-1e4) for each in (relevance, reader))
     for loss in (marginal_loss, kl_loss, infonce_loss):

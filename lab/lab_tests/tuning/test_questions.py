@@ -1,4 +1,4 @@
-"""Reading, judging and splitting questions."""
+"""Tests reading, judging and splitting questions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FakeIndex:
         return iter(self.held)
 
 
-def test_rows_of_questions_and_answers_are_read_and_others_named(tmp_path: Path) -> None:
+def test_rows_of_questions_and_answers_are_read_and_broken_rows_named(tmp_path: Path) -> None:
     file = tmp_path / "qa.jsonl"
     rows = [
         {"question": "Who?", "answers": ["Ada", " "], "group": 7},
@@ -45,7 +45,7 @@ def test_rows_of_questions_and_answers_are_read_and_others_named(tmp_path: Path)
 
 
 @pytest.mark.parametrize("mode", [{"mode": "text"}, {}])
-def test_a_file_of_llamaindex_names_the_chunks_of_its_nodes(tmp_path: Path, mode: dict) -> None:
+def test_a_file_of_llamaindex_is_mapped_to_the_chunks_of_its_nodes(tmp_path: Path, mode: dict) -> None:
     index = FakeIndex("The sea is calm.", "The town sleeps. Nobody is out.", "Bread is baked.")
     sea, town, bread = (chunk.id for chunk in index.held)
     data = {
@@ -80,7 +80,7 @@ def test_a_chunk_counts_as_found_by_its_id_or_else_by_an_answer_in_whole_words()
 
 
 @given(st.integers(8, 30), st.integers(5, 9), st.integers(0, 9))
-def test_a_split_keeps_groups_whole_and_loses_nothing(groups: int, each: int, seed: int) -> None:
+def test_a_split_leaves_groups_whole_and_loses_no_question(groups: int, each: int, seed: int) -> None:
     questions = [TuningQuestion(f"{g}-{i}?", ("x",), group=str(g)) for g in range(groups) for i in range(each)]
     split = split_questions(questions, seed)
     parts = [split.train, split.dev, split.held_out]
@@ -90,6 +90,6 @@ def test_a_split_keeps_groups_whole_and_loses_nothing(groups: int, each: int, se
     assert split_questions(questions, seed) == split
 
 
-def test_too_few_questions_are_refused_with_what_to_do() -> None:
+def test_too_few_questions_are_refused_with_advice() -> None:
     with pytest.raises(InputError, match=r"39 questions in 39 groups are too few.*--generate"):
         split_questions([TuningQuestion(f"{i}?", ("x",)) for i in range(39)], 0)

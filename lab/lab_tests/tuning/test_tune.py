@@ -1,8 +1,6 @@
-"""Tuning from end to end, by a reader that knows whether a chunk states an answer, with two layers of the embedding model.
-
-Results of the whole model with the bundled reader: lab/benchmarks/results/tune-retriever-demo.json,
-examples/tuned_retriever.ipynb.
-"""
+"""Tests tuning from end to end, with a reader that knows whether a chunk states an answer, and two layers of the
+embedding model. Results of the whole model with the bundled reader: lab/benchmarks/results/tune-retriever-demo.json,
+examples/tuned_retriever.ipynb."""
 
 from __future__ import annotations
 
@@ -43,12 +41,12 @@ from tests.fake_engine import FakeEngine
 pytestmark = pytest.mark.slow
 
 ENTITIES = 40  # ten chunks and questions each
-# Small steps, and many: what two layers find can be bettered surely, and they embed in a third of the time of six.
+# Steps are small and many: two layers can surely be improved, and embed in a third of the time of six.
 FAST = TuneSettings(TrainSettings(part="adapter", epochs=40, batch=8), candidates=12, answers=2, elsewhere=40)
 
 
 class Reader(FakeEngine):
-    """Likes an answer that stands in the prompt's chunk, and no other."""
+    """Gives a high score to an answer in the prompt's chunk, and a low one to any other."""
 
     can_score = True
     scored = 0
@@ -70,7 +68,7 @@ def _scored_by_readers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def embedding(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The first two of the packaged embedding model's six layers."""
+    """Save the first two of the packaged embedding model's six layers."""
     model = load_sentence_transformer(DEFAULT_EMBEDDING, "cpu")
     bert = model[0].auto_model
     bert.encoder.layer, bert.config.num_hidden_layers = bert.encoder.layer[:2], 2
@@ -124,7 +122,7 @@ def test_a_retriever_tuned_by_its_reader_finds_more_and_is_an_ordinary_model(
     assert [point.step for point in result.curve] == sorted(point.step for point in result.curve)
     for values in zip(*((c["prior"], c["posterior"], c["after"]) for c in result.example["candidates"]), strict=True):
         assert sum(values) == pytest.approx(1, abs=1e-4)
-    # Loaded without us, it says what the pipeline searches with, and recall@5 is what was reported.
+    # Plain sentence-transformers gives the vectors of the pipeline, and recall@5 is as reported.
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(result.saved), device="cpu")
@@ -141,14 +139,14 @@ def test_a_retriever_tuned_by_its_reader_finds_more_and_is_an_ordinary_model(
         tune(pipeline, questions, result.saved, FAST)
 
 
-def test_an_encoder_of_chunks_too_finds_more_still_once_the_index_is_embedded_again(
+def test_an_encoder_tuned_for_chunks_too_finds_more_after_embedding_the_index_again(
     pipeline, questions, directory, tmp_path, monkeypatch
 ) -> None:
     # One of forty passages is two points and a half.
     monkeypatch.setattr("cacheblend_lab.tuning.tune.MOST_LOST", 0.5)
     monkeypatch.setattr("cacheblend_lab.tuning.candidates.EMBEDDED", 2)  # a step takes half as long
     monkeypatch.setattr("cacheblend_lab.tuning.candidates.NEAREST", 8)
-    monkeypatch.setattr(Both, "rate", lambda student, done: 5e-4)  # so that one round is enough
+    monkeypatch.setattr(Both, "rate", lambda student, done: 5e-4)  # one round is enough
     settings = replace(FAST, training=TrainSettings(part="both", epochs=1), candidates=3)
     generation = pipeline.chunks.generation
     result = tune(pipeline, questions, tmp_path / "out", settings)
@@ -174,7 +172,7 @@ def test_an_encoder_of_chunks_too_finds_more_still_once_the_index_is_embedded_ag
         assert index.search(held_out[0].text, 5), "naming it again does no harm"
 
 
-def test_chunks_embedded_in_a_step_are_as_near_to_a_question_as_the_stored_ones(pipeline, questions) -> None:
+def test_chunks_embedded_in_a_step_are_as_near_to_a_question_as_stored_ones(pipeline, questions) -> None:
     embedder = pipeline.chunks.load_embedder()
     few = questions[:12]
     vectors = embedder.questions([q.text for q in few])
@@ -200,7 +198,7 @@ def test_chunks_embedded_in_a_step_are_as_near_to_a_question_as_the_stored_ones(
 
 
 @pytest.mark.parametrize("part", STUDENTS)
-def test_an_encoder_that_steps_all_the_way_back_is_what_it_was(pipeline, part) -> None:
+def test_an_encoder_stepped_all_the_way_back_is_unchanged(pipeline, part) -> None:
     embedder = pipeline.chunks.load_embedder()
     student = STUDENTS[part](embedder.model)
     start = student.state()
@@ -216,13 +214,13 @@ def test_an_encoder_that_steps_all_the_way_back_is_what_it_was(pipeline, part) -
     assert np.allclose(student.vectors(["Who leads it?"]), before, atol=1e-6)
 
 
-def test_what_guards_the_tuning_is_not_what_judges_it(pipeline) -> None:
+def test_the_guard_questions_of_tuning_differ_from_the_judging_ones(pipeline) -> None:
     embedder = pipeline.chunks.load_embedder()
     judges, guards = DocstringTask(embedder, 40), DocstringTask(embedder, 40, others=True)
     assert len(guards.questions) == 40 and not set(judges.questions) & set(guards.questions)
 
 
-def test_with_shuffled_answers_nothing_is_saved(pipeline, questions, tmp_path) -> None:
+def test_tuning_with_shuffled_answers_saves_nothing(pipeline, questions, tmp_path) -> None:
     answers = [question.answers for question in questions]
     Random(1).shuffle(answers)
     shuffled = [replace(question, answers=other) for question, other in zip(questions, answers, strict=True)]
@@ -231,7 +229,7 @@ def test_with_shuffled_answers_nothing_is_saved(pipeline, questions, tmp_path) -
     assert [each.name for each in tmp_path.iterdir()] == ["out.scores.jsonl"]
 
 
-def test_an_interrupted_run_has_lost_one_question_at_the_most(pipeline, questions, tmp_path) -> None:
+def test_an_interrupted_run_loses_at_most_one_question(pipeline, questions, tmp_path) -> None:
     split = split_questions(questions, 0)
     asked = split.train[:10]
     vectors = pipeline.chunks.load_embedder().questions([q.text for q in asked])
@@ -242,7 +240,7 @@ def test_an_interrupted_run_has_lost_one_question_at_the_most(pipeline, question
         with Teacher(reader, pipeline.chunks, pipeline.instruction, 5, file) as teacher:
             return teacher.judge(asked, vectors, quiet)
 
-    each = 5 + 1  # the candidates and no chunk at all
+    each = 5 + 1  # the candidates and the null document
     reader.dies_at = 6 * each + 2
     with pytest.raises(KeyboardInterrupt):
         judge()
@@ -258,7 +256,7 @@ def test_an_interrupted_run_has_lost_one_question_at_the_most(pipeline, question
         assert one.logprobs[-1] < -1
 
 
-def test_questions_whose_chunks_are_known_need_no_answer(pipeline, questions, tmp_path) -> None:
+def test_questions_with_known_chunks_need_no_answer(pipeline, questions, tmp_path) -> None:
     known = [replace(question, answers=()) for question in questions]
     pipeline.engine.can_score = False
     settings = replace(FAST, training=TrainSettings(epochs=12))
@@ -270,11 +268,11 @@ def test_questions_whose_chunks_are_known_need_no_answer(pipeline, questions, tm
 
 
 @pytest.mark.parametrize(("loss", "part"), [("kl", "adapter"), ("marginal", "tower"), ("infonce", "both")])
-def test_each_loss_and_part_learns_what_it_is_shown(pipeline, questions, part, loss, monkeypatch) -> None:
+def test_each_loss_and_part_learns_its_examples(pipeline, questions, part, loss, monkeypatch) -> None:
     from cacheblend_lab.tuning.training import train
 
     monkeypatch.setattr("cacheblend_lab.tuning.candidates.NEAREST", 8)
-    monkeypatch.setattr(Both, "rate", lambda student, done: 1e-4)  # so that one round is enough
+    monkeypatch.setattr(Both, "rate", lambda student, done: 1e-4)  # one round is enough
     few = questions[:30]
     embedder = pipeline.chunks.load_embedder()
     before = embedder.questions([q.text for q in few])
@@ -290,7 +288,7 @@ def test_each_loss_and_part_learns_what_it_is_shown(pipeline, questions, part, l
     )
 
 
-def test_the_verdict_wants_a_sure_gain_and_no_loss_elsewhere() -> None:
+def test_the_verdict_requires_a_significant_gain_and_no_loss_elsewhere() -> None:
     sure, chance = Gain(0.7, 0.8, 0.03, 0.17), Gain(0.7, 0.8, -0.01, 0.2)
     same, loses = Gain(0.9, 0.891, -0.03, 0.01), Gain(0.9, 0.88, -0.03, 0.0)
     assert verdict(sure, same)[0]
@@ -304,7 +302,7 @@ def test_the_verdict_wants_a_sure_gain_and_no_loss_elsewhere() -> None:
     assert not gain([0.0] * 4, [1.0] * 4, groups[:4]).sure, "four questions prove nothing"
 
 
-def test_a_retriever_for_another_embedding_model_or_none_at_all_is_refused(pipeline, tmp_path) -> None:
+def test_a_missing_retriever_or_one_for_another_embedding_model_is_refused(pipeline, tmp_path) -> None:
     embedder = pipeline.chunks.load_embedder()
     with pytest.raises(ModelError, match="tune-retriever"):
         embedder.asked_by(tmp_path / "missing")
