@@ -19,7 +19,10 @@ CODE = (
     "lab/cacheblend_lab",
     "lab/training",
     "lab/benchmarks",
+    "tests",
+    "lab/lab_tests",
     *map(str, ROOT.glob("integrations/*/*_*")),
+    *map(str, ROOT.glob("integrations/*/tests")),
 )
 PAGES = ("README.md", "CONTRIBUTING.md", "docs", "lab/README.md", *map(str, ROOT.glob("integrations/*/README.md")))
 BEGINS = re.compile(r"(What|Of|Whose|Whom|That|Such|Which|Those|(?:With|Without|By|From) which)\b")

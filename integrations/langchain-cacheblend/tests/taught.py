@@ -1,7 +1,7 @@
-"""A small model that has learnt by heart what the scripted engine says: a real one that calls tools and fills schemas.
+"""A small model that has learnt the scripted engine's answers by heart: a real model that calls tools and fills schemas.
 
-The standard tests want a model that calls a tool with the number it was given, which no model of this size does by itself. What
-the scripted engine answers to the suite's own prompts is recorded, and random weights are trained until they say the same.
+The standard tests need a model that calls a tool with the number in the prompt, and no model of this size does so. The
+fixture records the scripted engine's answers to the suite's prompts, and trains random weights until they give these answers.
 """
 
 from __future__ import annotations

@@ -387,7 +387,7 @@ async def test_langchains_llm_cache_distinguishes_options_of_calls(model: Any, s
 
 
 class Ship(BaseModel):
-    """What is known of a ship, in a form that even a small model can fill."""
+    """A ship, in a form that even a small model can fill."""
 
     kind: Literal["ship", "company", "observatory"]
     year: Annotated[int, Field(ge=1000, le=1999)]

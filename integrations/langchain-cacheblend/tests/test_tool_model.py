@@ -63,7 +63,7 @@ def write_down(text: str) -> str:
 
 
 class Verdict(BaseModel):
-    """What the notes say."""
+    """The answer that the notes give."""
 
     known: bool
     about: Literal["harbour", "bakery"]

@@ -27,7 +27,7 @@ Topic = Literal["harbour", "bakery"]
 
 
 class Verdict(BaseModel):
-    """What the notes say."""
+    """The answer that the notes give."""
 
     known: bool
     about: Topic
