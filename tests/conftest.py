@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import socket
-import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from itertools import count
@@ -166,8 +165,6 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
-        if (forking := sys.modules.get("tests.forking")) and sys.platform == "linux":
-            forking.start_server()
         gc.set_threshold(10_000)  # the default of 700 objects takes a twentieth of the tests' time
         gc.enable()
 

@@ -20,8 +20,7 @@ import torch
 from cacheblend_lab.evaluation.evaluate import EvalSettings, evaluate
 from cacheblend_lab.evaluation.prepare import Preparation
 from cacheblend_lab.intervals import mean_interval, share_interval
-from cacheblend_rag.blending.settings import BlendSettings
-from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag import BlendSettings, TransformersEngine
 
 METHODS = (
     "full",
