@@ -31,6 +31,7 @@ from cacheblend_rag.prompts.placing import text_of
 from cacheblend_rag.prompts.prompt import BlendPrompt, ChunkRef, TokenizedPrompt, rag_prompt, tokenize
 from cacheblend_rag.prompts.registry import ChunkRegistry
 from cacheblend_rag.store.codec import LOSSY
+from cacheblend_rag.store.identity import dtype_name
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm import VLLMEngine
@@ -106,7 +107,7 @@ def _model_facts(engine: TransformersEngine | VLLMEngine) -> dict[str, Any]:
         "model": engine.fingerprint.name,
         "fingerprint": engine.fingerprint.digest,
         "device": str(engine.device),
-        "dtype": str(engine.dtype).removeprefix("torch."),
+        "dtype": dtype_name(engine.dtype),
         "context_window": engine.context_window,
         "layers": engine.num_layers,
         "blended": engine.gate.passed,

@@ -14,6 +14,7 @@ import torch
 from cacheblend_rag.errors import ModelError
 from cacheblend_rag.homes import remembered
 from cacheblend_rag.printable import size
+from cacheblend_rag.store.identity import dtype_name, weight_files
 from cacheblend_rag.store.opening import memory_bytes
 
 _MEMORY = Path("/proc/meminfo")
@@ -54,13 +55,12 @@ def check_memory(directory: Path, own: torch.dtype, dtype: torch.dtype, device: 
     Raises:
         ModelError: The weights take more memory than is free; the message gives both sizes.
     """
-    files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
-    needed = sum(file.stat().st_size for file in files) * dtype.itemsize // own.itemsize
+    needed = sum(file.stat().st_size for file in weight_files(directory)) * dtype.itemsize // own.itemsize
     free = _free_bytes(device)
     if free is not None and needed > free:
         half = " or give --dtype bfloat16, which takes half," if dtype.itemsize > torch.bfloat16.itemsize else ""
         raise ModelError(
-            f"The model in {directory} takes {size(needed)} of memory in {str(dtype).removeprefix('torch.')}, and "
+            f"The model in {directory} takes {size(needed)} of memory in {dtype_name(dtype)}, and "
             f"{size(free)} are free. Free some memory,{half} or choose a smaller model (`cacheblend models`)."
         )
 

@@ -44,13 +44,13 @@ class ModelFingerprint:
 
         Reading the files, not the loaded module, makes the digest the same for every engine that loads them.
         """
-        return cls(cls.digests(directory, [dtype])[0], name or str(directory), _named(dtype))
+        return cls(cls.digests(directory, [dtype])[0], name or str(directory), dtype_name(dtype))
 
     @staticmethod
     def digests(directory: Path, dtypes: Sequence[torch.dtype]) -> list[str]:
         """Return the digest of a model directory in each of several dtypes."""
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
+        files = weight_files(directory)
         weights = remembered_sum("names and contents", files, lambda: _sum(files))
         return [_digest(config, weights, dtype) for dtype in dtypes]
 
@@ -65,10 +65,16 @@ class ModelFingerprint:
         for key, tensor in sorted(module.state_dict().items()):
             state.update(key.encode())
             state.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-        return cls(_digest(config, state.hexdigest(), dtype), name, _named(dtype))
+        return cls(_digest(config, state.hexdigest(), dtype), name, dtype_name(dtype))
 
 
-def _named(dtype: torch.dtype) -> str:
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files with the weights of a model, sorted."""
+    return sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name as commands write it: ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 

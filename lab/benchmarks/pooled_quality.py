@@ -19,7 +19,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     _, *lines = file.read_text(encoding="utf-8").strip().split("\n")  # not splitlines: JSON strings may hold U+2028
     # Only the last answer counts for a question that was answered several times by a method.
     latest = {(row["id"], row["key"]): row for row in map(json.loads, lines)}
-    return [{**row, "group": f"{file}:{row['group']}"} for row in latest.values()]
+    return [{**row, "group": row["group"] and f"{file}:{row['group']}"} for row in latest.values()]
 
 
 def interval(found: dict[str, Any], name: str) -> str:

@@ -19,7 +19,8 @@ import torch
 
 from cacheblend_lab.evaluation.evaluate import EvalSettings, evaluate
 from cacheblend_lab.evaluation.prepare import Preparation
-from cacheblend_lab.intervals import mean_interval, share_interval
+from cacheblend_lab.evaluation.summary import summarize
+from cacheblend_lab.intervals import mean_interval
 from cacheblend_rag import BlendSettings, TransformersEngine
 
 METHODS = (
@@ -62,22 +63,19 @@ def table(rows: Rows) -> str:
         "| | compute | score | difference | same answer | sooner | first-token KL |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for method in methods if whole else ():
+    for method, numbers in summarize([row for found in whole for row in found.values()])["methods"].items():
         pairs = [(found[method], found["full"]) for found in whole]
-        groups = [f"{ours['set']}:{ours['group']}" for ours, _ in pairs]
         change = [score(ours) - score(full) for ours, full in pairs]
-        same = [float(ours["agrees_with_full"]) for ours, _ in pairs]
-        spent = np.mean(
-            [(ours["computed_tokens"] + ours["selection_tokens"]) / ours["prompt_tokens"] for ours, _ in pairs]
-        )
-        sooner = np.median([full["ttft_s"] / ours["ttft_s"] for ours, full in pairs])
-        cells = [method, f"{100 * spent:.0f}%", f"{100 * np.mean([score(ours) for ours, _ in pairs]):.1f}"]
+        mean = np.mean([score(ours) for ours, _ in pairs])
+        cells = [method, f"{100 * numbers['compute_share']:.0f}%", f"{100 * mean:.1f}"]
         if method == "full":
             cells += [""] * 4
         else:
-            kl = np.mean([ours["first_token_kl"] for ours, _ in pairs])
-            cells += [shown(float(np.mean(change)), mean_interval(change, groups), "+")]
-            cells += [shown(float(np.mean(same)), share_interval(same, groups)), f"{sooner:.1f}x", f"{kl:.2g}"]
+            name = "agreement_with_full"
+            sooner = np.median([full["ttft_s"] / ours["ttft_s"] for ours, full in pairs])
+            cells += [shown(float(np.mean(change)), mean_interval(change, [ours["group"] for ours, _ in pairs]), "+")]
+            cells += [shown(numbers[name], numbers["intervals_95"][name])]
+            cells += [f"{sooner:.1f}x", f"{numbers['first_token_kl']:.2g}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -113,7 +111,7 @@ def main() -> None:
                 preparation=preparation,
             )
             rows = evaluate(engine, settings, given.out).rows
-            found[name] = [{**row, "set": name} for row in rows]
+            found[name] = [{**row, "set": name, "group": row["group"] and f"{name}:{row['group']}"} for row in rows]
             print(f"\n## {name}\n\n{table(found[name])}", flush=True)
     print(f"\n## All\n\n{table([row for rows in found.values() for row in rows])}")
 

@@ -26,7 +26,7 @@ def start(
 ) -> EnvironedProcess:
     """Start ``cacheblend`` with these arguments, in a new session.
 
-    Its output is added to ``log``; its stderr is added to ``errors``, if given.
+    The command's output is added to ``log``; stderr is added to ``errors``, if given.
     """
     process = EnvironedProcess(target=_run, args=(list(arguments), (log, errors or log), dict(settings)))
     process.start()

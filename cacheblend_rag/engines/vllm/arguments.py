@@ -20,6 +20,7 @@ from cacheblend_rag.engines.vllm.starting import keep_what_is_compiled
 from cacheblend_rag.engines.writer import KVWriter
 from cacheblend_rag.errors import InputError, ModelError
 from cacheblend_rag.prompts.prompt import Header, chosen_header_ids
+from cacheblend_rag.store.identity import dtype_name
 from cacheblend_rag.store.kv import ModelFingerprint, WrittenBy
 
 # Tokens and sequences of an engine step on a GPU: the defaults of vLLM's server on a large GPU. vLLM's Python API
@@ -106,7 +107,7 @@ def prepare(
     arguments = {
         # vLLM loads a hub model from the directory whose files gave the fingerprint.
         "model": str(directory),
-        "dtype": str(chosen).removeprefix("torch."),
+        "dtype": dtype_name(chosen),
         "worker_cls": "cacheblend_rag.engines.vllm.worker.BlendWorker",
         "kv_transfer_config": _connect(
             store=str(store),

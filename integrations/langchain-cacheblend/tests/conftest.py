@@ -12,9 +12,9 @@ from langchain_core.documents import Document
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus
-from cacheblend_rag.blending import controller
 from langchain_cacheblend import BundledEmbeddings, CacheBlendRetriever, ChunkSplitter
 
+from fixtures import _blends, one_engine, real_gain  # noqa: F401
 from plain import BUNDLED, PlainChat, PlainLLM
 from scripted import ScriptedEngine
 from taught import teach, transcript
@@ -86,26 +86,3 @@ def plain_llm(weights: dict[str, Any]) -> PlainLLM:
 @pytest.fixture
 def scripted() -> ScriptedEngine:
     return ScriptedEngine()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _blends() -> Iterator[float]:
-    """Turn on blending for short prompts, which the bundled model answers as fast without: the tests check reports of
-    blends."""
-    gain = controller.GAIN
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(controller, "GAIN", 0.0)
-        yield gain
-
-
-@pytest.fixture
-def real_gain(_blends: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the users' setting: a prompt that is answered as fast without a blend is not blended."""
-    monkeypatch.setattr(controller, "GAIN", _blends)
-
-
-@pytest.fixture
-def one_engine(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every opening of the bundled model return the engine of all tests."""
-    if isinstance(engine, TransformersEngine):
-        monkeypatch.setattr("cacheblend_rag.TransformersEngine", lambda: engine)

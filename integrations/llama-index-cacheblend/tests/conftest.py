@@ -11,6 +11,7 @@ from functools import partial
 
 import llama_index.core
 import pytest
+from fixtures import _blends, one_engine, real_gain  # noqa: F401
 from llama_index.core import Document, Settings, VectorStoreIndex
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.node_parser import SentenceSplitter
@@ -19,8 +20,7 @@ from plain import PlainLLM
 from tested_engine import engine_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag import BlendEngine, TransformersEngine, bundled_corpus
-from cacheblend_rag.blending import controller
+from cacheblend_rag import BlendEngine, bundled_corpus
 from cacheblend_rag.frameworks import encoder_for
 from llama_index_cacheblend import BundledEmbedding, precompute_nodes
 
@@ -82,26 +82,3 @@ def untouched_globals() -> Iterator[None]:
         setattr(Settings, name, value)
     llama_index.core.global_tokenizer = tokenizer
     get_dispatcher().event_handlers[:] = handlers
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _blends() -> Iterator[float]:
-    """Turn on blending for short prompts, which the bundled model answers as fast without: the tests check reports of
-    blends."""
-    gain = controller.GAIN
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(controller, "GAIN", 0.0)
-        yield gain
-
-
-@pytest.fixture
-def real_gain(_blends: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the users' setting: a prompt that is answered as fast without a blend is not blended."""
-    monkeypatch.setattr(controller, "GAIN", _blends)
-
-
-@pytest.fixture
-def one_engine(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every opening of the bundled model return the engine of all tests."""
-    if isinstance(engine, TransformersEngine):
-        monkeypatch.setattr("cacheblend_rag.TransformersEngine", lambda: engine)

@@ -19,8 +19,14 @@ def row(name: str, method: str, f1: float, **more: Any) -> dict[str, Any]:
         "prompt_tokens": 100,
         "ttft_s": 4.0,
         "first_token_kl": 0.0,
+        "reused_tokens": 0,
+        "background_tokens": 0,
+        "total_s": 5.0,
+        "em": 0.0,
+        "f1_model_tokens": 0.0,
+        "agrees_with_reordered_full": None,
     }
-    kind = {"set": "a", "group": name, "task": "qa", "agrees_with_full": True}
+    kind = {"set": "a", "group": name, "kind": "", "task": "qa", "agrees_with_full": True}
     return {"id": name, "method": method, "f1": f1, "rouge_l": 0.0, **numbers, **kind, **more}
 
 
